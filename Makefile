@@ -28,7 +28,7 @@ DOCS := build/docs-env
 
 # Packages that nothing else of the tests may see: they slow imports down, or replace pinned ones.
 EXTRAS := $(CURDIR)/build/extras
-WITH_EXTRAS := tests/train/test_optimizers.py tests/train/test_nf4.py tests/rollouts/test_verifiers.py tests/test_verify.py
+WITH_EXTRAS := tests/train/test_optimizers.py tests/train/test_nf4.py tests/rl/environments/test_verifiers.py tests/sampling/test_verify.py
 
 .PHONY: help install run real countdown papers test test-all test-extras test-long gpu lint docs bench slides clean FORCE
 

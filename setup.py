@@ -42,7 +42,7 @@ setup(
     package_data={
         "vectorlm": ["py.typed"],
         "vectorlm.cli": ["project/*", "project/.github/workflows/*"],
-        "vectorlm.config": ["foreign.txt"],
+        "vectorlm.runs.config": ["foreign.txt"],
         "vectorlm.report": ["page.html"],
     },
     install_requires=[

@@ -23,8 +23,8 @@ class BareVLLM:
     """The benchmark's end of the line."""
 
     def __init__(self, model: Path, task: str) -> None:
-        from vectorlm.engine.process_channel import sampler_environment
         from vectorlm.ranks.topology import Topology
+        from vectorlm.sampling.process_channel import sampler_environment
 
         environment = sampler_environment(os.environ, tempfile.gettempdir(), Topology())
         self.process = subprocess.Popen(
@@ -60,7 +60,7 @@ class BareVLLM:
 def _serve(model: str, task: str) -> None:
     start = time.perf_counter()
     if task == "load_weights":
-        from vectorlm.backends.vllm.pack import keep_plain_weights
+        from vectorlm.sampling.backends.vllm.pack import keep_plain_weights
 
         keep_plain_weights()
     from vllm import LLM, SamplingParams

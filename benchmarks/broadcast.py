@@ -17,8 +17,8 @@ from bench_model import save_bench_model
 from report import write_result
 
 import vectorlm
-from vectorlm.engine.packed import unpack
 from vectorlm.ranks.collectives import Collectives
+from vectorlm.sampling.packed import unpack
 
 COMPLETIONS, NEW_TOKENS, ROUNDS = 512, 256, 9
 PARAMS = {"temperature": 1.0, "seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0}

@@ -18,7 +18,7 @@ from typing import Any
 from parts import Job, Study, gains, measure
 from report import ROOT, mean_and_range, write_result
 
-from vectorlm.algorithms import AlgorithmSpec
+from vectorlm.algorithms.spec import AlgorithmSpec
 
 SEEDS = (0, 1, 2)
 TEACHER = "runs/countdown_warmup/final-model"

@@ -18,12 +18,12 @@ from bench_model import save_bench_model
 from report import write_result
 
 from vectorlm import SamplingEngine
+from vectorlm.ranks.workers.pool import WorkerPool
+from vectorlm.rl.environments.hosted import EnvironmentHost, HostedEnvironment
+from vectorlm.rl.rollouts.queue import GroupQueue
+from vectorlm.rl.rollouts.sampler import GroupSampler, Task
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
-from vectorlm.rollouts.queue import GroupQueue
-from vectorlm.rollouts.sampler import GroupSampler, Task
 from vectorlm.types import PromptRecord
-from vectorlm.workers import WorkerPool
 
 GROUPS, SIZE, TURNS, SLEEP_S, TOKENS = 8, 8, 4, 0.5, 16
 

@@ -52,12 +52,12 @@ from fault_kinds import (
 from report import ROOT, write_result
 from stranger import visit
 
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
-from open_ports import listening
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "sampling")]
+from kit.open_ports import listening
+from kit.watched_run import WatchedRun
 from server_process import TOKEN, running_server
-from watched_run import WatchedRun
 
-from vectorlm.checkpoint.folder import folder_of, steps_in, unfinished
+from vectorlm.train.checkpoint.folder import folder_of, steps_in, unfinished
 
 RUN = str(Path(__file__).with_name("faulty_run.py"))
 NAMESPACE = "VECTORLM_FAULTS"
@@ -424,7 +424,7 @@ class Campaign:
                 return run.process.pid
             for pid, command in run.processes():
                 is_rank = note.exists() and int(note.read_text() or 0) == pid
-                if is_rank or (target == "sampler" and "vectorlm.engine.process" in command):
+                if is_rank or (target == "sampler" and "vectorlm.sampling.sampler.process" in command):
                     return pid
             return None
 

@@ -57,8 +57,8 @@ def train(checked: Any) -> None:
     from transformers import PreTrainedModel
 
     from vectorlm import Topology
-    from vectorlm.rl_run import reinforce
-    from vectorlm.sft_run import finetune
+    from vectorlm.runs.fine_tuning import finetune
+    from vectorlm.runs.reinforcement import reinforce
 
     name = f"rank {Topology.from_environment().rank}"
     (FOLDER / f"{name}.pid").write_text(str(os.getpid()))
@@ -82,9 +82,9 @@ def train(checked: Any) -> None:
 
 if __name__ == "__main__":
     import vectorlm
-    from vectorlm.config import load_config
     from vectorlm.errors import VectorLMError
-    from vectorlm.preflight.checked import preflight
+    from vectorlm.runs.config.load import load_config
+    from vectorlm.runs.preflight.checked import preflight
 
     try:
         world_size = int(sys.argv[2])

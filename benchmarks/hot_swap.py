@@ -38,7 +38,7 @@ def on_rank(folder: str) -> dict[str, tuple[Times, float]]:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from vectorlm.engine import transport
+    from vectorlm.sampling import transport
 
     transport.BUCKET_BYTES = BUCKET_BYTES
     disable_progress_bar()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vectorlm.weights.plan import reshard
+from vectorlm.sampling.weights.model_tensors import reshard
 
 if TYPE_CHECKING:
     from vectorlm.types import Completion, Engine, InFlight, Prompt, UpdateReport

@@ -34,12 +34,12 @@ SLOWER = {
         *("tests/rl/test_micro_batch.py", "tests/rl/test_replay.py"),
     ),
     "weights": (
-        *("tests/weights", "tests/preflight"),
-        *("tests/engine/test_hf_engine.py", "tests/engine/test_hot_swap.py"),
+        *("tests/sampling/weights", "tests/runs/preflight"),
+        *("tests/sampling/test_hf_engine.py", "tests/sampling/test_hot_swap.py"),
     ),
     "engine": (
-        "tests/testing/test_contract.py",
-        "tests/engine/test_hf_engine.py",
+        "tests/sampling/testing/test_contract.py",
+        "tests/sampling/test_hf_engine.py",
         "-k",
         "inline or hf_engine",
     ),
@@ -47,7 +47,7 @@ SLOWER = {
 LIMIT_S = 300
 KILLED, SURVIVED, UNTESTED = (1, 2, 3, -9, -11), 0, 33
 """mutmut's exit codes, of which -9 and -11 are crashes; others that occur are time-outs."""
-WARM_UP = "vectorlm.weights.checksum.x_widest_word__mutmut_1"
+WARM_UP = "vectorlm.sampling.weights.checksum.x_widest_word__mutmut_1"
 """mutmut has no command that only writes the mutants and notes which test calls what."""
 
 

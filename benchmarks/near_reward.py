@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vectorlm.rewards.countdown import evaluate
+from vectorlm.rl.rewards.countdown import evaluate
 
 BEST, HALF = 30, 5
 """The value that is worth 1, and the distance from it at which an answer is worth half."""

@@ -16,11 +16,11 @@ from found import add_found, read_found
 from report import ROOT, circumstances, mean_and_range, write_result
 
 from vectorlm import HFEngine
-from vectorlm.config import load_config
 from vectorlm.packages import is_installed
 from vectorlm.ranks.topology import Topology
-from vectorlm.rewards.countdown import countdown_reward
-from vectorlm.sft_run import finetune
+from vectorlm.rl.rewards.countdown import countdown_reward
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.fine_tuning import finetune
 from vectorlm.train.optimizers import OPTIMIZERS
 
 SEEDS = (0, 1, 2)

@@ -77,10 +77,10 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
     """Train every job, one after the other."""
     import torch
 
-    from vectorlm.config import load_config
     from vectorlm.ranks.topology import Topology
-    from vectorlm.rl_run import reinforce
-    from vectorlm.run import open_engine
+    from vectorlm.runs.config.load import load_config
+    from vectorlm.runs.reinforcement import reinforce
+    from vectorlm.runs.start import open_engine
 
     torch.set_num_threads(1)
     done, topology = read_found(folder), Topology.from_environment()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import statistics
 import time
 
-from vectorlm.rewards.function import RewardFunction
-from vectorlm.rewards.runner import Scorable
-from vectorlm.workers import WorkerPool
+from vectorlm.ranks.workers.pool import WorkerPool
+from vectorlm.rl.rewards.function import RewardFunction
+from vectorlm.rl.rewards.runner import Scorable
 
 NUM_BATCHES, SIZE = 50, 64
 

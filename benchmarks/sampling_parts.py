@@ -57,9 +57,9 @@ class Parts:
 
 def measure(model: Path) -> list[dict[str, Any]]:
     """Sample in this process, and return a row for each part."""
-    from vectorlm.engine import messages
-    from vectorlm.engine.packed import unpack
-    from vectorlm.engine.scheduler import Scheduler, open_backend
+    from vectorlm.sampling import messages
+    from vectorlm.sampling.packed import unpack
+    from vectorlm.sampling.sampler.scheduler import Scheduler, open_backend
 
     backend: Any = open_backend(messages.Start(str(model), ENGINE, "packed"))
     scheduler, parts = Scheduler(backend), Parts()
@@ -112,8 +112,8 @@ def measure(model: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print and save."""
-    from vectorlm.engine.process_channel import sampler_environment
     from vectorlm.ranks.topology import Topology
+    from vectorlm.sampling.process_channel import sampler_environment
 
     with tempfile.TemporaryDirectory() as scratch:
         wanted = sampler_environment(os.environ, scratch, Topology())

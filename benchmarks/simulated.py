@@ -12,10 +12,10 @@ import torch
 
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import RolloutGroup, kept_groups
+from vectorlm.rl.rollouts.sampler import SampledGroup, Task
+from vectorlm.rl.rollouts.scoring import GroupScorer
+from vectorlm.rl.rollouts.source import RolloutSource
 from vectorlm.rl.settings import AsyncSettings, CollectSettings
-from vectorlm.rollouts.sampler import SampledGroup, Task
-from vectorlm.rollouts.scoring import GroupScorer
-from vectorlm.rollouts.source import RolloutSource
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
 

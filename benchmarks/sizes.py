@@ -13,10 +13,10 @@ from typing import Any
 
 from report import ROOT
 
-from vectorlm.config import load_config
-from vectorlm.preflight.memory import plan_of_config
-from vectorlm.preflight.memory_plan import GIB
-from vectorlm.preflight.memory_report import find_shortage
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.preflight.memory import plan_of_config
+from vectorlm.runs.preflight.memory_plan import GIB
+from vectorlm.runs.preflight.memory_report import find_shortage
 
 PAGE = ROOT / "docs" / "sizes.md"
 BASE = "configs/cuda/1x80gb_sft.yaml"

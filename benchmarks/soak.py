@@ -45,7 +45,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # Spawned ranks import this file again: torch and the library only where they are used.
     import vectorlm
-    from vectorlm.rl_run import reinforce
+    from vectorlm.runs.reinforcement import reinforce
 
     make = [sys.executable, str(ROOT / "examples/make_countdown.py"), "--output_dir", str(FOLDER / "data")]
     subprocess.run(make, check=True)
@@ -115,7 +115,7 @@ def swap_and_sample(folder: str, swaps: int) -> float:
 
 def _config(steps: int) -> tuple[Any, Path]:
     """Return the config of the asynchronous run and its folder, which is empty."""
-    from vectorlm.config import load_config
+    from vectorlm.runs.config.load import load_config
 
     data, output = FOLDER / "data", FOLDER / time.strftime("%Y%m%d-%H%M%S")
     changes = {
@@ -161,7 +161,7 @@ def _measure() -> Sample:
             command = " ".join(process.cmdline())
             if process == this:
                 name = "launcher"
-            elif "vectorlm.engine.process" in command:
+            elif "vectorlm.sampling.sampler.process" in command:
                 name = "sampler"
             elif "spawn_main" in command:
                 name, num_ranks = f"rank {num_ranks}", num_ranks + 1

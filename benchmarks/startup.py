@@ -74,8 +74,8 @@ def ranks_s(folder: str, with_engine: bool, with_model: bool) -> float:
 
 def main() -> None:
     """Measure, print and save."""
-    from vectorlm.engine.process_channel import sampler_environment
     from vectorlm.ranks.topology import Topology
+    from vectorlm.sampling.process_channel import sampler_environment
 
     times: dict[str, list[float]] = {name: [] for name in ("bare", "ours", "model", "engine", "both")}
     with tempfile.TemporaryDirectory() as scratch:

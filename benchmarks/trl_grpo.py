@@ -28,7 +28,7 @@ from even_reward import even, peak_bytes, watch_memory
 
 def main() -> None:
     """Train, and print."""
-    from vectorlm.backends.vllm.pack import keep_plain_weights, pack
+    from vectorlm.sampling.backends.vllm.pack import keep_plain_weights, pack
 
     keep_plain_weights()
     import trl.generation.vllm_generation as generation

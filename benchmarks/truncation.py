@@ -16,10 +16,10 @@ from report import ROOT, write_result
 from transformers import AutoModelForCausalLM
 
 import vectorlm
-from vectorlm.algorithms import Support
 from vectorlm.algorithms.logprobs import token_values
+from vectorlm.algorithms.support import Support
 
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "engine")]
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "sampling")]
 from swap_cases import scores_of
 
 MODEL = ROOT / "runs/countdown_warmup/final-model"

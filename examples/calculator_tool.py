@@ -4,7 +4,7 @@ In a config: ``rl.environment: examples/calculator_tool.py:Calculator``, with ``
 ``include_stop_str_in_output: True`` among ``rl.sampling_params``, so that a turn ends where the tool is asked.
 """
 
-from vectorlm.rewards.countdown import evaluate
+from vectorlm.rl.rewards.countdown import evaluate
 
 BEGIN, END = "<calc>", "</calc>"
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vectorlm
-from vectorlm.rewards import countdown_reward
+from vectorlm.rl.rewards.countdown import countdown_reward
 
 BATCH = 256
 EXPLORE = {"n": 4, "temperature": 1.0, "max_tokens": 12}

@@ -15,10 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import vectorlm
-from vectorlm.algorithms import group_advantages, ppo_policy_loss, reduce_loss, token_logprobs
+from vectorlm.algorithms.groups import group_advantages
+from vectorlm.algorithms.logprobs import token_logprobs
+from vectorlm.algorithms.policy_loss import ppo_policy_loss
+from vectorlm.algorithms.reduce import reduce_loss
 from vectorlm.data.prompts import read_prompts
-from vectorlm.rewards import countdown_reward
 from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.rewards.countdown import countdown_reward
 
 NUM_PROMPTS, GROUP_SIZE, SEED = 64, 8, 0
 SAMPLING = {"temperature": 1.0, "max_tokens": 12}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from vectorlm.rollouts.environment import Reply
+from vectorlm.rl.environments.environment import Reply
 
 LOWEST, HIGHEST, GUESSES = 10, 41, 5
 

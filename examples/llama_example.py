@@ -7,11 +7,11 @@ import argparse
 import sys
 from dataclasses import replace
 
-from vectorlm.config import add_config_arguments, config_from_arguments
+from vectorlm.cli.arguments import add_config_arguments, config_from_arguments
 from vectorlm.errors import ConfigError, VectorLMError
-from vectorlm.preflight.local_model import with_download
 from vectorlm.ranks.topology import Topology
-from vectorlm.sft_run import finetune
+from vectorlm.runs.fine_tuning import finetune
+from vectorlm.runs.preflight.local_model import with_download
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """An algorithm of one's own: in a config, ``rl.algorithm: examples/my_algorithm.py:MEDIAN``."""
 
-from vectorlm.algorithms import AlgorithmSpec, TokenSettings, reinforce_policy_loss
+from vectorlm.algorithms.policy_loss import reinforce_policy_loss
+from vectorlm.algorithms.settings import TokenSettings
+from vectorlm.algorithms.spec import AlgorithmSpec
 
 MEDIAN = AlgorithmSpec(
     name="median",

@@ -25,10 +25,11 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import vectorlm
-from vectorlm.algorithms import reduce_loss, token_logprobs
+from vectorlm.algorithms.logprobs import token_logprobs
+from vectorlm.algorithms.reduce import reduce_loss
 from vectorlm.data.prompts import read_prompts
-from vectorlm.rewards import countdown_reward
 from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.rewards.countdown import countdown_reward
 
 NUM_QUESTIONS, BATCH, NUM_FIRST, SEED = 2048, 128, 8, 0
 SAMPLING = {"temperature": 1.0, "max_tokens": 12}

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import warm_engines
-from config_texts import MINIMAL
 from filelock import FileLock
-from rank_processes import save_tiny_llama
-from tiny_engine import TINY_ENGINE
+from kit import warm_engines
+from kit.config_texts import MINIMAL
+from kit.rank_processes import save_tiny_llama
+from kit.tiny_engine import TINY_ENGINE
 
 from vectorlm.cli import model
 from vectorlm.errors import ConfigError
@@ -132,7 +132,7 @@ def write_complete(write_config):
 def inputs(request, tmp_path_factory):
     """A folder with a tiny Llama, 21 training rows and 11 others; a test module may set options in TINY_LLAMA."""
     from datasets import Dataset
-    from tiny_runs import rows
+    from kit.tiny_runs import rows
 
     path = tmp_path_factory.mktemp("inputs")
     save_tiny_llama(path / "model", **getattr(request.module, "TINY_LLAMA", {"hidden_size": 64}))

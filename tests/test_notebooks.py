@@ -10,8 +10,8 @@ from pathlib import Path
 import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
+from kit.rank_processes import save_tiny_llama
 from nbclient import NotebookClient
-from rank_processes import save_tiny_llama
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
@@ -97,7 +97,10 @@ class Kernel:
             if folder.name.isdigit():
                 try:
                     parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                    if parent == kernel and b"vectorlm.engine.process" in (folder / "cmdline").read_bytes():
+                    if (
+                        parent == kernel
+                        and b"vectorlm.sampling.sampler.process" in (folder / "cmdline").read_bytes()
+                    ):
                         found.append(int(folder.name))
                 except OSError:
                     continue

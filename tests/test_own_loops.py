@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pages import ROOT, commands, run
-from rank_processes import forked
-from rl_runs import save_files
+from kit.pages import ROOT, commands, run
+from kit.rank_processes import forked
+from kit.rl_runs import save_files
 
 PAGES = ("trice_one_page", "best_of_n_one_page")
 NUM_QUESTIONS, NUM_ANSWERS, NUM_WEIGHTS = 3, 3, 4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rank_processes import save_tiny_llama
+from kit.rank_processes import save_tiny_llama
 
 import vectorlm
 from vectorlm.cli import COMMANDS

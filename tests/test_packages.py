@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from rank_processes import save_tiny_llama
-from rl_runs import config_of, save_files
-from sft_runs import make_config
+from kit.rank_processes import save_tiny_llama
+from kit.rl_runs import config_of, save_files
+from kit.sft_runs import make_config
 
 from vectorlm.cli import main
 
@@ -65,8 +65,8 @@ def test_the_check_says_that_there_will_be_no_pictures(inputs, tmp_path, hidden,
 
 
 FINE_TUNING = """
-from vectorlm.config import load_config
-from vectorlm.sft_run import finetune
+from vectorlm.runs.config import load_config
+from vectorlm.runs.fine_tuning import finetune
 
 finetune(load_config(sys.argv[1], sys.argv[2:]))
 print(sorted({"matplotlib", "wandb"} & set(sys.modules)))
@@ -99,8 +99,8 @@ def run_without(names, code, *arguments):
 
 RL = """
 from vectorlm import FakeEngine
-from vectorlm.config import load_config
-from vectorlm.rl_run import reinforce
+from vectorlm.runs.config import load_config
+from vectorlm.runs.reinforcement import reinforce
 
 config = load_config(sys.argv[1], sys.argv[2:])
 with FakeEngine(lambda prompt, version: "aeiou") as engine:

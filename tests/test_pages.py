@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from pages import PAGES, ROOT, blocks, commands, run, text_of
-from rank_processes import save_tiny_llama
+from kit.pages import PAGES, ROOT, blocks, commands, run, text_of
+from kit.rank_processes import save_tiny_llama
 from transformers import AutoTokenizer
 
 import vectorlm
 from vectorlm import algorithms
 from vectorlm.cli import build_parser, main
-from vectorlm.config import load_config
-from vectorlm.config.reference import render_reference
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.config.reference import render_reference
 from vectorlm.train.load import load_model, load_tokenizer
 
 COMMANDS = sorted({line for page in PAGES if page != "docs/sizes.md" for line in commands(page)})
@@ -62,7 +62,7 @@ def test_the_site_has_every_page_and_the_reference_every_public_name():
 
 def test_the_page_of_settings_is_what_the_schema_renders():
     assert text_of("docs/config.md") == render_reference(), (
-        "run: python -m vectorlm.config.reference > docs/config.md"
+        "run: python -m vectorlm.runs.config.reference > docs/config.md"
     )
 
 
@@ -188,7 +188,7 @@ def workplace(tmp_path, monkeypatch):
     for page, name in (("own_reward", "my_rewards"), ("own_algorithm", "my_ranks")):
         (tmp_path / f"{name}.py").write_text(blocks(f"docs/howto/{page}.md", "python")[0])
     (tmp_path / "my_inference.py").write_text(
-        "from vectorlm.backends.transformers.backend import Transformers as MyInference\n"
+        "from vectorlm.sampling.backends.transformers.backend import Transformers as MyInference\n"
     )
     return tmp_path
 

@@ -10,13 +10,13 @@ from importlib import import_module
 import pytest
 import yaml
 from datasets import Dataset
-from pages import ROOT, blocks, commands, run, text_of
-from rank_processes import save_tiny_llama
-from rl_runs import lines
+from kit.pages import ROOT, blocks, commands, run, text_of
+from kit.rank_processes import save_tiny_llama
+from kit.rl_runs import lines
 
 from vectorlm.cli import main
-from vectorlm.config.load import DEFAULT_PATH
-from vectorlm.testing import CHECKS
+from vectorlm.runs.config.load import DEFAULT_PATH
+from vectorlm.sampling.testing import CHECKS
 
 QUICK = [
     "--set", "train_parameters.epochs=1", "--set", "dataset.train_ds=data/countdown/eval",
@@ -180,7 +180,7 @@ def contracts(tmp_path):
     """A folder with what the pages about contracts name."""
     save_tiny_llama(tmp_path / "path/to/a/small/model", hidden_size=64)
     (tmp_path / "my_inference.py").write_text(
-        "from vectorlm.backends.transformers.backend import Transformers as MyInference\n"
+        "from vectorlm.sampling.backends.transformers.backend import Transformers as MyInference\n"
     )
     return tmp_path
 
@@ -189,7 +189,7 @@ def contracts(tmp_path):
 def test_a_backend_of_ones_own_goes_through_every_check(contracts):
     _, backend, ranks = blocks("docs/howto/own_backend.md", "python")
     (contracts / "test_inference.py").write_text(backend)
-    # tests/testing/test_contract.py holds the same backend to all of the checks.
+    # tests/sampling/testing/test_contract.py holds the same backend to all of the checks.
     one = ["-k", CHECKS[0].__name__, "test_inference.py"]
     printed = run(contracts, "-m", "pytest", "-p", "no:cacheprovider", *one)
     assert f"1 passed, {len(CHECKS) - 1} deselected" in printed

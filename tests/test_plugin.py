@@ -6,14 +6,14 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from vectorlm.algorithms.registry import get_algorithm
-from vectorlm.engine.scheduler import backend_class
-from vectorlm.engine.settings import Channels
+from vectorlm.algorithms.settings import Reduction
 from vectorlm.errors import ConfigError, EngineError
-from vectorlm.hyperparameters import Reduction
 from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.report.plots import metric_panel
 from vectorlm.report.runs import RunFolder
-from vectorlm.rewards.registry import get_reward
+from vectorlm.rl.rewards.registry import get_reward
+from vectorlm.sampling.sampler.scheduler import backend_class
+from vectorlm.sampling.settings import Channels
 from vectorlm.settings import require_choice
 
 

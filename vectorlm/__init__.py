@@ -4,15 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vectorlm.backends.scripted import FakeEngine
-    from vectorlm.backends.transformers import HFEngine
-    from vectorlm.calls import finetune, reinforce
-    from vectorlm.checkpoint.export import save_model
-    from vectorlm.config.load import load_config
-    from vectorlm.engine.engine import SamplingEngine
-    from vectorlm.engine.settings import EngineSettings
     from vectorlm.ranks.launcher import launch
     from vectorlm.ranks.topology import Topology
+    from vectorlm.runs.calls import finetune, reinforce
+    from vectorlm.runs.config.load import load_config
+    from vectorlm.sampling.engine import SamplingEngine
+    from vectorlm.sampling.fake_engine import FakeEngine
+    from vectorlm.sampling.hf_engine import HFEngine
+    from vectorlm.sampling.settings import EngineSettings
+    from vectorlm.train.checkpoint.export import save_model
     from vectorlm.train.device_turn import DeviceTurn
     from vectorlm.types import Completion, UpdateReport
 
@@ -21,17 +21,17 @@ __version__ = "0.1.0"
 _HOMES = {
     "Completion": "vectorlm.types",
     "DeviceTurn": "vectorlm.train.device_turn",
-    "EngineSettings": "vectorlm.engine.settings",
-    "FakeEngine": "vectorlm.backends.scripted",
-    "HFEngine": "vectorlm.backends.transformers",
-    "SamplingEngine": "vectorlm.engine.engine",
+    "EngineSettings": "vectorlm.sampling.settings",
+    "FakeEngine": "vectorlm.sampling.fake_engine",
+    "HFEngine": "vectorlm.sampling.hf_engine",
+    "SamplingEngine": "vectorlm.sampling.engine",
     "Topology": "vectorlm.ranks.topology",
     "UpdateReport": "vectorlm.types",
-    "finetune": "vectorlm.calls",
+    "finetune": "vectorlm.runs.calls",
     "launch": "vectorlm.ranks.launcher",
-    "load_config": "vectorlm.config.load",
-    "reinforce": "vectorlm.calls",
-    "save_model": "vectorlm.checkpoint.export",
+    "load_config": "vectorlm.runs.config.load",
+    "reinforce": "vectorlm.runs.calls",
+    "save_model": "vectorlm.train.checkpoint.export",
 }
 
 __all__ = [

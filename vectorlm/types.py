@@ -86,7 +86,8 @@ class Engine(Protocol):
     """What a training loop needs of an engine.
 
     Every call but `close` is collective: all ranks make it, in the same order, with the same arguments (except those of
-    `sample_sharded`), and get the same result. `vectorlm.testing` holds the checks that an implementation must pass.
+    `sample_sharded`), and get the same result. `vectorlm.sampling.testing` holds the checks that an implementation
+    must pass.
     """
 
     @property

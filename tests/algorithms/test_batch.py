@@ -1,7 +1,7 @@
 """What a batch becomes when tokens are rejected or penalised."""
 
 import torch
-from batches import batch_of
+from kit.batches import batch_of
 
 REWARDS = torch.tensor([[1.0, 2.0, 3.0]])
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from vectorlm.algorithms import correction_metrics, importance_weights, rejection_mask
+from vectorlm.algorithms.correction import correction_metrics, importance_weights, rejection_mask
 
 LEVELS = ("token", "sequence", "geometric")
 INF, NAN = math.inf, math.nan

@@ -4,7 +4,7 @@ import pytest
 import torch
 from random_batch import random_batch
 
-from vectorlm.algorithms import gae_advantages
+from vectorlm.algorithms.critic import gae_advantages
 
 
 def slow_gae(rewards, values, mask, gamma, lam):

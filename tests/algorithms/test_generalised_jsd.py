@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vectorlm.algorithms import generalised_jsd, kl_estimate
+from vectorlm.algorithms.kl import generalised_jsd, kl_estimate
 from vectorlm.algorithms.logprobs import token_values
 
 BETAS = (0.0, 0.3, 0.5, 1.0)

@@ -9,11 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vectorlm.algorithms import (
+from vectorlm.algorithms.batch import place_rewards
+from vectorlm.algorithms.groups import (
     baseline_advantages,
     batch_advantages,
     decoupled_advantages,
     group_advantages,
+    join_equal,
     leave_one_out_advantages,
     length_weighted_advantages,
     optimal_token_advantages,
@@ -21,8 +23,6 @@ from vectorlm.algorithms import (
     rescaled_advantages,
     return_advantages,
 )
-from vectorlm.algorithms.batch import place_rewards
-from vectorlm.algorithms.groups import join_equal
 from vectorlm.algorithms.spec import keep_best_and_worst
 
 NAN = math.nan

@@ -6,8 +6,7 @@ import pytest
 import torch
 from random_batch import places, random_batch
 
-from vectorlm.algorithms import AdaptiveKL, kl_estimate
-from vectorlm.algorithms.kl import exp_clamped
+from vectorlm.algorithms.kl import AdaptiveKL, exp_clamped, kl_estimate
 
 SLOW = {
     "k1": lambda d: d,

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from allocated import most_allocated
+from kit.allocated import most_allocated
 
-from vectorlm.algorithms import align, entropy, token_logprobs
-from vectorlm.algorithms.logprobs import token_values
+from vectorlm.algorithms.logprobs import align, entropy, token_logprobs, token_values
 
 
 def logits_and_tokens(dtype=torch.float64):

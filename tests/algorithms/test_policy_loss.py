@@ -6,8 +6,8 @@ import pytest
 import torch
 from random_batch import places, random_batch
 
-from vectorlm.algorithms import (
-    binary_divergence,
+from vectorlm.algorithms.kl import binary_divergence
+from vectorlm.algorithms.policy_loss import (
     cispo_policy_loss,
     dppo_policy_loss,
     gmpo_policy_loss,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vectorlm.algorithms import bradley_terry_loss, online_dpo_loss
+from vectorlm.algorithms.preference import bradley_terry_loss, online_dpo_loss
 
 
 def pairs():

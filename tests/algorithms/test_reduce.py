@@ -6,8 +6,8 @@ import pytest
 import torch
 from random_batch import random_batch
 
-from vectorlm.algorithms import count_denominator, reduce_loss
-from vectorlm.hyperparameters import Reduction
+from vectorlm.algorithms.reduce import count_denominator, reduce_loss
+from vectorlm.algorithms.settings import Reduction
 
 HOWS = get_args(Reduction)
 

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import batch_of
+from kit.batches import batch_of
 from random_batch import random_batch
 
-from vectorlm.algorithms import (
+from vectorlm.algorithms.batch import LossInputs
+from vectorlm.algorithms.registry import algorithm_names, get_algorithm, register
+from vectorlm.algorithms.settings import (
+    SETTINGS,
     ClipSettings,
-    LossInputs,
+    OnlineDPOSettings,
     ReductionSettings,
+    ReferenceSettings,
     TokenSettings,
     WhiteningSettings,
-    algorithm_names,
-    get_algorithm,
-    register,
 )
 from vectorlm.errors import ConfigError
-from vectorlm.hyperparameters import SETTINGS, OnlineDPOSettings, ReferenceSettings
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = algorithm_names()

@@ -6,7 +6,9 @@ import pytest
 import torch
 from random_batch import random_batch
 
-from vectorlm.algorithms import copg_loss, leave_one_out_advantages, proximal_rloo_loss
+from vectorlm.algorithms.groups import leave_one_out_advantages
+from vectorlm.algorithms.policy_loss import proximal_rloo_loss
+from vectorlm.algorithms.preference import copg_loss
 
 
 def groups():

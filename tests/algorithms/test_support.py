@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from vectorlm.algorithms import Support, logprobs, truncate
+from vectorlm.algorithms import logprobs
 from vectorlm.algorithms.logprobs import token_values
+from vectorlm.algorithms.support import Support, truncate
 
 SUPPORTS = [
     Support(top_p=0.7),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from random_batch import places, random_batch
 
-from vectorlm.algorithms import value_loss
+from vectorlm.algorithms.critic import value_loss
 
 
 def test_by_hand():

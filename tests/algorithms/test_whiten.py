@@ -3,7 +3,7 @@
 import torch
 from random_batch import random_batch
 
-from vectorlm.algorithms import whiten
+from vectorlm.algorithms.groups import whiten
 
 
 def test_hand_worked_numbers():

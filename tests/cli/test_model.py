@@ -8,10 +8,10 @@ import gguf
 import numpy as np
 import pytest
 
-from vectorlm.checkpoint.gguf import SOURCE, _source
 from vectorlm.cli import main, model
 from vectorlm.errors import ConfigError
-from vectorlm.preflight.local_model import download, local_folder
+from vectorlm.runs.preflight.local_model import download, local_folder
+from vectorlm.train.checkpoint.gguf import SOURCE, _source
 
 
 def write_gguf(path, architecture="llama", scaling=None, tensor=None):

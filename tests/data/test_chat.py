@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from letters import letter_tokenizer, make, spell
+from kit.letters import letter_tokenizer, make, spell
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vectorlm.data.chat import Chat
-from vectorlm.encoding import encode
+from vectorlm.data.encoding import encode
 from vectorlm.errors import ConfigError, DatasetError
 
 PLAIN = (

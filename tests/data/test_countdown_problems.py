@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vectorlm.errors import DatasetError
-from vectorlm.rewards import countdown_reward
+from vectorlm.rl.rewards.countdown import countdown_reward
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from countdown_problems import CountdownProblem, CountdownRules, generate_problems, solve

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from letters import letter_tokenizer, make
+from kit.letters import letter_tokenizer, make
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.errors import DatasetError

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vectorlm.data.loader import load_dataset
-from vectorlm.rewards import countdown_reward
+from vectorlm.rl.rewards.countdown import countdown_reward
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "make_countdown.py"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from letters import letter_tokenizer, make, spell
+from kit.letters import letter_tokenizer, make, spell
 from test_chat import PLAIN, say
 
 from vectorlm.errors import ConfigError, DatasetError

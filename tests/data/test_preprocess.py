@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from letters import BOS, EOS, IGNORE, letter_tokenizer, made_of, spell
+from kit.letters import BOS, EOS, IGNORE, letter_tokenizer, made_of, spell
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.data.pack import best_fit

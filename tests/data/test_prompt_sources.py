@@ -8,18 +8,18 @@ from unittest.mock import MagicMock
 
 import pytest
 from datasets import Dataset, DatasetDict
-from letters import letter_tokenizer, make, spell
+from kit.letters import letter_tokenizer, make, spell
 
 from vectorlm.cli import evaluate
 from vectorlm.data import prompts
+from vectorlm.data.encoding import as_list, asked, encode, encode_all
 from vectorlm.data.prompts import read_prompts
-from vectorlm.encoding import as_list, asked, encode, encode_all
 from vectorlm.errors import DatasetError
-from vectorlm.preflight.resume import _digest
-from vectorlm.rewards import evaluation
-from vectorlm.rewards.evaluation import Evaluator
+from vectorlm.rl.rewards import evaluation
+from vectorlm.rl.rewards.evaluation import Evaluator
+from vectorlm.rl.rollouts.sampler import GroupSampler, Task
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.rollouts.sampler import GroupSampler, Task
+from vectorlm.runs.preflight.resume import _digest
 from vectorlm.settings import PromptSettings
 from vectorlm.types import Completion, PromptRecord
 
@@ -195,8 +195,8 @@ def test_a_run_notices_that_a_saved_dataset_is_another(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "environment", "played_by"),
     [
-        ("verifiers:words", None, "openai:vectorlm.rollouts.verifiers:play"),
-        (PromptSettings(verifiers="words"), None, "openai:vectorlm.rollouts.verifiers:play"),
+        ("verifiers:words", None, "openai:vectorlm.rl.environments.verifiers:play"),
+        (PromptSettings(verifiers="words"), None, "openai:vectorlm.rl.environments.verifiers:play"),
         (PromptSettings(verifiers="words"), "own.py:Game", "own.py:Game"),
         ("reasoning_gym:chain_sum", None, None),
         (("a text",), "own.py:Game", "own.py:Game"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 from datasets import Dataset, DatasetDict
-from letters import letter_tokenizer, make
+from kit.letters import letter_tokenizer, make
 from pyarrow import parquet
 
 from vectorlm.data.prompts import read_prompts

@@ -13,7 +13,7 @@ from vectorlm.data.prompts import read_prompts
 from vectorlm.data.tasks import BY_HASH
 from vectorlm.errors import DatasetError
 from vectorlm.report.step_lines import json_text
-from vectorlm.rewards.registry import get_reward
+from vectorlm.rl.rewards.registry import get_reward
 from vectorlm.settings import CurriculumSettings, PromptSettings
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="the package reasoning_gym is not installed")

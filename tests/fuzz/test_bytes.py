@@ -11,18 +11,18 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_processes import on_ranks
-from tiny_runs import rows
+from kit.rank_processes import on_ranks
+from kit.tiny_runs import rows
 
-from vectorlm.backends.server.serve import TOKEN_VARIABLE, Guard
-from vectorlm.backends.server.wire import CALLS, arguments_from_wire, to_wire
-from vectorlm.checkpoint.folder import newest
-from vectorlm.checkpoint.state import CheckpointStore
-from vectorlm.config import load_config
 from vectorlm.data.loader import load_dataset
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import CheckpointError, ConfigError, DatasetError, EngineError
-from vectorlm.rollouts.replay import read_rollouts
+from vectorlm.rl.rollouts.replay import read_rollouts
+from vectorlm.runs.config.load import load_config
+from vectorlm.sampling.backends.server.serve import TOKEN_VARIABLE, Guard
+from vectorlm.sampling.backends.server.wire import CALLS, arguments_from_wire, to_wire
+from vectorlm.train.checkpoint.folder import newest
+from vectorlm.train.checkpoint.state import CheckpointStore
 from vectorlm.types import TrainedModel
 
 # Other seeds find other things: not in CI, which says whether a change broke something.

@@ -11,19 +11,19 @@ import yaml
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_processes import save_tiny_llama
-from tiny_runs import rows
+from kit.rank_processes import save_tiny_llama
+from kit.tiny_runs import rows
 
-import vectorlm.run
+import vectorlm.runs.start
 from vectorlm import FakeEngine
-from vectorlm.config import load_config
-from vectorlm.config.setting import all_settings
 from vectorlm.errors import VectorLMError
-from vectorlm.preflight.checked import preflight
-from vectorlm.preflight.memory import memory_report
 from vectorlm.report.metrics import JsonlSink
-from vectorlm.rl_run import reinforce
-from vectorlm.sft_run import finetune
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.config.setting import all_settings
+from vectorlm.runs.fine_tuning import finetune
+from vectorlm.runs.preflight.checked import preflight
+from vectorlm.runs.preflight.memory import memory_report
+from vectorlm.runs.reinforcement import reinforce
 
 ON_TEXT = """
 model: model
@@ -131,7 +131,7 @@ def files(tmp_path_factory):
         Dataset.from_list(rows(4)).save_to_disk("train")
         Path("prompts.jsonl").write_text('{"prompt": "abc"}\n' * 4)
         Path("rewards.py").write_text(REWARDS)
-        patch.setattr(vectorlm.run, "open_engine", open_scripted)
+        patch.setattr(vectorlm.runs.start, "open_engine", open_scripted)
         patch.setattr(JsonlSink, "write", stop_after_a_step)
         yield
 

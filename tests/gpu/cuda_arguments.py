@@ -95,12 +95,12 @@ def engine_of(path: Path, device: Device) -> dict[str, object]:
     """Return what a config's engine is on the first of these devices, in vLLM's words."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from vectorlm.backends.vllm.shim import build_engine
-    from vectorlm.config import load_config
-    from vectorlm.engine import engine as engines
-    from vectorlm.engine.arguments import parallel_sizes
     from vectorlm.ranks.topology import Topology
-    from vectorlm.run import open_engine
+    from vectorlm.runs.config.load import load_config
+    from vectorlm.runs.start import open_engine
+    from vectorlm.sampling import engine as engines
+    from vectorlm.sampling.arguments import parallel_sizes
+    from vectorlm.sampling.backends.vllm.shim import build_engine
 
     topology = Topology(world_size=device.count, local_world_size=device.count, device="cuda:0")
     asked, built = {}, []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rank_processes import save_tiny_llama
+from kit.rank_processes import save_tiny_llama
 
 from vectorlm import SamplingEngine, Topology
 

@@ -12,15 +12,15 @@ from unittest import mock
 import torch
 from gpu_bench import GIB, Bench, big_trainer, logprobs, used_bytes
 from gpu_transfers import swap
+from kit.tiny_engine import TINY_ENGINE
 from lora_cases import WITH_LORA, adapted, move
 from swap_cases import compare, perturb, publishing, swap_and_compare
-from tiny_engine import TINY_ENGINE
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import vectorlm
 from vectorlm.errors import ChecksumMismatch
-from vectorlm.weights import exports
+from vectorlm.sampling.weights import exports
 
 PROMPTS = [[2, 3, 4, 5], [6, 7]]
 WARM_UP, SWAPS, ROUNDS = 20, 200, 5

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from child_processes import sampler_pid
 from gpu_bench import Bench
-from tiny_engine import TINY_ENGINE
+from kit.tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
 import vectorlm

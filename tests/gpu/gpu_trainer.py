@@ -18,10 +18,10 @@ from gpu_bench import GIB, Bench, big_trainer
 from torch.distributed.fsdp import fully_shard
 
 import vectorlm
-from vectorlm.preflight.memory import host_memory_bytes
-from vectorlm.preflight.memory_plan import CUDA_PROCESS_BYTES, Demand, plan_memory
+from vectorlm.runs.preflight.memory import host_memory_bytes
+from vectorlm.runs.preflight.memory_plan import CUDA_PROCESS_BYTES, Demand, plan_memory
+from vectorlm.sampling.weights.model_size import read_model_size
 from vectorlm.train.device_turn import Offload
-from vectorlm.weights.model_size import read_model_size
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 512
@@ -126,8 +126,8 @@ def grpo(bench: Bench) -> None:
 
 
 def grpo_in(bench: Bench, data: Path, name: str) -> None:
-    from vectorlm.config import load_config
-    from vectorlm.rl_run import reinforce
+    from vectorlm.runs.config.load import load_config
+    from vectorlm.runs.reinforcement import reinforce
 
     output = bench.folder / name
     changes = {

@@ -13,8 +13,8 @@ import torch
 from gpu_bench import Bench, big_trainer
 
 import vectorlm
-from vectorlm.weights.arena import Arena
-from vectorlm.weights.exports import DeviceHandle
+from vectorlm.sampling.weights.arena import Arena
+from vectorlm.sampling.weights.exports import DeviceHandle
 
 HANDLE_WITHIN_S = 40.0
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-sys.path += [str(ROOT / name) for name in ("benchmarks", "tests", "tests/engine")]
+sys.path += [str(ROOT / name) for name in ("benchmarks", "tests", "tests/sampling")]
 
 import yaml  # noqa: E402
 from report import RESULTS, write_result  # noqa: E402

@@ -11,8 +11,8 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from vectorlm.backends.vllm.shim import build_engine, default_arguments
-from vectorlm.preflight.memory import step_sizes
+from vectorlm.runs.preflight.memory import step_sizes
+from vectorlm.sampling.backends.vllm.shim import build_engine, default_arguments
 
 GIB = 1 << 30
 COMMON = {

@@ -11,8 +11,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from open_ports import descendants, listening
-from rank_processes import save_tiny_llama
+from kit.open_ports import descendants, listening
+from kit.rank_processes import save_tiny_llama
 
 import vectorlm
 from vectorlm.errors import LaunchError, RankMismatch
@@ -126,7 +126,7 @@ def be_visited(path):
 def meet(address, path):
     """Return what strangers find who look at the folder and the ports, knock at these, and write a pickle."""
     modes = modes_of_the_meeting()
-    ports = listen({"inference": "vectorlm.backends.scripted:Scripted", "answers": "{0}".format})
+    ports = listen({"inference": "vectorlm.sampling.backends.scripted:Scripted", "answers": "{0}".format})
     return modes, ports, knock(address) if address else None, be_visited(path)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from open_ports import free_port
+from kit.open_ports import free_port
 
 import vectorlm
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed

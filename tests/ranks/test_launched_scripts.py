@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from watched_run import WatchedRun
+from kit.watched_run import WatchedRun
 
 ORPHAN = """
 import os, shutil, signal, sys, tempfile, vectorlm

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from open_ports import free_port
-from two_nodes import TwoNodes
+from kit.open_ports import free_port
+from kit.two_nodes import TwoNodes
 
 SCRIPT = Path(__file__).with_name("node_script.py")
 NOTICED_WITHIN_S = 60.0

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vectorlm.config import AsyncSettings
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.placement import (
     Placement,
@@ -17,7 +16,8 @@ from vectorlm.ranks.placement import (
     tensor_parallel_size,
 )
 from vectorlm.ranks.topology import Topology
-from vectorlm.run import place_ranks
+from vectorlm.runs.config.schema import AsyncSettings
+from vectorlm.runs.start import place_ranks
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_slurm import put_on_path
+from kit.fake_slurm import put_on_path
 
 from vectorlm import Topology
 from vectorlm.errors import LaunchError

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from rank_processes import on_ranks
+from kit.rank_processes import on_ranks
 
 from vectorlm import SamplingEngine
 from vectorlm.ranks import collectives, wait
@@ -124,7 +124,7 @@ def test_a_rank_that_shows_life_is_not_said_to_be_late():
 
 SLOW = """
 import time
-from vectorlm.backends.scripted import Scripted
+from vectorlm.sampling.backends.scripted import Scripted
 
 class Slow(Scripted):
     def __init__(self, model, **more):

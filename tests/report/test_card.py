@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 import vectorlm
-from vectorlm.lora.folder import hub_name, lasting_name
 from vectorlm.report.card import card_of, noted_of
+from vectorlm.train.lora.folder import hub_name, lasting_name
 
 
 def save_run(path, config):

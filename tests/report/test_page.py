@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from vectorlm.checkpoint.folder import held
 from vectorlm.cli import main
 from vectorlm.cli.report import EVERY_S
 from vectorlm.report.page import MAX_POINTS, MAX_ROWS, MAX_STEPS, write_page
 from vectorlm.report.runs import RunFolder
 from vectorlm.report.step_lines import StepLines
+from vectorlm.train.checkpoint.folder import held
 
 
 def write_lines(path, lines):

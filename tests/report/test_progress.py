@@ -3,9 +3,9 @@
 import pytest
 
 from vectorlm import SamplingEngine
-from vectorlm.backends.scripted import FakeEngine
 from vectorlm.ranks import wait
 from vectorlm.report.progress import sample_with_progress
+from vectorlm.sampling.fake_engine import FakeEngine
 
 PROMPTS = [f"prompt {number}" for number in range(100)]
 
@@ -25,7 +25,11 @@ def test_completions_come_in_the_order_of_the_prompts(number):
 def test_it_says_how_many_prompts_are_answered(monkeypatch, capsys):
     monkeypatch.setattr(wait, "AFTER_S", 0.05)
     monkeypatch.setattr(wait, "EVERY_S", 0.05)
-    slow = {"inference": "vectorlm.backends.scripted:Scripted", "channel": "inline", "answers": answer}
+    slow = {
+        "inference": "vectorlm.sampling.backends.scripted:Scripted",
+        "channel": "inline",
+        "answers": answer,
+    }
     # Eight at a time take a step of 0.05 s.
     with SamplingEngine("scripted", **slow, max_num_seqs=8, step_s=0.05) as engine:
         sample_with_progress(engine, PROMPTS, {"max_tokens": 100}, what="held-out")

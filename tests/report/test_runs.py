@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from vectorlm.checkpoint.folder import held
 from vectorlm.errors import ConfigError
 from vectorlm.report.runs import RunFolder, Sample, differences, names_of, read_lines
 from vectorlm.report.step_lines import StepLines
+from vectorlm.train.checkpoint.folder import held
 
 
 def test_a_line_that_a_crash_cut_short_or_that_is_being_written_is_left_out(tmp_path):

@@ -4,17 +4,17 @@ import asyncio
 import contextlib
 import functools
 
-from letters import Letters
+from kit.letters import Letters
 
-from vectorlm.encoding import encode
+from vectorlm.data.encoding import encode
 from vectorlm.ranks.topology import Topology
-from vectorlm.rewards.scorer import RewardScorer
+from vectorlm.rl.environments.environment import Player, make_environment
 from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.rewards.scorer import RewardScorer
+from vectorlm.rl.rollouts.sampler import GroupSampler
+from vectorlm.rl.rollouts.scoring import GroupScorer
+from vectorlm.rl.rollouts.source import RolloutSource
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.rollouts.environment import Player, make_environment
-from vectorlm.rollouts.sampler import GroupSampler
-from vectorlm.rollouts.scoring import GroupScorer
-from vectorlm.rollouts.source import RolloutSource
 from vectorlm.types import ENVIRONMENT, Completion, PromptRecord
 
 

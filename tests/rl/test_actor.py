@@ -11,19 +11,19 @@ from dataclasses import replace
 
 import cloudpickle
 import pytest
-from letters import Letters
-from rank_processes import on_ranks
+from kit.letters import Letters
+from kit.rank_processes import on_ranks
 
 import vectorlm
 from vectorlm import FakeEngine
 from vectorlm.errors import EngineError, RolloutError
+from vectorlm.ranks.workers.pool import WorkerPool
+from vectorlm.rl.environments.environment import Reply
+from vectorlm.rl.environments.hosted import EnvironmentHost, HostedEnvironment
+from vectorlm.rl.rollouts.queue import GroupQueue
+from vectorlm.rl.rollouts.sampler import GroupSampler, Task
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.rollouts.environment import Reply
-from vectorlm.rollouts.hosted import EnvironmentHost, HostedEnvironment
-from vectorlm.rollouts.queue import GroupQueue
-from vectorlm.rollouts.sampler import GroupSampler, Task
 from vectorlm.types import PromptRecord, RewardResult
-from vectorlm.workers import WorkerPool
 
 # A worker need not import this file, and torch with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -60,7 +60,7 @@ def all_of(queue, numbers):
 def sample_on_rank(topology, data_parallel_size):
     engine = vectorlm.SamplingEngine(
         "scripted",
-        inference="vectorlm.backends.scripted:Scripted",
+        inference="vectorlm.sampling.backends.scripted:Scripted",
         topology=topology,
         channel="inline",
         answers=lambda prompt, version: f"{prompt}-",

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pages import ROOT, blocks
-from rank_processes import on_ranks
+from kit.pages import ROOT, blocks
+from kit.rank_processes import on_ranks
 from tiny_rl import assert_alike, build, distributions, random_groups, random_rewards, scored
 
-from vectorlm.algorithms import algorithm_names, get_algorithm, group_advantages
+from vectorlm.algorithms.groups import group_advantages
+from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 from vectorlm.algorithms.turns import scaled_as_groups, turn_advantages
 from vectorlm.rl.batch import make_batch
 from vectorlm.rl.correction import apply_correction

@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from batches import rollout_of
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.batches import rollout_of
 from scripted_groups import Echo, make_source
 
 from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder

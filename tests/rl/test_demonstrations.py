@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset
-from rank_processes import on_ranks
+from kit.rank_processes import on_ranks
 from tiny_rl import build, gradients, random_rows
 from transformers import AutoModelForCausalLM
 

@@ -8,14 +8,14 @@ from decimal import Decimal
 import pyarrow as pa
 import pytest
 import torch
-from batches import batch_of, rollout_of
+from kit.batches import batch_of, rollout_of
 from pyarrow import parquet
 
 from vectorlm.data.prompts import read_prompts
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.metrics import count_log_ratios, mismatch_metrics
 from vectorlm.rl.rollout import RolloutGroup
-from vectorlm.rollouts.logger import RolloutLogger
+from vectorlm.rl.rollouts.logger import RolloutLogger
 from vectorlm.types import PromptRecord
 
 BAND = (0.5, 2.0)

@@ -8,30 +8,30 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from batches import rollout_of
+from kit.batches import rollout_of
+from kit.rank_processes import on_ranks, save_adapters
 from peft import PeftModel
-from rank_processes import on_ranks, save_adapters
 from safetensors.torch import load_file, save_file
 from tiny_rl import build
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-from vectorlm.algorithms import Support
-from vectorlm.checkpoint.export import export_model
+from vectorlm.algorithms.support import Support
 from vectorlm.errors import ConfigError
-from vectorlm.lora.folder import STARTING, continue_lora, options_of, start_alone
-from vectorlm.lora.load import add_lora
 from vectorlm.ranks.topology import Topology
-from vectorlm.rewards.reward_model import RewardModel
 from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic, require_quiet
+from vectorlm.rl.rewards.reward_model import RewardModel
+from vectorlm.sampling.weights.model_tensors import reshard
+from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import STEP_SEPARATOR, load_model
+from vectorlm.train.lora.folder import STARTING, continue_lora, options_of, start_alone
+from vectorlm.train.lora.load import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded, shard_model
-from vectorlm.weights.plan import reshard
 
 TEXTS = [("abc", "de"), ("a", "bcdefgh"), ("xyz", "")]
 CHAT = [{"role": "user", "content": "ab"}]

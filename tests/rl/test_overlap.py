@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from metrics_page import METRICS
+from kit.metrics_page import METRICS
 from scripted_groups import Echo, make_source
 
 from vectorlm.algorithms.registry import get_algorithm

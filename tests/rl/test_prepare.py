@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from kit.rank_processes import on_ranks
 from tiny_rl import build, random_groups, random_rewards, random_rows
 
-from vectorlm.algorithms import gae_advantages, leave_one_out_advantages, whiten
+from vectorlm.algorithms.critic import gae_advantages
+from vectorlm.algorithms.groups import leave_one_out_advantages, whiten
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 from vectorlm.rl.prepare import _highest
 from vectorlm.rl.settings import KLSettings

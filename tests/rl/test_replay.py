@@ -8,8 +8,8 @@ import torch
 
 from vectorlm.errors import DatasetError
 from vectorlm.rl.rollout import Rollout, RolloutGroup
-from vectorlm.rollouts.logger import RolloutLogger
-from vectorlm.rollouts.replay import read_rollouts, replay_order
+from vectorlm.rl.rollouts.logger import RolloutLogger
+from vectorlm.rl.rollouts.replay import read_rollouts, replay_order
 from vectorlm.types import PromptRecord
 
 TURNS = [{"role": role, "content": role} for role in ("assistant", "user", "assistant")]

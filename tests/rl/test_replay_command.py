@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from rank_processes import save_tiny_llama
-from rl_runs import config_of, lines, save_files
+from kit.rank_processes import save_tiny_llama
+from kit.rl_runs import config_of, lines, save_files
 
 from vectorlm import FakeEngine
 from vectorlm.cli import main
 from vectorlm.ranks import launcher
-from vectorlm.rl_run import reinforce
+from vectorlm.runs.reinforcement import reinforce
 
 APART = """
 def first(completions, wanted):

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import batch_of
-from rank_processes import on_ranks
+from kit.batches import batch_of
+from kit.rank_processes import on_ranks
 from tiny_rl import assert_alike, build, random_rows
 
-from vectorlm.algorithms import leave_one_out_advantages
+from vectorlm.algorithms.groups import leave_one_out_advantages
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
-from vectorlm.preflight.rl import correction_problems
 from vectorlm.rl.correction import (
     apply_correction,
     correction_of,
@@ -20,6 +19,7 @@ from vectorlm.rl.correction import (
 )
 from vectorlm.rl.metrics import correction_effect
 from vectorlm.rl.settings import NO_CORRECTION, PRESETS, CorrectionSettings
+from vectorlm.runs.preflight.rl import correction_problems
 
 # Ratios of trainer and engine, token by token; sums of their logs are 8, 1/16, 1 and 32.
 RATIOS = [[4.0, 2.0], [0.25, 0.25], [8.0, 0.125], [None, 32.0]]

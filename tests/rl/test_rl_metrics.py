@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from kit.rank_processes import on_ranks
 from tiny_rl import build, random_groups, random_rewards, scored
 
-from vectorlm.algorithms import get_algorithm
+from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.rl.batch import TrainBatch, make_batch
 from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics
-from vectorlm.rollouts.logger import _advantages as logged_advantages
+from vectorlm.rl.rollouts.logger import _advantages as logged_advantages
 
 
 def test_numbers_of_rollouts_by_hand():

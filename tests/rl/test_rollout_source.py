@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import rollout_of
+from kit.batches import rollout_of
 from scripted_groups import Echo, make_source
 
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 from vectorlm.errors import RolloutError
 from vectorlm.rl.batch import make_batch
+from vectorlm.rl.environments.environment import Reply
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.prompts import PromptOrder
 from vectorlm.rl.rollout import kept_groups
-from vectorlm.rollouts.environment import Reply
-from vectorlm.rollouts.replay import replay_order
+from vectorlm.rl.rollouts.replay import replay_order
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
 

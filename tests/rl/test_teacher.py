@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from allocated import most_allocated
-from rank_processes import on_ranks, save_tiny_llama
+from kit.allocated import most_allocated
+from kit.rank_processes import on_ranks, save_tiny_llama
 from tiny_rl import assert_alike, build, distributions, gradients, random_rows
 from transformers import AutoModelForCausalLM
 

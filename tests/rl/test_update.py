@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from kit.rank_processes import on_ranks
 from tiny_rl import assert_alike, build, distributions, gradients, random_rewards, random_rows
 
-from vectorlm.algorithms import Support, get_algorithm, group_advantages
-from vectorlm.algorithms.registry import algorithm_names
+from vectorlm.algorithms.groups import group_advantages
+from vectorlm.algorithms.registry import algorithm_names, get_algorithm
+from vectorlm.algorithms.support import Support
 from vectorlm.errors import ConfigError, NonFiniteLoss
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.correction import apply_correction

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vectorlm.algorithms import AlgorithmSpec, get_algorithm
+from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE
-from vectorlm.lora.load import add_lora
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import make_batch
 from vectorlm.rl.correction import correction_of
@@ -30,6 +30,7 @@ from vectorlm.rl.update import Updater
 from vectorlm.train.context import ContextGroup
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
+from vectorlm.train.lora.load import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.shard import load_sharded
 from vectorlm.types import PromptRecord

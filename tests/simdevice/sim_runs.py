@@ -10,14 +10,14 @@ from pathlib import Path
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "train")]
 
 import sim_device
-import tiny_runs
 import torch
 from flash import written_down
-from rl_runs import config_of, numbers, save_files
+from kit import tiny_runs
+from kit.rl_runs import config_of, numbers, save_files
 
 from vectorlm import SamplingEngine
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl_run import reinforce
+from vectorlm.runs.reinforcement import reinforce
 from vectorlm.train import attention, shard
 
 RUNS = {

@@ -5,18 +5,18 @@ from functools import partial
 
 import pytest
 import torch
-from families import FAMILIES, save_family
-from rank_processes import on_ranks, save_tiny_llama
+from kit.families import FAMILIES, save_family
+from kit.rank_processes import on_ranks, save_tiny_llama
 from test_packing import assert_alike, random_rows, values_and_gradient
 
 from vectorlm.algorithms.support import Support
 from vectorlm.errors import ConfigError
-from vectorlm.lora.load import add_lora
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.models import disable_dropout
 from vectorlm.train.context import ContextGroup
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
+from vectorlm.train.lora.load import add_lora
 from vectorlm.train.packing import Rows, pack
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from letters import letter_tokenizer
+from kit.letters import letter_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vectorlm.algorithms import Support
 from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.algorithms.support import Support
 from vectorlm.errors import RolloutError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import make_batch

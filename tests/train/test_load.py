@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from families import FAMILIES, save_family
-from rank_processes import save_tiny_llama
+from kit.families import FAMILIES, save_family
+from kit.rank_processes import save_tiny_llama
 from safetensors.torch import load_file, save_file
 
 from vectorlm.errors import ConfigError

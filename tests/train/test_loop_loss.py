@@ -6,8 +6,8 @@ from itertools import chain
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_processes import on_ranks
-from tiny_runs import build_loop, loader
+from kit.rank_processes import on_ranks
+from kit.tiny_runs import build_loop, loader
 
 from vectorlm.types import Batch
 

@@ -4,25 +4,25 @@ import json
 
 import pytest
 import torch
-from rank_processes import on_ranks, save_tiny_llama
-from rl_runs import config_of, lines, save_files
+from kit.rank_processes import on_ranks, save_tiny_llama
+from kit.rl_runs import config_of, lines, save_files
 from torch.distributed.checkpoint import FileSystemReader
 
-from vectorlm.checkpoint.state import CheckpointStore
 from vectorlm.cli.export import export, find_source
-from vectorlm.config import load_config
-from vectorlm.contracts import WeightSet
-from vectorlm.engine.transport import pull_obstacle
-from vectorlm.lora.load import add_lora
 from vectorlm.packages import is_installed
-from vectorlm.preflight import settings as preflight_settings
-from vectorlm.preflight.settings import setting_problems
-from vectorlm.rl_run import reinforce
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.preflight import settings as preflight_settings
+from vectorlm.runs.preflight.settings import setting_problems
+from vectorlm.runs.reinforcement import reinforce
+from vectorlm.sampling.contract import WeightSet
+from vectorlm.sampling.transport import pull_obstacle
+from vectorlm.sampling.weights.module_source import ModuleSource
+from vectorlm.train.checkpoint.state import CheckpointStore
 from vectorlm.train.load import load_model
+from vectorlm.train.lora.load import add_lora
 from vectorlm.train.nf4 import quantize_blocks, round_blocks
 from vectorlm.train.shard import shard_model
 from vectorlm.types import TrainedModel
-from vectorlm.weights.module_source import ModuleSource
 
 needs_bitsandbytes = pytest.mark.skipif(not is_installed("bitsandbytes"), reason="needs bitsandbytes")
 LORA = {"r": 4, "target_modules": "all-linear"}

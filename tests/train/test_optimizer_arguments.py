@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from rank_processes import save_tiny_llama
-from sft_runs import weights_of
-from tiny_runs import rows
+from kit.rank_processes import save_tiny_llama
+from kit.sft_runs import weights_of
+from kit.tiny_runs import rows
 
-from vectorlm.config import load_config
 from vectorlm.errors import CheckpointError, ConfigError
-from vectorlm.preflight.memory import plan_of_config
-from vectorlm.preflight.resume import find_resumption
 from vectorlm.ranks.topology import Topology
-from vectorlm.run import Run
-from vectorlm.sft_run import finetune
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.fine_tuning import finetune
+from vectorlm.runs.preflight.memory import plan_of_config
+from vectorlm.runs.preflight.resume import find_resumption
+from vectorlm.runs.start import Run
 from vectorlm.train.settings import OptimizerSettings
 
 TEXT = """\

@@ -4,19 +4,19 @@ from contextlib import suppress
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from kit.rank_processes import on_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vectorlm.checkpoint.state import CheckpointStore
-from vectorlm.config import load_config
 from vectorlm.errors import ConfigError
-from vectorlm.lora.load import add_lora
 from vectorlm.packages import is_installed
-from vectorlm.preflight.resume import identity_of
-from vectorlm.preflight.settings import setting_problems
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.preflight.resume import identity_of
+from vectorlm.runs.preflight.settings import setting_problems
+from vectorlm.train.checkpoint.state import CheckpointStore
 from vectorlm.train.device_turn import Offload
+from vectorlm.train.lora.load import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.optimizers import OPTIMIZERS, make_optimizer, state_bytes
 from vectorlm.train.settings import OptimizerSettings

@@ -7,18 +7,18 @@ from functools import partial
 
 import pytest
 import torch
-from families import FAMILIES, save_family
 from flash import written_down
-from rank_processes import on_ranks
+from kit.families import FAMILIES, save_family
+from kit.rank_processes import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vectorlm.algorithms.support import WHOLE, Support
-from vectorlm.lora.load import add_lora
 from vectorlm.rl.models import disable_dropout
 from vectorlm.train import attention, language_model, settings
 from vectorlm.train.attention import packed_attention
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
+from vectorlm.train.lora.load import add_lora
 from vectorlm.train.packing import Bundle, Rows, num_shared, pack
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from kit.rank_processes import on_ranks
 
 from vectorlm.algorithms.offline import PAIR_LOSSES, PairLogprobs, kto_loss, orpo
+from vectorlm.algorithms.settings import PreferenceSettings
 from vectorlm.data.loader import Collator
-from vectorlm.hyperparameters import PreferenceSettings
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model, load_scorer
 from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs, Steps

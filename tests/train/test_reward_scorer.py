@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import FAMILIES, save_family
+from kit.families import FAMILIES, save_family
 from transformers import AutoModelForSequenceClassification
 
 from vectorlm.errors import ConfigError

@@ -2,21 +2,21 @@ import shutil
 
 import pytest
 import torch
-from rank_processes import on_ranks
+from kit.rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from vectorlm.algorithms import token_logprobs
-from vectorlm.checkpoint.export import gather_weights
+from vectorlm.algorithms.logprobs import token_logprobs
 from vectorlm.errors import ConfigError
-from vectorlm.lora.load import add_lora
+from vectorlm.sampling.weights.model_tensors import reshard
+from vectorlm.train.checkpoint.export import gather_weights
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
+from vectorlm.train.lora.load import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded, shard_model, transformer_blocks
-from vectorlm.weights.plan import reshard
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 

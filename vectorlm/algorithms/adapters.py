@@ -33,8 +33,7 @@ from vectorlm.algorithms.policy_loss import (
 )
 from vectorlm.algorithms.preference import copg_loss, online_dpo_loss
 from vectorlm.algorithms.reduce import masked_mean, masked_sum
-from vectorlm.algorithms.turns import scaled_as_groups, turn_advantages
-from vectorlm.hyperparameters import (
+from vectorlm.algorithms.settings import (
     AlgorithmSettings,
     CISPOSettings,
     ClipCovSettings,
@@ -51,6 +50,7 @@ from vectorlm.hyperparameters import (
     SurrogateSettings,
     VESPOSettings,
 )
+from vectorlm.algorithms.turns import scaled_as_groups, turn_advantages
 
 
 def gae(batch: RolloutBatch, hparams: PPOSettings) -> torch.Tensor:

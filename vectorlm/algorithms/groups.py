@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from vectorlm.hyperparameters import RewardScale
+from vectorlm.algorithms.settings import RewardScale
 from vectorlm.settings import require_choice
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from vectorlm.algorithms.preference import online_dpo_loss
-from vectorlm.hyperparameters import PreferenceSettings
+from vectorlm.algorithms.settings import PreferenceSettings
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 
 from vectorlm.algorithms.kl import BinaryKind, binary_divergence, exp_clamped, log_ratio, ratio
 from vectorlm.algorithms.reduce import masked_mean, masked_sum
-from vectorlm.hyperparameters import ImportanceLevel
+from vectorlm.algorithms.settings import ImportanceLevel
 from vectorlm.settings import require_choice
 
 MAX_WEIGHT = 20.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vectorlm.hyperparameters import Reduction
+from vectorlm.algorithms.settings import Reduction
 from vectorlm.settings import require_choice
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from vectorlm.algorithms import adapters
+from vectorlm.algorithms.settings import SETTINGS
 from vectorlm.algorithms.spec import AlgorithmSpec, keep_best, keep_best_and_worst, keep_unscored
-from vectorlm.hyperparameters import SETTINGS
 
 GRPO = AlgorithmSpec(
     name="grpo",

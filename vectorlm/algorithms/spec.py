@@ -10,7 +10,7 @@ import torch
 
 from vectorlm.algorithms.batch import LossInputs, RolloutBatch
 from vectorlm.algorithms.groups import is_constant
-from vectorlm.hyperparameters import AlgorithmSettings, ClipSettings, TokenSettings
+from vectorlm.algorithms.settings import AlgorithmSettings, ClipSettings, TokenSettings
 
 LossUnit = Literal["token", "completion", "group"]
 # The second argument is the settings, of the class that a function needs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vectorlm.algorithms.groups import deviation, is_constant
-from vectorlm.hyperparameters import RewardScale
+from vectorlm.algorithms.settings import RewardScale
 
 
 def turn_advantages(

@@ -88,7 +88,7 @@ COMMANDS = {
     "serve": Command(
         "run a vLLM server whose weights a trainer on this machine can replace",
         "vectorlm serve --model data/countdown/model --port 8000 -- --dtype float32",
-        "vectorlm.backends.server.serve",
+        "vectorlm.sampling.backends.server.serve",
     ),
 }
 """By name; adding a command is adding a line here, and a module."""

@@ -6,17 +6,17 @@ import argparse
 import math
 from pathlib import Path
 
-from vectorlm.config.load import (
+from vectorlm.cli.arguments import (
     add_memory_argument,
     add_override_arguments,
     add_path_argument,
     config_from_arguments,
 )
-from vectorlm.preflight.checked import preflight
-from vectorlm.preflight.local_model import missing_files
-from vectorlm.preflight.memory import device_memory_bytes, memory_report
-from vectorlm.preflight.memory_plan import GIB
-from vectorlm.preflight.summary import summarise
+from vectorlm.runs.preflight.checked import preflight
+from vectorlm.runs.preflight.local_model import missing_files
+from vectorlm.runs.preflight.memory import device_memory_bytes, memory_report
+from vectorlm.runs.preflight.memory_plan import GIB
+from vectorlm.runs.preflight.summary import summarise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     # A description alone is planned with.
     if not missing_files(Path(checked.config.model)):
         # It imports torch and transformers.
-        from vectorlm.preflight.rehearsal import rehearse
+        from vectorlm.runs.preflight.rehearsal import rehearse
 
         notes = rehearse(checked.config)
     print(f"{args.yaml_path}: ok")

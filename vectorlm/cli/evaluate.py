@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vectorlm.cli.arguments import add_set_argument
 from vectorlm.cli.exam import Exam, read_exam
 from vectorlm.cli.sample import (
     add_sampling_arguments,
@@ -21,17 +22,16 @@ from vectorlm.cli.sample import (
     read_pairs,
     require_model,
 )
-from vectorlm.config.load import add_set_argument
-from vectorlm.encoding import asked, is_messages, split_begun
+from vectorlm.data.encoding import asked, is_messages, split_begun
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
-from vectorlm.preflight.rewards import signature_problems
+from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.report.step_lines import json_text
-from vectorlm.rewards.function import RewardFunction, score_answers
-from vectorlm.rewards.grade import grade
-from vectorlm.rewards.registry import get_reward, short_name
+from vectorlm.rl.rewards.function import RewardFunction, score_answers
+from vectorlm.rl.rewards.grade import grade
+from vectorlm.rl.rewards.registry import get_reward, short_name
+from vectorlm.runs.preflight.rewards import signature_problems
 from vectorlm.types import ENVIRONMENT, RewardResult
-from vectorlm.workers import WorkerPool
 
 if TYPE_CHECKING:
     from vectorlm.rl.rollout import Rollout
@@ -261,7 +261,7 @@ def _weighted_sums(
 def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
     """Return the answers to each question: one turn, or rollouts with the environment."""
     from vectorlm.rl.rollout import Rollout
-    from vectorlm.rollouts.playing import Environments
+    from vectorlm.rl.rollouts.playing import Environments
 
     model, adapter = require_model(args)
     if exam.environment is None or exam.collect is None:
@@ -278,7 +278,7 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
     if engine_args["max_model_len"] == -1:
         from transformers import AutoConfig, AutoTokenizer
 
-        from vectorlm.rewards.harness import context_length
+        from vectorlm.rl.rewards.harness import context_length
 
         own = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
         engine_args["max_model_len"] = context_length(*own)
@@ -299,7 +299,7 @@ def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
-    from vectorlm.rewards import harness
+    from vectorlm.rl.rewards import harness
 
     logging.disable_progress_bar()
     model, adapter = require_model(args)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vectorlm.cli.sample import MAX_TOKENS, read_pairs, sampling_params
-from vectorlm.config.load import load_config
-from vectorlm.config.schema import Config
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.rl.settings import CollectSettings
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.config.schema import Config
 from vectorlm.types import PromptRecord
 
 

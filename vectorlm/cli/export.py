@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vectorlm.checkpoint import folder
 from vectorlm.cli import at_interrupt
-from vectorlm.config.load import load_config
 from vectorlm.errors import ConfigError
-from vectorlm.lora.folder import ADAPTER_CONFIG, base_of, is_adapter_folder, load_adapters
-from vectorlm.lora.options import SCORES
+from vectorlm.runs.config.load import load_config
+from vectorlm.sampling.weights.lora_options import SCORES
+from vectorlm.train.checkpoint import folder
+from vectorlm.train.lora.folder import ADAPTER_CONFIG, base_of, is_adapter_folder, load_adapters
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
         CheckpointError: The source cannot be read, or the folder cannot be written.
         ConfigError: The base model is missing, or its adapters cannot be merged.
     """
-    from vectorlm.checkpoint.export import export_model
     from vectorlm.report.card import card_of, noted_of
-    from vectorlm.weights.plan import dtype_of
+    from vectorlm.sampling.weights.plan import dtype_of
+    from vectorlm.train.checkpoint.export import export_model
 
     model, tokenizer = load_source(source, merges=merges)
     if dtype is not None:
@@ -150,16 +150,16 @@ def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
     disable_progress_bar()
     model, tokenizer = _load(source)
     if merges and source.is_adapter:
-        from vectorlm.run import merge_of_run
+        from vectorlm.runs.start import merge_of_run
 
         model = merge_of_run(model, source.run, source.path)
     return model, tokenizer
 
 
 def _load(source: Source) -> tuple[Any, Any]:
-    from vectorlm.checkpoint.state import load_weights
-    from vectorlm.lora.load import add_lora
+    from vectorlm.train.checkpoint.state import load_weights
     from vectorlm.train.load import is_scorer, load_model, load_scorer, load_tokenizer
+    from vectorlm.train.lora.load import add_lora
 
     if source.step is not None:
         config = load_config(source.run / "config.yaml")

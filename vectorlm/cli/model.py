@@ -10,10 +10,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from vectorlm.checkpoint import folder
 from vectorlm.cli import at_interrupt
 from vectorlm.errors import ConfigError
-from vectorlm.preflight.local_model import HUB_NAME, fetch, missing_files
+from vectorlm.runs.preflight.local_model import HUB_NAME, fetch, missing_files
+from vectorlm.train.checkpoint import folder
 
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """A real instruct model that the package index has too, quantised to 4 bits, for machines that do not reach the Hub."""
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _make(name: str, path: Path) -> None:
     # This imports torch, which the other commands do without.
-    from vectorlm.checkpoint.gguf import convert_gguf
+    from vectorlm.train.checkpoint.gguf import convert_gguf
 
     if name.endswith(".gguf"):
         if not Path(name).is_file():

@@ -7,9 +7,10 @@ import signal
 import sys
 
 from vectorlm.cli import at_interrupt
-from vectorlm.config.load import add_override_arguments, load_config
+from vectorlm.cli.arguments import add_override_arguments
 from vectorlm.errors import ConfigError
-from vectorlm.preflight.local_model import with_download
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.preflight.local_model import with_download
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vectorlm.checkpoint.folder import folder_of, steps_in
 from vectorlm.cli.export import find_source, load_source
-from vectorlm.config.load import load_config
 from vectorlm.errors import ConfigError
 from vectorlm.report.runs import read_lines
+from vectorlm.runs.config.load import load_config
+from vectorlm.train.checkpoint.folder import folder_of, steps_in
 
 COMPARED = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "reward/trained_mean")
 """Metrics of the groups that a step trained on: the log lacks those that dynamic sampling dropped."""
@@ -94,8 +94,8 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
 def _replay(run: Path, step: int) -> int:
     """Make the steps from the checkpoint before `step` again, in a folder of their own, and compare the last."""
     from vectorlm.algorithms.registry import get_algorithm
-    from vectorlm.preflight.checked import preflight
     from vectorlm.ranks.launcher import launch
+    from vectorlm.runs.preflight.checked import preflight
     from vectorlm.train.settings import EvaluationSettings
 
     logged = _by_step(run / "metrics.jsonl", "step")
@@ -152,8 +152,8 @@ def _replay(run: Path, step: int) -> int:
 
 def _on_rank(checked: Any, path: Path, step: int, max_lag: int | None) -> None:
     from vectorlm import FakeEngine
-    from vectorlm.rl_run import reinforce
-    from vectorlm.rollouts.replay import RecordedGroups
+    from vectorlm.rl.rollouts.replay import RecordedGroups
+    from vectorlm.runs.reinforcement import reinforce
 
     with FakeEngine(lambda prompt, version: "") as engine:
         reinforce(

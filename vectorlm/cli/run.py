@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 
 from vectorlm.cli import at_interrupt, exit_code
-from vectorlm.config.load import (
+from vectorlm.cli.arguments import (
     add_config_arguments,
     add_memory_argument,
     add_override_arguments,
     add_path_argument,
     add_profile_argument,
     config_from_arguments,
-    load_config,
 )
 from vectorlm.errors import ConfigError
-from vectorlm.preflight.accelerate import accelerate_overrides
-from vectorlm.preflight.local_model import with_download
 from vectorlm.ranks.topology import Topology
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.preflight.accelerate import accelerate_overrides
+from vectorlm.runs.preflight.local_model import with_download
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if asked:
         config = load_config(args.yaml_path, [*args.overrides, *asked])
     config = with_download(config)
-    from vectorlm.calls import start
+    from vectorlm.runs.calls import start
 
     is_main = Topology.from_environment().is_main
     if asked and is_main:

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vectorlm.config.source import parse_yaml
-from vectorlm.config.value import raise_problems
-from vectorlm.encoding import has_chat_template
+from vectorlm.data.encoding import has_chat_template
 from vectorlm.errors import ConfigError, EngineError
-from vectorlm.lora.folder import base_of, is_adapter_folder
 from vectorlm.packages import is_installed
-from vectorlm.preflight.local_model import describe_absent, download, local_folder
-from vectorlm.preflight.sampling import sampling_problems
 from vectorlm.report.metrics import printable
+from vectorlm.runs.config.source import parse_yaml
+from vectorlm.runs.config.value import raise_problems
+from vectorlm.runs.preflight.local_model import describe_absent, download, local_folder
+from vectorlm.runs.preflight.sampling import sampling_problems
+from vectorlm.train.lora.folder import base_of, is_adapter_folder
 from vectorlm.types import Completion, Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
@@ -138,7 +138,7 @@ def check_sampling(inference: str, params: Mapping[str, Any]) -> None:
     if inference == "vllm":
         raise_problems(list(sampling_problems(params)))
         return
-    from vectorlm.backends.transformers.parameters import read_parameters
+    from vectorlm.sampling.backends.transformers.parameters import read_parameters
 
     try:
         read_parameters(params)
@@ -173,13 +173,13 @@ def open_engine(
     """
     try:
         if inference == "vllm":
-            from vectorlm.engine.engine import SamplingEngine
+            from vectorlm.sampling.engine import SamplingEngine
 
             opened: Any = SamplingEngine(model, **engine_args)
         else:
             from transformers.utils import logging
 
-            from vectorlm.backends.transformers import HFEngine
+            from vectorlm.sampling.hf_engine import HFEngine
 
             logging.disable_progress_bar()
             opened = HFEngine(model, max_model_len=engine_args.get("max_model_len"))
@@ -187,7 +187,7 @@ def open_engine(
             if adapter is not None:
                 from transformers import AutoModelForCausalLM
 
-                from vectorlm.lora.folder import load_adapters
+                from vectorlm.train.lora.folder import load_adapters
 
                 # The engine takes over the merged weights like those of a training step.
                 base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     source = find_source(Path(args.checkpoint))
     url = args.address if "://" in args.address else f"http://{args.address}"
     # This imports torch, which a wrong path is told without.
-    from vectorlm.verify import verify_server
+    from vectorlm.sampling.verify import verify_server
 
     proof = verify_server(url, lambda: load_source(source, merges=True)[0])
     print(f"{url} and {source.path}: {proof}.")

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from vectorlm.encoding import encode_apart, end_tokens, marked_spans, plain_message, render_chat
+from vectorlm.data.encoding import encode_apart, end_tokens, marked_spans, plain_message, render_chat
 from vectorlm.errors import ConfigError, DatasetError
 
 Message = dict[str, Any]

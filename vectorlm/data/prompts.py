@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
-from vectorlm.data.source import is_hub_name, load_hub, splits_of, take_split
-from vectorlm.data.tasks import Tasks
-from vectorlm.data.tasksets import read_taskset
-from vectorlm.encoding import (
+from vectorlm.data.encoding import (
     asked,
     chat_in,
     encode,
@@ -23,6 +20,9 @@ from vectorlm.encoding import (
     require_whole_characters,
     without_nulls,
 )
+from vectorlm.data.source import is_hub_name, load_hub, splits_of, take_split
+from vectorlm.data.tasks import Tasks
+from vectorlm.data.tasksets import read_taskset
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
 from vectorlm.types import PromptRecord

@@ -17,8 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from vectorlm.data.encoding import without_nulls
 from vectorlm.data.settings import PreprocessSettings
-from vectorlm.encoding import without_nulls
 from vectorlm.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.chat import Chat, Message, messages_of, weight_of
-from vectorlm.data.preference import COLUMNS, READ_BESIDE, common_beginning, value_of
-from vectorlm.data.settings import PreprocessSettings
-from vectorlm.data.source import Source
-from vectorlm.encoding import (
+from vectorlm.data.encoding import (
     chat_in,
     encode,
     encode_apart,
@@ -22,6 +19,9 @@ from vectorlm.encoding import (
     text_of_message,
     tools_of,
 )
+from vectorlm.data.preference import COLUMNS, READ_BESIDE, common_beginning, value_of
+from vectorlm.data.settings import PreprocessSettings
+from vectorlm.data.source import Source
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.ranks.wait import Progress
 

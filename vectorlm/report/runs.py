@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from vectorlm.checkpoint.folder import is_held
-from vectorlm.encoding import shown_prompt
+from vectorlm.data.encoding import shown_prompt
 from vectorlm.errors import ConfigError
 from vectorlm.packages import versions_of
 from vectorlm.ranks.wait import span
 from vectorlm.report.phases import PhaseTimes
+from vectorlm.train.checkpoint.folder import is_held
 
 Series = list[tuple[float, float]]
 START = "run.json"

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from vectorlm.algorithms.logprobs import align
 from vectorlm.errors import ConfigError
 from vectorlm.rl.teacher import ServerTeacher, Teacher, beside
+from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.attention import PACKED
 from vectorlm.train.language_model import LanguageModel, inner_model, probe, require_packed
 from vectorlm.train.load import load_pretrained
@@ -28,7 +29,6 @@ from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.packing import Rows, pack
 from vectorlm.train.random_state import capture_rng, restore_rng
 from vectorlm.types import TrainedModel
-from vectorlm.weights.plan import reshard
 
 LoadSharded = Callable[[Callable[[bool], nn.Module]], nn.Module]
 """Shards a model over the ranks, in place."""

@@ -11,8 +11,8 @@ from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.algorithms.groups import whiten
 from vectorlm.algorithms.kl import kl_estimate
 from vectorlm.algorithms.logprobs import EntropyKind
+from vectorlm.algorithms.settings import WhiteningSettings
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.hyperparameters import WhiteningSettings
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.correction import apply_correction, weights_in_update

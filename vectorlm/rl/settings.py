@@ -1,6 +1,6 @@
 """The settings of reinforcement learning, one dataclass for each component that reads them.
 
-The config nests them in its section ``rl`` (`vectorlm.config.schema`); each is declared here and nowhere else.
+The config nests them in its section ``rl`` (`vectorlm.runs.config.schema`); each is declared here and nowhere else.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from vectorlm.hyperparameters import AlgorithmSettings, TokenSettings
+from vectorlm.algorithms.settings import AlgorithmSettings, TokenSettings
 from vectorlm.settings import (
     ClippingNorm,
     CurriculumSettings,
@@ -37,7 +37,7 @@ SAMPLING_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 16}
 CPU_PASS_TOKENS = 1024
 """Where a forward pass on CPU takes up no further rows: larger ones are slower there, and take more memory."""
 
-VERIFIERS = "openai:vectorlm.rollouts.verifiers:play"
+VERIFIERS = "openai:vectorlm.rl.environments.verifiers:play"
 """What plays the tasks of verifiers."""
 
 WITH_ENVIRONMENT = ReadIf("rl.environment", also=("rl.sources",))

@@ -14,9 +14,9 @@ from vectorlm.algorithms.critic import value_loss
 from vectorlm.algorithms.kl import exp_clamped, kl_estimate, log_ratio, ratio
 from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.reduce import count_denominator, masked_mean, masked_sum, reduce_loss
+from vectorlm.algorithms.settings import ClipSettings, LevelSettings, Reduction, ReductionSettings
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.errors import ConfigError
-from vectorlm.hyperparameters import ClipSettings, LevelSettings, Reduction, ReductionSettings
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.correction import weights_in_update

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout, OutOfTurn, RankMismatch, WeightMismatch
 from vectorlm.ranks.topology import Topology
+from vectorlm.sampling.weights.arena import pin
 from vectorlm.settings import require_choice
 from vectorlm.types import Engine, InFlight, UpdateReport
-from vectorlm.weights.arena import pin
 
 SleepMode = Literal["none", "kv_cache", "all"]
 """What the engine frees while the trainer works."""

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from vectorlm.algorithms.logprobs import Comparison, EntropyKind, Head, TokenValues, token_values
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.errors import ConfigError
+from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.attention import PACKED
 from vectorlm.train.context import ContextGroup
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.packing import Packing, Rows, pack
 from vectorlm.train.settings import chunk_tokens
-from vectorlm.weights.plan import reshard
 
 Result = TypeVar("Result")
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}

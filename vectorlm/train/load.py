@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import ConfigError
-from vectorlm.weights.plan import dtype_of
+from vectorlm.sampling.weights.plan import dtype_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

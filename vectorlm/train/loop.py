@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.objective import BatchLoader, Objective
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.recorder import Recorder, memory_bytes, num_multiplied
 from vectorlm.train.settings import LoopSettings
 from vectorlm.types import Batch, TrainedModel
-from vectorlm.weights.plan import reshard
 
 
 @dataclass(kw_only=True)

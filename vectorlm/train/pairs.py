@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from vectorlm.algorithms.offline import KTO_BETA, PairLogprobs, PreferenceSpec, kto_loss
 from vectorlm.algorithms.preference import bradley_terry_loss
-from vectorlm.hyperparameters import PreferenceSettings
+from vectorlm.algorithms.settings import PreferenceSettings
+from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.objective import BatchLoader, apart, known_rows
 from vectorlm.train.scorer import Scorer
 from vectorlm.types import Batch
-from vectorlm.weights.plan import reshard
 
 NAMES = ("pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward")
 """Of pairs: how often the chosen text has the higher reward, by how much in the mean, and the means of both."""

@@ -1,0 +1,354 @@
+"""``vectorlm export``: checkpoints and adapters become folders that transformers, PEFT and vLLM load."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kit.letters import letter_tokenizer
+from kit.rank_processes import on_ranks, save_tiny_llama
+from kit.sft_runs import WITH_CHECKPOINTS, are_equal, lines, make_config, train
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+import vectorlm.runs.start
+from vectorlm.cli import main
+from vectorlm.cli.export import find_source, load_source
+from vectorlm.report.card import card_of
+from vectorlm.train.checkpoint.export import export_model
+from vectorlm.train.load import load_model
+from vectorlm.train.lora.load import add_lora
+
+LORA = {
+    "r": 2,
+    "lora_alpha": 32,
+    "target_modules": ["q_proj", "down_proj"],
+    "modules_to_save": ["lm_head"],
+}
+
+
+def run_of(inputs, name, lora):
+    """Train on two ranks, so that each checkpoint is of two shards."""
+    config = make_config(inputs, inputs / name, WITH_CHECKPOINTS, keep_best=True, lora_peft_config=lora)
+    on_ranks(2, train, config)
+    return inputs / name
+
+
+@pytest.fixture(scope="module")
+def full(inputs):
+    return run_of(inputs, "full", None)
+
+
+@pytest.fixture(scope="module")
+def adapters(inputs):
+    return run_of(inputs, "adapters", LORA)
+
+
+def export_of(capsys, *arguments):
+    assert main(["export", *map(str, arguments)]) == 0
+    return Path(capsys.readouterr().out.strip())
+
+
+def test_the_newest_checkpoint_of_a_run_is_its_final_model(full, tmp_path, capsys):
+    path = export_of(capsys, full)
+    assert path == full / "step-00000003-model"
+    assert are_equal(load_file(path / "model.safetensors"), load_file(full / "final-model/model.safetensors"))
+    names = {each.name for each in (full / "final-model").iterdir()}
+    assert {each.name for each in path.iterdir()} == names
+    assert (path / "README.md").read_text() == (full / "final-model" / "README.md").read_text()
+    other = export_of(capsys, full / "checkpoints" / "step-00000002", "--output", tmp_path / "new" / "other")
+    assert not are_equal(load_file(other / "model.safetensors"), load_file(path / "model.safetensors"))
+    assert "step: 2\n" in (other / "README.md").read_text()
+    best = json.loads((full / "checkpoints/step-00000003/identity.json").read_text())["best_step"]
+    assert export_of(capsys, full, "--best", "--output", tmp_path / "best").name == "best"
+    assert f"step: {best}\n" in (tmp_path / "best" / "README.md").read_text()
+
+
+def test_weights_are_converted(full, capsys):
+    path = export_of(capsys, full / "final-model", "--dtype", "bfloat16")
+    assert path == full / "final-model-bfloat16"
+    before, after = (load_file(full / name / "model.safetensors") for name in ("final-model", path.name))
+    assert are_equal(after, {name: tensor.bfloat16() for name, tensor in before.items()})
+    assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_reward_model_is_converted_with_its_head(tmp_path, capsys):
+    config = LlamaConfig(
+        **{"vocab_size": 128, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1, "pad_token_id": 2},
+    )
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "scorer")
+    letter_tokenizer().save_pretrained(tmp_path / "scorer")
+    path = export_of(capsys, tmp_path / "scorer", "--dtype", "bfloat16")
+    before, after = (load_file(each / "model.safetensors") for each in (tmp_path / "scorer", path))
+    assert are_equal(after, {name: tensor.bfloat16() for name, tensor in before.items()})
+    assert json.loads((path / "config.json").read_text())["architectures"] == [
+        "LlamaForSequenceClassification"
+    ]
+
+
+def test_adapters_of_a_checkpoint_are_exported_alone_or_merged(inputs, adapters, capsys):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    alone, merged = export_of(capsys, adapters), export_of(capsys, adapters, "--merge")
+    assert (alone.name, merged.name) == ("step-00000003-model", "step-00000003-merged")
+    of_run = adapters / "final-model"
+    assert are_equal(*(load_file(each / "adapter_model.safetensors") for each in (alone, of_run)))
+    again = export_of(capsys, of_run, "--merge")
+    assert are_equal(*(load_file(each / "model.safetensors") for each in (merged, again)))
+    assert "step: 3\n" in (again / "README.md").read_text()
+    tokens = torch.arange(8)[None]
+    base = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    start = base(tokens).logits
+    expected = PeftModel.from_pretrained(base, of_run)(tokens).logits
+    found = AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
+    # fp32 round-off: W x + B A x and (W + B A) x
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found - start).abs().max() > 0.01
+    assert AutoTokenizer.from_pretrained(merged)("abc").input_ids == [2, 3, 4]
+    assert "peft" not in (merged / "README.md").read_text().split("---")[1]
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_a_run_goes_on_from_adapters(inputs, adapters, tmp_path, capsys, merges):
+    text = WITH_CHECKPOINTS.replace("{inputs}/model", str(adapters / "final-model"))
+    run = tmp_path / "more"
+    config = make_config(inputs, run, text, save_frequency=9, merge_adapters=merges)
+    on_ranks(2, train, config)
+    before, after = (lines(each / "metrics.jsonl") for each in (adapters, run))
+    # fp32 round-off, where they are merged.
+    assert after[0]["eval/loss"] == pytest.approx(before[-1]["eval/loss"], rel=1e-5)
+    assert after[-1]["eval/loss"] != after[0]["eval/loss"]
+    of_run = run / "final-model"
+    if merges:
+        assert are_equal(
+            *(load_file(each / "model.safetensors") for each in (of_run, export_of(capsys, run)))
+        )
+        return
+    assert json.loads((of_run / "adapter_config.json").read_text())["r"] == LORA["r"]
+    merged = [
+        export_of(capsys, each, "--merge", "--output", tmp_path / f"{each.name}-merged")
+        for each in (of_run, run)
+    ]
+    assert are_equal(*(load_file(each / "model.safetensors") for each in merged))
+
+
+def test_an_embedding_that_the_head_shares_cannot_be_merged(tmp_path, capsys):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "tied", tied=True))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path / "adapters")
+    assert main(["export", str(tmp_path / "adapters"), "--merge"]) == 2
+    assert "share one weight (tie_word_embeddings)" in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapters", "tied"]
+
+
+def elsewhere(tensors):
+    return {
+        name.replace("model.layers", "model.language_model.layers"): each for name, each in tensors.items()
+    }
+
+
+def deeper(tensors):
+    return tensors | {name.replace("layers.0", "layers.7"): each.clone() for name, each in tensors.items()}
+
+
+def shallower(tensors):
+    return {name: each for name, each in tensors.items() if "layers.0" not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (elsewhere, "12 tensors have no place in it (base_model.model.model.language_model.layers.0."),
+        (deeper, "4 tensors have no place in it (base_model.model.model.layers.7."),
+        (shallower, "4 tensors are missing (base_model.model.model.layers.0."),
+        (lambda tensors: {}, "the tensor 'base_model.model.lm_head.weight' is missing"),
+    ],
+)
+def test_adapters_that_do_not_fit_their_base_are_refused_wherever_they_are_read(
+    adapters, tmp_path, capsys, change, message
+):
+    path = tmp_path / "adapters"
+    shutil.copytree(adapters / "final-model", path)
+    save_file(change(load_file(path / "adapter_model.safetensors")), path / "adapter_model.safetensors")
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "abc", "numbers": [1], "target": 1}\n')
+    of_questions = ["--prompts", str(questions), "--reward", "countdown"]
+    for command in (
+        lambda: main(["export", str(path), "--merge"]),
+        lambda: sample(path, "--engine", "hf"),
+        lambda: main(["evaluate", "--model", str(path), "--engine", "hf", *of_questions]),
+    ):
+        assert command() == 2
+        assert message in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapters", "questions.jsonl"]
+
+
+def test_what_cannot_be_exported_is_one_line_that_says_what_to_do(full, adapters, tmp_path, capsys):
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "lost" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(full / "checkpoints/step-00000003", tmp_path / "lost/checkpoints/step-00000003")
+    shutil.copytree(full / "final-model", tmp_path / "unsaved" / "final-model")
+    for arguments, text in (
+        ([tmp_path / "unsaved"], "is a model folder already"),
+        ([tmp_path / "nowhere"], "nowhere is not a folder"),
+        ([tmp_path], "neither a checkpoint"),
+        ([tmp_path / "new"], "no complete checkpoint"),
+        ([tmp_path / "lost"], "config.yaml"),
+        ([full / "final-model"], "--dtype"),
+        ([full / "final-model", "--best"], "--best"),
+        ([full, "--merge"], "--merge"),
+        ([full, "--output", full / "final-model"], "final-model exists"),
+        ([adapters / "final-model"], "--merge"),
+        ([adapters, "--dtype", "bfloat16"], "--dtype"),
+    ):
+        assert main(["export", *map(str, arguments)]) == 2, arguments
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+        assert text in printed.err
+
+
+def test_a_checkpoint_that_is_not_as_it_was_written_leaves_no_folder(full, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(full / "checkpoints", run / "checkpoints")
+    shutil.copy(full / "config.yaml", run)
+    shard = run / "checkpoints/step-00000003/shards/__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert main(["export", str(run)]) == 1
+    assert "__0_0.distcp is not as it was written" in capsys.readouterr().err
+    assert sorted(each.name for each in run.iterdir()) == ["checkpoints", "config.yaml"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_export_that_is_cut_off_leaves_no_half_folder(full, tmp_path, capsys, monkeypatch, error):
+    def write(self, work, **_):
+        (work / "half").write_text("a half")
+        raise error
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", write)
+    arguments = ["export", str(full), "--output", str(tmp_path / "model")]
+    wanted = f"the model {tmp_path}/model cannot be written (OSError: [Errno 28] No space left"
+    if isinstance(error, KeyboardInterrupt):
+        wanted = f"interrupted; nothing of {tmp_path}/model is left"
+    assert main(arguments) == (130 if isinstance(error, KeyboardInterrupt) else 1)
+    assert wanted in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def sample(model, *arguments):
+    greedy = ["--temperature", "0", "--max_tokens", "6", "--param", "ignore_eos=true"]
+    return main(["sample", "--model", str(model), "--prompt", "abcd", *greedy, *arguments])
+
+
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_adapters_are_sampled_from_on_their_base(inputs, adapters, capsys, engine):
+    printed = []
+    merged = inputs / f"merged-for-{engine}"
+    export_of(capsys, adapters / "final-model", "--merge", "--output", merged)
+    for model, by in ((adapters / "final-model", engine), (merged, "hf"), (inputs / "model", "hf")):
+        assert sample(model, "--engine", by) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert printed[0] != printed[2]
+
+
+def test_a_missing_base_model_is_named(adapters, tmp_path, capsys):
+    path = tmp_path / "moved"
+    shutil.copytree(adapters / "final-model", path)
+    for base in (str(tmp_path / "gone"), "example/no-such-model"):
+        options = json.loads((path / "adapter_config.json").read_text()) | {"base_model_name_or_path": base}
+        (path / "adapter_config.json").write_text(json.dumps(options))
+        for command in (
+            lambda: sample(path, "--engine", "hf"),
+            lambda: main(["export", str(path), "--merge"]),
+        ):
+            assert command() == 2
+            assert (
+                f"the base model '{base}' of the adapters in {path} is not on this" in capsys.readouterr().err
+            )
+    (path / "adapter_config.json").write_text("{}")
+    assert sample(path, "--engine", "hf") == 2
+    assert f"{path}/adapter_config.json does not name a base model" in capsys.readouterr().err
+
+
+SERVE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+engine = LLM(sys.argv[1], dtype="float32", enforce_eager=True, kv_cache_memory_bytes=16 << 20)
+params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
+found = [output.outputs[0] for output in engine.generate(["abcd", "xyz"], params, use_tqdm=False)]
+print(json.dumps([[[token, steps[token].logprob] for token, steps in zip(each.token_ids, each.logprobs)]
+                  for each in found]))
+"""
+
+
+def served(folder):
+    """Return tokens and log-probabilities of a plain vLLM engine, without anything of this library."""
+    how = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    command = [sys.executable, "-c", SERVE, str(folder)]
+    done = subprocess.run(command, env=os.environ | how, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def by_transformers(folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    answers = []
+    for prompt in ("abcd", "xyz"):
+        tokens, found = tokenizer(prompt, return_tensors="pt").input_ids, []
+        for _ in range(6):
+            with torch.no_grad():
+                logprobs = model(tokens).logits[0, -1].log_softmax(-1)
+            found.append([int(logprobs.argmax()), float(logprobs.max())])
+            tokens = torch.cat([tokens, logprobs.argmax()[None, None]], dim=1)
+        answers.append(found)
+    return answers
+
+
+@pytest.mark.slow
+def test_plain_vllm_serves_exports_as_transformers_computes_them(inputs, full, adapters, capsys):
+    folders = [full / "final-model", inputs / "merged-to-serve"]
+    export_of(capsys, adapters, "--merge", "--output", folders[1])
+    for folder in folders:
+        for found, expected in zip(served(folder), by_transformers(folder), strict=True):
+            assert [token for token, _ in found] == [token for token, _ in expected]
+            # fp32 round-off of two implementations
+            assert [x for _, x in found] == pytest.approx([x for _, x in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize(("quantization", "num_rounded"), [("nf4", 1), (None, 0)])
+def test_adapters_apart_from_their_run_are_merged_into_the_base_they_were_trained_on(
+    tmp_path, monkeypatch, quantization, num_rounded
+):
+    """Rounding itself needs bitsandbytes."""
+    rounded = []
+    monkeypatch.setattr(vectorlm.runs.start, "round_blocks", rounded.append)
+    save_tiny_llama(tmp_path / "base")
+    train_parameters = {"lora_peft_config": {"r": 2}, "quantization": quantization}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(json.dumps({"train_parameters": train_parameters}))
+    card = card_of(tmp_path / "run", 1, is_adapter=True)
+    adapted = add_lora(load_model(tmp_path / "base"), {"r": 2, "target_modules": ["q_proj"]})
+    export_model(adapted, letter_tokenizer(), tmp_path / "apart/adapters", card)
+    load_source(find_source(tmp_path / "apart/adapters"), merges=True)
+    assert len(rounded) == num_rounded

@@ -1,0 +1,144 @@
+"""Which hot swaps are tried with which family, what came of them, and the table that says so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kit.families import FAMILIES, REFUSED
+
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS, PAGE = DOCS / "families.json", DOCS / "families.md"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine, and two updates of it."""
+
+    family: str
+    tied: bool
+    receiver: str
+    world_size: int
+
+    def __str__(self) -> str:
+        head = "tied" if self.tied else "untied"
+        return f"{self.family.replace(' ', '')}-{head}-{self.receiver}-{self.world_size}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run showed."""
+
+    run: Run
+    greedy_equal: bool
+    """After each update, greedy completions are those of transformers."""
+    gap: float
+    """The largest difference of a token's log-probability from transformers', over both updates."""
+    copied: float
+    """The share of the weights that the engine copies out of the arena at each update."""
+    vllm: str
+    transformers: str
+    fresh_equal: bool | None = None
+    """After the updates, tokens and log-probabilities have the bits of an engine that starts from these weights.
+    None if the run was recorded before this was compared."""
+
+
+# Tied heads are what packing gets wrong, untied ones what aliasing could: each family meets both receivers.
+ON_ONE_RANK = [
+    Run(name, tied, receiver, 1)
+    for name, family in FAMILIES.items()
+    for tied, receiver in [(True, "packed"), (family.always_tied, "live")]
+]
+ON_TWO_RANKS = [
+    Run("Qwen2", True, "live", 2),
+    Run("Phi-3", False, "packed", 2),
+    Run("Mixtral", False, "packed", 2),
+    Run("Qwen3-MoE", True, "live", 2),
+]
+RUNS = [*ON_ONE_RANK, *ON_TWO_RANKS]
+# One family for each oddity, now with this receiver and now with the other; the rest runs when results are recorded.
+ALWAYS = [
+    Run("Qwen3-MoE", True, "live", 2),
+    Run("Phi-3", False, "live", 1),
+    Run("GPT-NeoX", True, "packed", 1),
+]
+
+
+def read_results() -> list[Result]:
+    """Return what the last recorded run of each test showed, in the order of `RUNS`."""
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    known = {Run(**row.pop("run")): row for row in rows}
+    return [Result(run, **known[run]) for run in RUNS if run in known]
+
+
+def record(result: Result) -> None:
+    """Put one result into the file, in place of an older one of the same run."""
+    kept = [each for each in read_results() if each.run != result.run]
+    rows = sorted([*kept, result], key=lambda each: RUNS.index(each.run))
+    RESULTS.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
+
+
+def page(results: Sequence[Result]) -> str:
+    """Return the text of docs/families.md."""
+    versions = sorted({f"vLLM {each.vllm}, transformers {each.transformers}" for each in results})
+    lines = [
+        "# Model families",
+        "",
+        "Look up whether vectorlm can update a vLLM engine that runs your model.",
+        "",
+        "Each row is a tiny random model in fp32 on CPU. The test swaps new weights into a running engine twice and",
+        "compares the engine with transformers after each update. Greedy completions must be equal, and no",
+        "log-probability may differ by 1e-4 or more. Then the test starts a fresh engine from the same weights. Both",
+        "engines must return tokens and log-probabilities with the same bits.",
+        f"Versions: {'; '.join(versions)}. Made by `python tests/kit/family_runs.py` from what",
+        "`python -m pytest tests/sampling/test_families.py --record-families` wrote to `families.json`.",
+        "",
+        "Path *direct* means that every parameter of the engine is a view of the memory that the trainer writes to.",
+        "*direct, n % copied* means that the engine copies that share of the weights at each update. With the receiver",
+        "`packed`, the engine packs its matrices again after either.",
+        "",
+        "| family | what is odd about it | head | receiver | ranks | path | largest log-prob gap | greedy | fresh |",
+        "| --- | --- | --- | --- | ---: | --- | ---: | --- | --- |",
+    ]
+    for each in results:
+        run = each.run
+        path = "direct" if not each.copied else f"direct, {each.copied:.0%} copied"
+        cells = [
+            run.family,
+            FAMILIES[run.family].layout,
+            "tied" if run.tied else "untied",
+            run.receiver,
+            str(run.world_size),
+            path,
+            f"{each.gap:.0e}",
+            "equal" if each.greedy_equal else "**differs**",
+            {True: "same bits", False: "**differs**", None: "not recorded"}[each.fresh_equal],
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## Refused families",
+        "",
+        "vLLM computes with some weights of these families when it loads them, and keeps only the result. An update",
+        "cannot reach the result. The first `update` raises `WeightMismatch`, and the engine keeps its weights.",
+        "",
+        "**Earlier versions reported updates of these families as proven, and the updates were wrong**: the engine's",
+        "log-probabilities were 0.76 to 2.35 off. The checksums matched because they compare the bytes that were sent",
+        "with the bytes that arrived, and not with what vLLM computes from them. Do not trust runs that sampled from",
+        "one of these families.",
+        "",
+        "| family | reason |",
+        "| --- | --- |",
+        *(f"| {name} | {family.layout} |" for name, family in REFUSED.items()),
+        "",
+        "Other models whose loader computes with a loaded weight are refused in the same way, whatever their name.",
+    ]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(read_results()))
+    sys.exit(0 if {each.run for each in read_results()} == set(RUNS) else "some runs are not recorded")

@@ -1,0 +1,176 @@
+"""Sampler processes forked from one that has imported vLLM: a fresh interpreter takes five seconds for that.
+
+Only where a sampler would get the variables that this one got; files that look for theirs by `sampler_pid` start fresh
+ones.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
+import multiprocessing.reduction
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from multiprocessing.connection import Client, Listener
+from types import SimpleNamespace
+
+from vectorlm.ranks.topology import Topology
+from vectorlm.sampling import process_channel
+from vectorlm.sampling.environment import sampler_environment
+
+PRELOADED = (
+    "vectorlm.sampling.sampler.process",
+    "vectorlm.sampling.backends.vllm.backend",
+    "vectorlm.sampling.backends.vllm.extension",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+)
+DIFFER = ("TMPDIR", "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "WANDB_", "VECTORLM_")
+"""How the names of variables begin that nothing reads while it is imported."""
+
+
+class Sampler:
+    """What a `ProcessChannel` asks of its process."""
+
+    def __init__(self, address, arguments, environment, descriptor):
+        reading, writing = os.pipe()
+        self._connection = Client(address)
+        self._connection.send((arguments, environment, os.getcwd()))
+        for each in (descriptor, writing):
+            multiprocessing.reduction.send_handle(self._connection, each, None)
+        os.close(writing)
+        self.stdout = open(reading, "rb")  # noqa: SIM115 (open for as long as the process prints)
+        self.pid, self.returncode = self._connection.recv(), None
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self):
+        with contextlib.suppress(EOFError, OSError):
+            self.returncode = self._connection.recv()
+        self._over.set()
+
+    def wait(self, timeout=None):
+        if not self._over.wait(timeout):
+            raise subprocess.TimeoutExpired("a warm sampler", timeout)
+        return self.returncode
+
+    def kill(self):
+        if not self._over.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+OFFERED: tuple[str, dict[str, str]] | None = None
+"""The address to ask for a sampler, and the variables that samplers from there have."""
+
+
+def use(offered):
+    """Let the engines of this process have samplers from there, or fresh ones if `offered` is None."""
+    global OFFERED
+    OFFERED = offered
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
+    process_channel.subprocess = SimpleNamespace(Popen=_start, **names) if offered else subprocess
+
+
+def _start(command, *, env, pass_fds, **options):
+    address, expected = OFFERED
+    differ = {name for name in env.keys() | expected.keys() if env.get(name) != expected.get(name)}
+    if any(not name.startswith(DIFFER) for name in differ):
+        return subprocess.Popen(command, env=env, pass_fds=pass_fds, **options)
+    return Sampler(address, command[3:], env, pass_fds[0])
+
+
+@functools.cache
+def offer():
+    """Start the process that samplers are forked from; return what `use` takes."""
+    address = f"vectorlm-tests-{os.getpid()}"
+    environment = sampler_environment(os.environ, "", Topology())
+    # It ends when nobody holds the other end of its stdin.
+    server = subprocess.Popen(
+        [sys.executable, __file__, address],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    server.stdout.readline()
+    return f"\0{address}", environment
+
+
+def fork(client):
+    """Fork a sampler for this client; return its pid and its folder."""
+    arguments, environment, folder = client.recv()
+    for each in PRELOADED:
+        importlib.import_module(each)
+    gc.freeze()
+    connection, output = (multiprocessing.reduction.recv_handle(client) for _ in range(2))
+    if pid := os.fork():
+        os.close(connection)
+        os.close(output)
+        return pid, arguments[2]
+    try:
+        os.setsid()
+        for descriptor, number in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+            os.dup2(descriptor, number)
+        os.chdir(folder)
+        sys.path[0] = folder
+        # vLLM has set others as it was imported.
+        os.environ.update(environment)
+        tempfile.tempdir = None
+        # What vLLM's workers import first.
+        process = sys.modules["__main__"] = importlib.import_module("vectorlm.sampling.sampler.process")
+        process.run([str(connection), str(os.getppid()), arguments[2]])
+    finally:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def serve(name):
+    listener = Listener("\0" + name, "AF_UNIX")
+    print("listening", flush=True)
+    ready = selectors.DefaultSelector()
+    ready.register(sys.stdin, selectors.EVENT_READ, "stdin")
+    ready.register(listener._listener._socket, selectors.EVENT_READ, "client")
+    while True:
+        # One at a time: what is done may take others away.
+        key, _ = ready.select()[0]
+        match key.data:
+            case "stdin":
+                return
+            case "client":
+                client = listener.accept()
+                try:
+                    pid, scratch = fork(client)
+                except (EOFError, OSError):
+                    continue  # The rank was killed meanwhile.
+                with contextlib.suppress(OSError):
+                    client.send(pid)
+                sampler = os.pidfd_open(pid)
+                data = (pid, scratch, client, sampler)
+                ready.register(sampler, selectors.EVENT_READ, data)
+                ready.register(client, selectors.EVENT_READ, data)
+            case pid, scratch, client, sampler:
+                # Either the sampler has ended, or its rank is gone.
+                if key.fileobj is client:
+                    os.kill(pid, signal.SIGKILL)
+                ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(OSError):
+                    client.send(ended)
+                for each in (client, sampler):
+                    ready.unregister(each)
+                client.close()
+                os.close(sampler)
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

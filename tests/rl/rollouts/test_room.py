@@ -1,0 +1,35 @@
+"""How many sequences ask an engine at once, beside an engine whose rate ends to grow somewhere."""
+
+import random
+
+import pytest
+
+from vectorlm.rl.rollouts.room import Room
+
+TOKENS = 20
+
+
+def found(knee, most=10_000, noise=0.0, is_short=True, num_answers=60_000, first=64):
+    """Return the rooms that were tried beside an engine that samples `knee` sequences in the time of one."""
+    room, now_s, dice, sizes = Room(first, most), 0.0, random.Random(3), []
+    for _ in range(num_answers):
+        room.is_short = is_short
+        rate = 10.0 * min(room.size, knee) * dice.uniform(1 - noise, 1 + noise)
+        now_s += TOKENS / rate
+        room.answered(TOKENS, now_s)
+        sizes.append(room.size)
+    return sizes
+
+
+@pytest.mark.parametrize("knee", [30, 100, 700])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_it_grows_until_the_rate_does_not(knee, noise):
+    sizes = found(knee, noise=noise)
+    mostly = sorted(sizes[len(sizes) // 2 :])[len(sizes) // 4]
+    assert max(min(knee, 64) * 0.9, knee * 0.6) <= mostly <= max(1.6 * knee, 64)
+
+
+def test_it_stays_where_nothing_waits_for_it_and_within_its_bound():
+    assert set(found(700, is_short=False)) == {64}
+    assert set(found(700, most=None)) == {64}
+    assert max(found(700, most=100)) == 100

@@ -1,0 +1,185 @@
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kit.config_texts import FULL, MINIMAL
+
+from vectorlm.cli import COMMANDS, build_parser, main
+from vectorlm.cli.arguments import add_config_arguments, config_from_arguments
+
+
+def test_output_that_nobody_reads_ends_a_command_without_a_traceback():
+    code = "import sys; from vectorlm.cli import exit_code; sys.exit(exit_code(lambda: print('x' * 100_000)))"
+    reader = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    reader.stdout.close()
+    assert (reader.stderr.read(), reader.wait()) == ("", 141)
+    reader.stderr.close()
+
+
+def test_check_says_what_the_run_would_do(write_complete, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    for module in ("files", "summary"):
+        monkeypatch.setattr(f"vectorlm.runs.preflight.{module}.has_gpu", lambda: False)
+    Path("models/tiny/config.json").write_text('{"max_position_embeddings": 4096}')
+    Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1, 2, 3], "target": 6}\n')
+    here = ["--set", "train_parameters.sampler.prompts=p.jsonl"]
+    assert main(["check", write_complete(FULL), "--world_size", "2", *here]) == 0
+    assert capsys.readouterr().out == (
+        "my.yaml: ok\n"
+        "  model          models/tiny with LoRA adapters\n"
+        "  ranks          2, HYBRID_SHARD, bfloat16\n"
+        "  training       1 epoch of data/train\n"
+        "  evaluation     on data/eval every 500 optimizer steps\n"
+        "  global batch   256 sequences of up to 2048 tokens (2 ranks x train_bs 16 x accumulation 8)\n"
+        "  micro-batches  8 in an optimizer step: logging_steps 500 is every 4000, sample_frequency 8 is every 64. "
+        "VectorLM counted these, which in optimizer steps is logging_steps every 62.5, sample_frequency every 1\n"
+        "  optimizer      adamw, lr 2e-05, plateau-with-warmup, warmup 5% of the steps\n"
+        "  sampler        the prompts of p.jsonl every 8 optimizer steps, scored by countdown, into "
+        "data/samples.jsonl\n"
+        "  checkpoints    every 0.1 of an epoch\n"
+        "  output         runs/full\n"
+        "  note           train_parameters.sampler.sampling_params: answers to held-out prompts end after 16 tokens, "
+        "vLLM's default. Write max_tokens for another length\n"
+        "  note           use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)\n"
+        "  note           truncate: not used with packing_type partial, which cuts texts into rows and drops nothing\n"
+        "  no memory plan: models/tiny holds no .safetensors file\n"
+    )
+
+
+def test_check_says_how_often_checkpoints_come(write_complete, capsys):
+    for share, text in {"1": "every epoch", "0.25": "every 0.25 of an epoch"}.items():
+        more = ["checkpointing_enabled=true", f"save_frequency={share}"]
+        arguments = [word for each in more for word in ("--set", f"train_parameters.{each}")]
+        assert main(["check", write_complete(MINIMAL), *arguments]) == 0
+        assert f"checkpoints   {text}\n" in capsys.readouterr().out
+
+
+def test_without_a_file_the_default_is_named(write_config, capsys):
+    assert main(["check"]) == 2
+    assert "'configs/config.yaml': No such file or directory. It is the default" in capsys.readouterr().err
+
+
+def test_check_counts_the_ranks_of_all_nodes(write_complete, capsys):
+    assert main(["check", write_complete(MINIMAL), "--world_size", "4", "--nnodes", "2"]) == 0
+    assert "ranks         4 on 2 nodes, FULL_SHARD, float32 (bfloat16 on CUDA)\n" in capsys.readouterr().out
+    assert main(["check", write_complete(MINIMAL), "--world_size", "3", "--nnodes", "2"]) == 2
+    assert "world_size=3 must be a multiple of nnodes=2" in capsys.readouterr().err
+
+
+def test_a_wrong_config_ends_with_code_2_and_no_traceback(write_config):
+    path = write_config(MINIMAL, ("epochs: 2", "epochs: two"))
+    done = subprocess.run([sys.executable, "-m", "vectorlm", "check", path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "ConfigError: train_parameters.epochs='two' must be an integer >= 1. Use 1, for example. "
+        "(my.yaml:5)\n"
+    )
+
+
+def test_check_of_a_description_imports_neither_torch_nor_vllm(write_complete):
+    code = (
+        "import sys; from vectorlm.cli import main; code = main(['check', 'my.yaml']); "
+        "sys.exit(code or bool({'torch', 'vllm', 'transformers', 'datasets'} & set(sys.modules)))"
+    )
+    write_complete(MINIMAL)
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_who_names_no_command_is_told_what_there_is(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: vectorlm COMMAND ...")
+    assert max(map(len, out.splitlines())) <= 120
+    for name, (what, example, _) in COMMANDS.items():
+        assert f"  {name:12}{what}\n" in out
+        assert f"  {example}\n" in out
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == out
+
+
+def test_the_files_that_the_help_names_exist(capsys):
+    main([])
+    root = Path(__file__).parents[3]
+    named = set(re.findall(r"[\w/.]+\.(?:md|yaml)", capsys.readouterr().out)) - {"my.yaml"}
+    assert len(named) == 6
+    assert [
+        name for name in named if not (root / name).exists() and not (root / "docs" / name).exists()
+    ] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_s_help_shows_its_example(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert f"example: {COMMANDS[name][1]}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_examples_in_the_help_parse():
+    for _, example, _ in COMMANDS.values():
+        assert build_parser().parse_args(shlex.split(example)[1:]).run_command
+
+
+def test_scripts_share_the_same_arguments(write_config):
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    line = ["--yaml_path", write_config(), "--world_size", "3", "--set", "model=a"]
+    line += ["--set", "dataset.eval_bs=1"]
+    args = parser.parse_args(line)
+    config = config_from_arguments(args)
+    assert args.world_size == 3
+    assert (config.model, config.dataset.eval_bs) == ("a", 1)
+    again = parser.parse_args(["--yaml_path", "my.yaml"])
+    assert (again.world_size, again.overrides) == (1, [])
+
+
+def test_scripts_send_whoever_asks_for_several_machines_to_torchrun(capsys):
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--yaml_path", "my.yaml", "--nnodes", "2", "--node_rank", "1"])
+    assert "--nnodes belongs to torchrun" in capsys.readouterr().err
+    assert "--nnodes" not in parser.format_help()
+
+
+def test_preprocess_without_its_section_says_what_is_missing(write_config, capsys):
+    begun = MINIMAL.replace("  eval_bs: 4\n", "").replace("  eval_ds: data/eval\n", "")
+    assert main(["preprocess", write_config(begun)]) == 2
+    assert "my.yaml has no section dataset_preprocess" in capsys.readouterr().err
+
+
+def test_letters_that_a_console_does_not_have_are_escaped(write_complete):
+    """With any command; a run prints what its model writes."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "vectorlm",
+            "check",
+            write_complete(MINIMAL),
+            "--set",
+            "train_parameters.output_dir=läuft",
+        ],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert "UnicodeEncodeError" not in done.stderr
+    assert r"l\xe4uft" in done.stdout
+
+
+def test_an_option_that_begins_with_the_home_folder_is_that_folder(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr("vectorlm.cli.plot.run", lambda args: seen.append(args.output) or 0)
+    assert main(["plot", "run", "--output=~/curves.png"]) == 0
+    assert seen == [tmp_path / "curves.png"]

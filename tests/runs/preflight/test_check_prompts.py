@@ -1,0 +1,319 @@
+"""Prompts that cannot be encoded, or leave no room for an answer, are found before models are loaded."""
+
+import json
+
+import pytest
+from kit.letters import letter_tokenizer
+from kit.rl_runs import config_of, save_files
+from transformers import AutoTokenizer
+
+from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.preflight.checked import preflight
+
+CHAT = [{"role": "user", "content": "abc"}]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TEXT = """
+model: {files}/model
+dataset: {{train_ds: {files}/train, eval_ds: {files}/eval, train_bs: 1, eval_bs: 1}}
+train_parameters:
+  output_dir: {files}/run
+  max_seq_len: 32
+  epochs: 1
+  optimizer: {{lr: 1.0e-3}}
+  sampler: {{prompts: {files}/asked.jsonl}}
+"""
+RL, SAMPLER = "rl.prompts", "train_parameters.sampler.prompts"
+
+
+@pytest.fixture
+def files(tmp_path):
+    return save_files(tmp_path)
+
+
+def ask(files, setting, prompts, template):
+    """Check a run whose prompts of one setting are these, with a tokenizer that has this chat template."""
+    return check(files, setting, [{"prompt": prompt} for prompt in prompts], template)
+
+
+def check(files, setting, rows, template, overrides=()):
+    path = files / "model" / "chat_template.jinja"
+    path.unlink(missing_ok=True)
+    if template is not None:
+        path.write_text(template)
+    (files / "asked.jsonl").write_text("".join(json.dumps({"wanted": "a", **row}) + "\n" for row in rows))
+    overrides = [f"{setting}={files / 'asked.jsonl'}", *overrides]
+    return preflight(config_of(files, files / "out", overrides=overrides), 1)
+
+
+@pytest.mark.parametrize("setting", [RL, SAMPLER])
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        (None, "chat_template is not set"),
+        ("{{ raise_exception('no system prompt') }}", "no system prompt"),
+        ("{{ messages[0].content.missing.more }}", "has no attribute 'missing'"),
+        ("{{ 1 + messages[0].content }}", "TypeError"),
+        ("{% for m in messages %}", "TemplateSyntaxError"),
+    ],
+)
+def test_messages_that_cannot_be_rendered_are_refused_with_the_tokenizer(files, setting, template, cause):
+    assert ask(files, setting, [CHAT], TEMPLATE)
+    with pytest.raises(ConfigError) as caught:
+        ask(files, setting, ["abc", CHAT], template)
+    assert f"prompt 1 of {setting} cannot be encoded with the tokenizer of '{files / 'model'}'" in str(
+        caught.value
+    )
+    assert cause in str(caught.value)
+
+
+def test_messages_of_fine_tuning_are_rendered_too(files):
+    (files / "asked.jsonl").write_text(json.dumps({"prompt": CHAT}) + "\n")
+    (files / "model" / "chat_template.jinja").write_text("{{ raise_exception('no user') }}")
+    for split in ("train", "eval"):
+        (files / split).mkdir()
+        (files / split / "dataset_info.json").write_text("{}")
+    path = files / "text.yaml"
+    path.write_text(TEXT.format(files=files))
+    with pytest.raises(ConfigError, match=rf"prompt 0 of {SAMPLER} .*no user"):
+        preflight(load_config(path), 1)
+
+
+@pytest.mark.parametrize("setting", [RL, SAMPLER])
+@pytest.mark.parametrize(
+    ("prompt", "rule"),
+    [
+        ("abc" * 99, r"has \d+ tokens"),
+        ([5, 600, 6], "holds the token 600, and the model has"),
+    ],
+)
+def test_a_prompt_that_leaves_no_room_or_has_unknown_tokens_is_refused(files, setting, prompt, rule):
+    with pytest.raises(DatasetError, match=f"prompt 1 of {setting} {rule}"):
+        ask(files, setting, ["abc", prompt], None)
+
+
+def test_columns_that_rewards_do_not_get_and_answers_that_cannot_be_so_long_are_noted(files):
+    rows = [{"prompt": "a", "wanted": "a"}, {"prompt": "b", "wanted": "b", "completion": "c", "prompts": 1}]
+    (files / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def notes(*overrides):
+        found = preflight(config_of(files, files / "out", overrides=overrides), 1).config.notes
+        return [note for note in found if not note.startswith(SAMPLER) and "chat template" not in note]
+
+    about_columns, about_length = notes(f"{RL}={files / 'asked.jsonl'}", "rl.sampling_params.max_tokens=64")
+    assert about_columns.startswith(f"{RL}: rewards do not get the column completion, prompts")
+    assert about_length.startswith("rl.sampling_params.max_tokens=64: ")
+    assert notes("rl.sampling_params.max_tokens=63") == []
+
+
+@pytest.mark.parametrize("setting", ["rl.sampling_params", "train_parameters.sampler.sampling_params"])
+@pytest.mark.parametrize(
+    ("parameters", "is_refused"),
+    [
+        ("stop: <|turn|>", True),
+        ("stop: [abc, 'a<|turn|>b']", True),
+        ("stop: <|turn|>, stop_token_ids: [3]", True),
+        ("stop: <|turn|>, stop_token_ids: [{id}]", False),
+        ("stop: <|turn|>, skip_special_tokens: false", False),
+        ("stop: [abc, <|plain|>]", False),
+        ("stop: </s>", False),
+        ("stop: </s>, ignore_eos: true", True),
+    ],
+)
+def test_a_stop_string_that_no_text_holds_is_refused(files, setting, parameters, is_refused):
+    tokenizer = AutoTokenizer.from_pretrained(files / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.add_tokens(["<|plain|>"])
+    tokenizer.save_pretrained(files / "model")
+    number = tokenizer.convert_tokens_to_ids("<|turn|>")
+    given = [f"{setting}={{max_tokens: 8, {parameters.format(id=number)}}}"]
+    if not is_refused:
+        check(files, RL, [{"prompt": "a"}], None, given)
+        return
+    with pytest.raises(ConfigError, match=rf"{setting}\.stop=.*holds the special token") as caught:
+        check(files, RL, [{"prompt": "a"}], None, given)
+    assert f"stop_token_ids: [{0 if '</s>' in parameters else number}]" in str(caught.value)
+
+
+def test_stop_strings_of_fine_tuning_are_looked_at_too(files):
+    (files / "asked.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
+    for split in ("train", "eval"):
+        (files / split).mkdir()
+        (files / split / "dataset_info.json").write_text("{}")
+    path = files / "text.yaml"
+    path.write_text(TEXT.format(files=files))
+    params = "train_parameters.sampler.sampling_params={max_tokens: 8, ignore_eos: true, stop: %s}"
+    preflight(load_config(path, [params % "b"]), 1)
+    with pytest.raises(ConfigError, match="holds the special token"):
+        preflight(load_config(path, [params % "</s>"]), 1)
+
+
+def test_half_a_character_in_a_list_of_prompts_is_refused_by_its_place(files):
+    (files / "plain.py").write_text("def one(completion):\n    return 1.0\n")
+    reward = f"rl.rewards={{'{files / 'plain.py'}:one': 1.0}}"
+    config = config_of(files, files / "out", overrides=[r'rl.prompts=["abc", "a\ud83d"]', reward])
+    with pytest.raises(ConfigError, match=r"prompt 1 of rl\.prompts .*half a character, '\\ud83d'"):
+        preflight(config, 1)
+
+
+TOOLS = '''
+class Adds:
+    def __init__(self):
+        self.tools = [self.add]
+    def step(self, message):
+        pass
+    def add(self, a: int) -> int:
+        """Add.
+
+        Args:
+            a: A number.
+        """
+
+class AddsAlways(Adds):
+    tools = (Adds.add,)
+
+class AddsAndTells(AddsAlways):
+    def reset(self, row):
+        pass
+
+class AddsAsOfTrl(Adds):
+    step = None
+    def reset(self, **row):
+        pass
+'''
+TELLS = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + TEMPLATE
+ROW_TOOLS = [{"type": "function", "function": {"name": "row_tool"}}]
+REFUSED, NOTED, FINE = "would not be told of the environment's tools, add", "does not render the tools", ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "template", "row", "outcome"),
+    [
+        ("AddsAlways", TELLS, {"prompt": CHAT}, FINE),
+        ("AddsAsOfTrl", TELLS, {"prompt": CHAT}, FINE),
+        ("AddsAlways", TEMPLATE, {"prompt": CHAT}, REFUSED),
+        ("AddsAsOfTrl", TEMPLATE, {"prompt": CHAT}, REFUSED),
+        ("AddsAndTells", TEMPLATE, {"prompt": CHAT}, NOTED),
+        ("AddsAndTells", TELLS, {"prompt": "abc"}, NOTED),
+        ("AddsAlways", TEMPLATE, {"prompt": [{"role": "user", "content": "Call add."}]}, NOTED),
+        ("AddsAlways", TELLS, {"prompt": "add"}, REFUSED),
+        ("AddsAlways", TELLS, {"prompt": [5, 6]}, REFUSED),
+        # What an object makes of itself is not seen.
+        ("Adds", TEMPLATE, {"prompt": CHAT}, FINE),
+        (None, TEMPLATE, {"prompt": CHAT}, FINE),
+        (None, TEMPLATE, {"prompt": CHAT, "tools": ROW_TOOLS}, NOTED),
+        (None, TELLS, {"prompt": CHAT, "tools": ROW_TOOLS}, FINE),
+        (None, TELLS, {"prompt": "abc", "tools": ROW_TOOLS}, FINE),
+    ],
+)
+@pytest.mark.parametrize("setting", [RL, SAMPLER])
+def test_tools_that_the_policy_is_not_told_of_are_refused_or_noted(
+    files, setting, environment, template, row, outcome
+):
+    (files / "tools.py").write_text(TOOLS)
+    chosen = [] if environment is None else [f"rl.environment={files}/tools.py:{environment}"]
+    # The prompts of the other setting are chats that name the tool.
+    other = {"prompt": [{"role": "user", "content": "add"}], "wanted": "a"}
+    (files / "other.jsonl").write_text(json.dumps(other) + "\n")
+    chosen.append(f"{SAMPLER if setting == RL else RL}={files / 'other.jsonl'}")
+    if outcome == REFUSED:
+        with pytest.raises(ConfigError, match=f"{setting}: .*{outcome}"):
+            check(files, setting, [row], template, chosen)
+    else:
+        notes = check(files, setting, [row], template, chosen).config.notes
+        assert any(each.startswith(setting) and NOTED in each for each in notes) is (outcome == NOTED)
+
+
+def calling(call, result="{{ m.content }}"):
+    """A chat template with its form of calls, as `c`, and of their results."""
+    return (
+        "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+        "{% for c in m.tool_calls %}"
+        + call
+        + "{% endfor %}{% elif m.role == 'tool' %}"
+        + result
+        + "{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}"
+    )
+
+
+NINE = "{% if it | length != 9 %}{{ raise_exception('ids of 9 characters') }}{% endif %}"
+READ = "<tool_call>{{ c.function | tojson }}</tool_call>"
+MISTRAL = calling(
+    NINE.replace("it", "c.id") + "{{ c.function | tojson }}",
+    NINE.replace("it", "m.tool_call_id") + "{{ m.content }}",
+)
+REFUSES = calling(READ, "{{ raise_exception('roles must alternate') }}")
+CODER = calling("<function={{ c.function.name }}><parameter=x>1</parameter></function>")
+AGENT = "def asks(url, key, row):\n    return 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "template", "refusal", "note"),
+    [
+        ("tools.py:Adds", calling(READ), None, None),
+        ("tools.py:Adds", MISTRAL, None, None),
+        ("tools.py:AddsAlways", REFUSES, "roles must alternate", None),
+        ("tools.py:Adds", REFUSES, "roles must alternate", None),
+        (
+            "tools.py:AddsAlways",
+            CODER,
+            None,
+            "'<function=add><parameter=x>1</parameter></function>', which is not read",
+        ),
+        ("tools.py:Plain", REFUSES, None, None),
+        ("agent.py:asks", calling(READ), None, None),
+        ("agent.py:asks", REFUSES, None, "roles must alternate"),
+        ("agent.py:asks", CODER, None, "which is not read"),
+        ("agent.py:asks", None, None, "the model has no chat template"),
+    ],
+)
+def test_a_call_and_its_result_are_rendered_before_the_run(files, environment, template, refusal, note):
+    (files / "tools.py").write_text(TOOLS + "\nclass Plain:\n    def step(self, message):\n        pass\n")
+    (files / "agent.py").write_text(AGENT)
+    # The other one cannot write the marks of calls.
+    letter_tokenizer().save_pretrained(files / "model")
+    config = files / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 128}))
+    prefix = "openai:" if environment.startswith("agent") else ""
+    chosen = [f"rl.environment={prefix}{files}/{environment}", f"{SAMPLER}={files / 'other.jsonl'}"]
+    rows = [{"prompt": CHAT if template else "abc", "wanted": "a"}]
+    (files / "other.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    if refusal is not None:
+        with pytest.raises(ConfigError, match=f"rl.prompts: .*{refusal}"):
+            check(files, RL, rows, template, chosen)
+        return
+    notes = [
+        each
+        for each in check(files, RL, rows, template, chosen).config.notes
+        if "call" in each or "agent" in each
+    ]
+    assert [note in each for each in notes] == ([True] if note else [])
+
+
+def test_the_tools_of_an_environment_count_in_the_length_of_a_prompt(files):
+    (files / "tools.py").write_text(TOOLS)
+    chosen = [f"rl.environment={files}/tools.py:AddsAlways"]
+    fits, too_long = ({"prompt": [{"role": "user", "content": "a" * number}]} for number in (60, 61))
+    (files / "other.jsonl").write_text(json.dumps({**fits, "wanted": "a"}) + "\n")
+    chosen.append(f"{SAMPLER}={files / 'other.jsonl'}")
+    check(files, RL, [fits], TELLS, chosen)
+    with pytest.raises(DatasetError, match=f"prompt 0 of {RL} has 64 tokens"):
+        check(files, RL, [too_long], TELLS, chosen)
+
+
+@pytest.mark.parametrize("setting", [RL, SAMPLER])
+@pytest.mark.parametrize(
+    ("end", "named", "is_said"),
+    [("</s>", {}, False), ("z", {"eos_token_id": 27}, False), ("z", {}, True), ("", {}, True)],
+)
+def test_a_template_without_an_end_is_noted_once_and_for_chats_alone(files, setting, end, named, is_said):
+    path = files / "model" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 1} | named))
+    template = TEMPLATE.replace("}}{% endfor", "}}" + end + "{% endfor")
+
+    def notes(*prompts):
+        found = ask(files, setting, prompts, template).config.notes
+        return sum("does not end assistant turns" in each for each in found)
+
+    assert (notes("abc", "abd"), notes("abc", CHAT)) == (0, int(is_said))

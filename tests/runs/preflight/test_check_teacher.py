@@ -1,0 +1,161 @@
+"""What is refused of a teacher before anything starts: settings, another tokenizer, a server that cannot score."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from kit.rank_processes import save_tiny_llama
+
+from vectorlm.cli import main
+from vectorlm.errors import ConfigError
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.config.value import raise_problems
+from vectorlm.runs.preflight.memory import plan_of_config
+from vectorlm.runs.preflight.rl import rl_problems
+from vectorlm.runs.preflight.settings import setting_problems
+from vectorlm.runs.preflight.teacher import check_teacher
+
+CONFIG = """
+model: model
+train_parameters:
+  output_dir: runs/taught
+  max_seq_len: 64
+  optimizer: {lr: 1.0e-3}
+  sampler: {sample_frequency: 1, prompts: [abc], engine: {max_model_len: 64, kv_cache_memory_bytes: 16777216}}
+rl:
+  algorithm: on_policy_distillation
+  max_steps: 2
+  prompts: [abc, bcd]
+  prompts_per_step: 2
+  sampling_params: {max_tokens: 8}
+  teacher: {model: teacher}
+"""
+SERVER = "rl.teacher={server: 'http://127.0.0.1:9'}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("taught")
+    save_tiny_llama(folder / "model", hidden_size=64)
+    save_tiny_llama(folder / "teacher", vocab_size=56, hidden_size=128)
+    return folder
+
+
+@pytest.fixture
+def here(models, tmp_path, monkeypatch):
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def refusal(*overrides):
+    config = load_config("my.yaml", overrides)
+    with pytest.raises(ConfigError) as caught:
+        raise_problems([*setting_problems(config, 1), *rl_problems(config, config.rl)])
+    return str(caught.value)
+
+
+def test_a_larger_teacher_with_the_same_tokenizer_is_accepted_without_rewards(here, capsys):
+    assert main(["check", "my.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "  teacher      teacher x 1, by sampled tokens\n" in out
+    assert "  rewards      none\n" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rl.teacher={coef: 0.5}"], "'rl.teacher' names neither a model and a server"),
+        (["rl.teacher.server='http://a'"], "'rl.teacher' names both a model and a server"),
+        (["rl.teacher.model=nowhere"], "rl.teacher.model='nowhere' has no config.json"),
+        (["rl.teacher.kind=full", "rl.teacher.server='http://a'", "rl.teacher.model=null"], "Use sampled"),
+        (
+            ["rl.teacher=null"],
+            "rl.algorithm='on_policy_distillation' learns from a teacher, and there is none",
+        ),
+        (["rl.teacher.beta=0.5"], "rl.teacher.beta=0.5 has no effect with rl.teacher.kind='sampled'"),
+        (
+            ["rl.teacher.kind=full", "rl.teacher.beta=0", "rl.sampling_params={max_tokens: 8, top_p: 0.9}"],
+            "rl.teacher.beta=0.0 is infinite where top_p, top_k, min_p or a grammar cut tokens",
+        ),
+        (["rl.teacher.timeout_s=5"], "rl.teacher.timeout_s=5.0 has no effect with rl.teacher.server=null"),
+        (["rl.group_size=2", "rl.dynamic_sampling=True"], "would drop groups of equal rewards"),
+        (
+            [SERVER, "rl.sampling_params={max_tokens: 8, temperature: 0.7}"],
+            "must be 1.0 with rl.teacher.server",
+        ),
+        (
+            ["rl.algorithm=online_dpo", "rl.group_size=2", "rl.rewards={countdown: 1}"],
+            "and online_dpo learns otherwise. Use full",
+        ),
+        (["rl.algorithm=reinforce"], "names no reward"),
+        (["model=teacher", "rl.teacher.model=model"], "has embeddings for 48 tokens, and the policy for 56"),
+    ],
+)
+def test_what_cannot_be_taught_is_refused(here, overrides, words):
+    assert words in refusal(*overrides)
+
+
+def test_a_teacher_that_reads_less_is_refused(here):
+    description = json.loads(Path("teacher/config.json").read_text())
+    Path("teacher/config.json").write_text(json.dumps(description | {"max_position_embeddings": 32}))
+    assert "reads at most 32 tokens, and train_parameters.max_seq_len=64" in refusal()
+    # As the family of GPT-2 calls it.
+    del description["max_position_embeddings"]
+    Path("teacher/config.json").write_text(json.dumps(description | {"n_positions": 16}))
+    assert "reads at most 16 tokens, and train_parameters.max_seq_len=64" in refusal()
+
+
+def change_tokenizer(change):
+    path = Path("teacher/tokenizer.json")
+    tokenizer = json.loads(path.read_text())
+    change(tokenizer["model"]["vocab"])
+    path.write_text(json.dumps(tokenizer))
+
+
+def test_another_tokenizer_is_refused_with_the_first_token_that_differs(here, capsys):
+    def swap(vocabulary):
+        vocabulary["c"], vocabulary["d"] = vocabulary["d"], vocabulary["c"]
+
+    change_tokenizer(swap)
+    assert main(["check", "my.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "rl.teacher.model='teacher' has another tokenizer than the policy" in error
+    assert "token 4 is 'c' for the policy and 'd' for the teacher" in error
+
+
+def test_a_token_that_only_one_of_them_has_is_named(here):
+    change_tokenizer(lambda vocabulary: vocabulary.update({"ab": len(vocabulary)}))
+    with pytest.raises(ConfigError, match="token 28 is None for the policy and 'ab' for the teacher"):
+        check_teacher(load_config("my.yaml"))
+
+
+def test_another_special_token_is_named(here):
+    path = Path("teacher/tokenizer_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": "z"}))
+    with pytest.raises(ConfigError, match="eos_token_id is 0 for the policy and 27 for the teacher"):
+        check_teacher(load_config("my.yaml"))
+
+
+def test_a_server_that_is_not_there_is_named(here, capsys):
+    assert main(["check", "my.yaml", "--set", SERVER]) == 1
+    assert "the server at http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+
+
+def test_the_memory_plan_counts_the_teacher_by_its_own_size(here):
+    def plan(*overrides):
+        return plan_of_config(load_config("my.yaml", overrides), 1)
+
+    def frozen(plan):
+        return {row.name: row.training for row in plan.rows}.get("frozen models", 0)
+
+    teacher = 4 * plan_of_config(load_config("my.yaml", ["model=teacher"]), 1).demand.model.num_parameters
+    assert frozen(plan()) == pytest.approx(teacher, abs=4)
+    assert frozen(plan(SERVER)) == 0
+    assert frozen(plan("rl.kl_coef=0.1")) == pytest.approx(
+        teacher + 4 * plan().demand.model.num_parameters, abs=4
+    )
+    rows = [{row.name: row.training for row in each.rows} for each in (plan(), plan("rl.teacher.kind=full"))]
+    assert rows[1]["activations"] > rows[0]["activations"]

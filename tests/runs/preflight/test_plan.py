@@ -1,0 +1,398 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from demands import DEMAND, ENGINE, MODEL
+from kit.rank_processes import on_ranks, save_tiny_llama
+from kit.tiny_runs import build_loop
+from transformers import AutoModelForCausalLM
+
+from vectorlm.runs.preflight.memory_plan import (
+    CPU_LAUNCHER_BYTES,
+    CPU_RANK_BYTES,
+    CPU_SAMPLER_BYTES,
+    CUDA_HOST_PROCESS_BYTES,
+    GIB,
+    activation_bytes,
+    gathered_bytes,
+    kv_cache_bytes,
+    plan_memory,
+    sequence_kv_bytes,
+    sharded_bytes,
+)
+from vectorlm.runs.preflight.memory_report import memory_table
+from vectorlm.sampling.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
+from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.packing import Rows
+
+
+def rows(demand):
+    return {row.name: (row.training, row.sampling) for row in plan_memory(demand).rows}
+
+
+def with_engine(demand=DEMAND, **changes):
+    return replace(demand, engine=replace(ENGINE, **changes))
+
+
+def test_one_device_worked_out_by_hand():
+    assert rows(DEMAND) == {
+        "weights": (2000, 2000),
+        "gradients": (2000, 0),
+        "optimizer state": (4000, 4000),
+        # In fp32: 400 outside the blocks and two blocks of 300; the gradients of the 400.
+        "gathered weights": (4 * 1000 + 4 * 400, 0),
+        # 15 tokens; a block keeps 4 (48 + 24 + 8 + 64) bytes of each, the output layer takes 12 x 32.
+        "activations": (15 * (2 * 576 + 384), 0),
+        "engine weights": (2000, 2000),
+        "KV cache": (4096, 4096),
+        "processes": (2 * GIB, 2 * GIB),
+    }
+
+
+def test_on_cuda_what_sleeps_is_not_there_while_training_and_the_optimizer_not_while_sampling():
+    kv_cache = rows(with_engine(sleep="kv_cache"))
+    assert (kv_cache["engine weights"], kv_cache["KV cache"]) == ((2000, 2000), (0, 4096))
+    everything = rows(with_engine(sleep="all", offload_optimizer=True))
+    assert (everything["engine weights"], everything["KV cache"]) == ((0, 2000), (0, 4096))
+    assert everything["optimizer state"] == (4000, 0)
+    assert everything["weights"] == (2000, 2000)
+
+
+def test_on_cpu_all_processes_add_up_and_nothing_makes_room():
+    cpu = replace(with_engine(sleep="all", offload_optimizer=True, is_packed=True), is_cpu=True)
+    assert rows(cpu) == {
+        "weights": (4000, 4000),
+        "gradients": (4000, 0),
+        "optimizer state": (8000, 8000),
+        "gathered weights": (2 * 5600, 0),
+        "activations": (2 * 15 * (2 * 576 + 384), 0),
+        "engine weights": (4000, 4000),
+        "KV cache": (4096, 4096),
+        "processes": (CPU_LAUNCHER_BYTES + 2 * CPU_RANK_BYTES + CPU_SAMPLER_BYTES,) * 2,
+    }
+
+
+def test_without_an_engine_only_training_counts():
+    plan = plan_memory(replace(DEMAND, engine=None))
+    assert {row.name for row in plan.rows} == {
+        "weights",
+        "gradients",
+        "optimizer state",
+        "gathered weights",
+        "activations",
+        "processes",
+    }
+    assert plan.training == 2000 + 2000 + 4000 + 5600 + 15 * (2 * 576 + 384) + GIB
+    assert plan.kv_cache_bytes == 0
+
+
+def test_replicas_hold_everything_and_adapters_little():
+    whole = rows(replace(DEMAND, num_shards=1, keeps_gathered=True))
+    assert [whole[name][0] for name in ("weights", "gradients", "optimizer state")] == [4000, 4000, 8000]
+    assert whole["gathered weights"] == (4 * 1000 + 4 * 400, 0)
+    adapted = rows(replace(DEMAND, num_trainable=100))
+    assert [adapted[name][0] for name in ("weights", "gradients", "optimizer state")] == [2000, 200, 400]
+    assert adapted["gathered weights"] == (4 * 1000 + 160, 0)
+    # Frozen norms do not keep what they multiply.
+    assert adapted["activations"] == (15 * (2 * (576 - 2 * 4 * 8) + 384), 0)
+
+
+def test_the_plan_holds_the_blocks_in_4_bits_on_each_rank():
+    """600 of 1,000 weights lie in blocks; 64 of them take 33 bytes and a 64th of four bytes."""
+    demand = replace(DEMAND, is_quantized=True, num_trainable=100)
+    assert sharded_bytes(demand) == (4 * 400 // 2 + int(600 * (0.5 + (1 + 4 / 256) / 64)), 4 * 100 // 2)
+    # What is outside the blocks, a matrix of 8 x 16 numbers twice, and whole gradients.
+    assert gathered_bytes(demand) == 4 * 400 + 8 * 8 * 16 + 4 * 100
+    assert rows(replace(demand, num_frozen_copies=1))["frozen models"] == (2000, 2000)
+
+
+def test_a_model_that_is_gathered_once_is_whole_with_its_gradients():
+    once = replace(DEMAND, gathers_once=True)
+    assert gathered_bytes(once) == 4 * 1000 + 4 * 1000
+    assert gathered_bytes(replace(once, is_mixed=True, num_trainable=100)) == 2 * 1000 + 4 * 100
+
+
+def test_weights_in_bf16_are_half_as_large_and_adapters_on_them_are_not():
+    half = replace(DEMAND, bytes_per_weight=2, is_mixed=True)
+    names = ("weights", "gradients", "optimizer state")
+    assert [rows(half)[name][0] for name in names] == [1000, 1000, 2000]
+    adapted = rows(replace(half, num_trainable=100))
+    assert [adapted[name][0] for name in names] == [1000, 200, 400]
+
+
+def test_what_is_offloaded_is_on_the_host():
+    plan = plan_memory(replace(DEMAND, cpu_offload=True, num_trained_copies=1, num_frozen_copies=1))
+    on_device = {row.name for row in plan.rows}
+    assert on_device == {"gathered weights", "activations", "engine weights", "KV cache", "processes"}
+    host = {row.name: (row.loading, row.running) for row in plan.host}
+    # Two ranks read the whole model; then they share it: weights, and gradients with two averages; the critic's too.
+    assert host["the model as it is read"] == (2 * 4000, 0)
+    assert host["weights for the engine"] == (0, 2000)
+    assert host["offloaded"] == (0, 2 * (4 * 2000 + 4 * 2000 + 2000))
+    assert plan.running_host == 2000 + 36000 + CPU_LAUNCHER_BYTES + 3 * CUDA_HOST_PROCESS_BYTES
+    assert plan.loading_host == 8000 + CPU_LAUNCHER_BYTES + 3 * CUDA_HOST_PROCESS_BYTES
+
+
+def test_the_host_has_a_process_for_each_worker_of_each_engine():
+    processes = {
+        row.name: row.running for row in plan_memory(with_engine(num_engines=4, tensor_parallel=2)).host
+    }
+    assert processes["processes"] == CPU_LAUNCHER_BYTES + (2 + 4 * 2) * CUDA_HOST_PROCESS_BYTES
+
+
+def test_the_largest_step_of_an_engine_leaves_less_for_its_kv_cache():
+    stepping = with_engine(step_tokens=5, step_sequences=3, kv_cache_bytes=None, tensor_parallel=2)
+    # 2 bytes of four hidden states and of half of three times the feed-forward; 12 bytes for each word.
+    step = 2 * 5 * (4 * 8 + 3 * 16 // 2) + 12 * 3 * 32
+    assert rows(stepping)["engine step"] == (step, step)
+    assert rows(replace(stepping, engine=replace(stepping.engine, sleep="kv_cache")))["engine step"] == (
+        0,
+        step,
+    )
+    idle = replace(stepping.engine, step_tokens=0, step_sequences=0)
+    assert kv_cache_bytes(stepping, stepping.engine) == kv_cache_bytes(stepping, idle) - step
+
+
+def test_the_host_holds_the_optimizer_that_leaves_and_a_model_that_one_rank_reads():
+    plan = plan_memory(replace(with_engine(offload_optimizer=True), loads_on_main=True))
+    host = {row.name: (row.loading, row.running) for row in plan.host}
+    assert host["the model as it is read"] == (4000, 0)
+    assert host["offloaded"] == (0, 8000)
+    assert plan_memory(replace(DEMAND, is_cpu=True)).host == ()
+
+
+def test_bf16_halves_what_is_computed_but_not_the_norms_nor_the_loss():
+    mixed = replace(DEMAND, is_mixed=True)
+    assert activation_bytes(mixed) == 15 * (2 * (2 * 144 + 4 * 8) + 12 * 32)
+    assert gathered_bytes(mixed) == 2 * 1000 + 4 * 400
+
+
+def test_logits_exist_in_chunks_and_whole_where_rows_are_padded():
+    long = replace(DEMAND, sequence_tokens=5000)
+    assert activation_bytes(long) == 15000 * 2 * 576 + 2048 * 384
+    assert activation_bytes(replace(long, packs=False)) == 15000 * (2 * 576 + 4 * 32) + 2048 * 384
+    assert activation_bytes(replace(long, logit_bytes=21)) == 15000 * 2 * 576 + 2048 * 672
+    # A chunk of logits in fp32 takes 256 MiB.
+    large = replace(long, model=replace(MODEL, vocab_size=1 << 17))
+    assert activation_bytes(large) == 15000 * 2 * 576 + 3 * (256 << 20)
+
+
+@pytest.mark.parametrize(("staged", "expected"), [(None, 2000), (1500, 1500), (4000, 2000), (0, 0)])
+def test_new_weights_take_what_their_transport_stages_on_the_host(staged, expected):
+    host = {row.name: row.running for row in plan_memory(with_engine(staged_bytes=staged)).host}
+    assert host.get("weights for the engine", 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("what", "per_token"),
+    [
+        # Of two blocks the input of each.
+        (True, 2 * 4 * 8),
+        (2, 4 * 8),
+        # The output of attention, and sums of its two heads.
+        ("keep_attention", 2 * 4 * 8 + 2 * (4 * 8 + 4 * 2)),
+        ("offload", 0),
+    ],
+)
+def test_recomputation_keeps_the_input_of_each_block_and_one_block_or_the_logits(what, per_token):
+    demand = replace(DEMAND, recomputes=what)
+    # That block, and two gradients of its feed-forward; the second block of two is kept, and gone before the first.
+    again = 576 + (max(2 * 4 * 16, 12 * 32) if what == 2 else 2 * 4 * 16)
+    assert activation_bytes(demand) == 15 * (per_token + again)
+    more = replace(demand, model=replace(MODEL, vocab_size=64))
+    assert activation_bytes(more) == 15 * (per_token + 576 * (what == 2) + 12 * 64)
+    host = {row.name: row.running for row in plan_memory(demand).host}
+    # Of two ranks.
+    assert host.get("activations", 0) == (2 * 15 * 2 * 4 * 8 if what == "offload" else 0)
+    on_cpu = activation_bytes(replace(demand, is_cpu=True))
+    assert on_cpu == activation_bytes(replace(DEMAND, recomputes=True)) or what != "offload"
+
+
+def test_ranks_that_share_a_pass_have_a_share_of_its_tokens_and_a_key_head_each():
+    # Eight of 15 tokens; keys of 8 numbers, not 4, as of the two heads that ask.
+    shared = replace(DEMAND, context_parallel=2)
+    assert activation_bytes(shared) == 8 * (2 * 4 * (6 * 8 + 3 * 8 + 2 * 8 + 4 * 16) + 384)
+
+
+def test_the_kv_cache_is_what_is_left_of_the_engines_share():
+    demand = with_engine(kv_cache_bytes=None, device_share=0.5)
+    assert kv_cache_bytes(demand, demand.engine) == 2 * GIB - 2000 - GIB
+    small = with_engine(kv_cache_bytes=None, device_share=0.2)
+    assert kv_cache_bytes(small, small.engine) == 0
+    # Keys and values of two blocks, four numbers each, in bf16, for ten tokens.
+    assert sequence_kv_bytes(DEMAND, ENGINE) == 2 * 2 * 4 * 2 * 10
+    parallel = replace(ENGINE, tensor_parallel=2)
+    assert sequence_kv_bytes(DEMAND, parallel) == 160
+    assert rows(replace(DEMAND, engine=parallel))["engine weights"] == (1000, 1000)
+
+
+def test_the_table_adds_up():
+    demand = replace(with_engine(sleep="all", offload_optimizer=True), device_bytes=80 * GIB)
+    big = replace(MODEL, num_parameters=7 * GIB // 4, num_block_parameters=GIB // 20, num_layers=32)
+    assert memory_table(plan_memory(replace(demand, model=big, num_trainable=big.num_parameters))) == (
+        "  memory of the fullest device, of 80.0 GiB:\n"
+        "  GiB (estimate)    training  sampling\n"
+        "  weights               3.50      3.50\n"
+        "  gradients             3.50      0.00\n"
+        "  optimizer state       7.00      0.00\n"
+        # Outside the blocks 1.75 - 1.6 G: 4 x (0.15 + 0.1), and as much again as gradients of 0.15.
+        "  gathered weights      1.60      0.00\n"
+        "  activations           0.00      0.00\n"
+        "  engine weights        0.00      3.50\n"
+        "  KV cache              0.00      0.00\n"
+        "  processes             2.00      2.00\n"
+        "  total                 17.6      9.00\n"
+        "  memory of the node's host:\n"
+        "  GiB (estimate)           loading  running\n"
+        "  the model as it is read     14.0     0.00\n"
+        "  weights for the engine      0.00     3.50\n"
+        "  offloaded                   0.00     14.0\n"
+        "  processes                   9.27     9.27\n"
+        "  total                       23.3     26.8"
+    )
+
+
+TINY_LLAMA = {"hidden_size": 64, "max_length": 128}
+
+
+@pytest.fixture(scope="module")
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_the_size_in_the_files_is_the_size_of_the_model(folder, loaded, tmp_path):
+    size = read_model_size(folder)
+    assert size == ModelSize(
+        num_parameters=sum(parameter.numel() for parameter in loaded.parameters()),
+        num_block_parameters=sum(parameter.numel() for parameter in loaded.model.layers[0].parameters()),
+        num_layers=3,
+        hidden_size=64,
+        intermediate_size=48,
+        num_heads=2,
+        query_size=64,
+        kv_size=32,
+        vocab_size=48,
+        max_length=128,
+    )
+    tied = read_model_size(save_tiny_llama(tmp_path / "tied", tied=True, hidden_size=64))
+    assert tied.num_parameters == size.num_parameters - 48 * 64
+
+
+def test_adapters_are_counted_as_peft_makes_them(folder, loaded):
+    from peft import LoraConfig, get_peft_model
+
+    for lora in ({"r": 2, "target_modules": ["q_proj", "down_proj"]}, {"r": 4}):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
+        trained = sum(each.numel() for each in adapted.parameters() if each.requires_grad)
+        assert count_adapter_parameters(folder, lora) == trained
+
+
+def held_bytes(topology, model_dir):
+    """Count what this rank's shards hold after a step: weights, gradients, and AdamW's averages."""
+    loop = build_loop(topology, model_dir)
+    step = loop.optimizer_step
+    loop.objective.sum_loss(next(loop.remaining_steps())[0])[0].backward()
+    step.optimizer.step()
+    local = [
+        (each, each.grad, step.optimizer.state[each]["exp_avg"], step.optimizer.state[each]["exp_avg_sq"])
+        for each in step.model.parameters()
+    ]
+    return [sum(kinds[index].to_local().nbytes for kinds in local) for index in range(4)]
+
+
+def test_shards_weigh_what_the_plan_says(folder):
+    held = on_ranks(2, held_bytes, folder)
+    size = read_model_size(folder)
+    planned = rows(replace(DEMAND, model=size, num_trainable=size.num_parameters))
+    # Every tensor of the tiny model has an even number of rows.
+    for weights, gradients, first, second in held:
+        assert weights == planned["weights"][0]
+        assert gradients == planned["gradients"][0]
+        assert first + second == planned["optimizer state"][0]
+
+
+def saved_bytes(num_layers, dtype):
+    """Weigh what autograd keeps of a forward pass, weights excepted."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = LlamaForCausalLM(config).to(dtype)
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    # The last token of a row is not computed.
+    ids = torch.ones(2, 65, dtype=torch.int64)
+    rows = Rows(ids, ids, ids.bool() & (torch.arange(65) > 0), (0, 1))
+    computes = LanguageModel(model)
+    assert computes.packs
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = computes.logprobs(rows).sum()
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_activation_formula_is_what_autograd_keeps(dtype):
+    def formula(num_layers):
+        model = replace(
+            MODEL,
+            num_layers=num_layers,
+            hidden_size=128,
+            intermediate_size=352,
+            query_size=128,
+            kv_size=64,
+            vocab_size=256,
+        )
+        is_mixed = dtype == torch.bfloat16
+        return activation_bytes(
+            replace(DEMAND, model=model, micro_batch_size=2, sequence_tokens=64, is_mixed=is_mixed)
+        )
+
+    two, four = saved_bytes(2, dtype), saved_bytes(4, dtype)
+    # The norms' row of factors and the attention's log-sums are left out of the formula.
+    assert formula(4) - formula(2) == pytest.approx(four - two, rel=0.01)
+    # Of the logits, of which there is one chunk here, autograd keeps less than exists at a time.
+    assert four < formula(4) < 1.1 * four
+
+
+def test_the_kv_cache_of_a_sequence_is_that_of_transformers(folder, loaded):
+    cache = loaded(torch.ones(1, 20, dtype=torch.int64), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    engine = replace(ENGINE, bytes_per_weight=4, max_model_len=20)
+    assert sequence_kv_bytes(replace(DEMAND, model=read_model_size(folder)), engine) == held
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda folder: (
+                (folder / "model.safetensors").unlink(),
+                (folder / "config.json").write_text("{}"),
+            ),
+            "holds no .safetensors file",
+        ),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 64), "is not a safetensors file"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "config.json has no hidden_size"),
+    ],
+)
+def test_a_model_that_cannot_be_weighed_says_why(tmp_path, spoil, message):
+    folder = save_tiny_llama(tmp_path / "model")
+    spoil(folder)
+    with pytest.raises(ValueError, match=message):
+        read_model_size(folder)

@@ -1,0 +1,530 @@
+"""Which settings of a config for fine-tuning are refused before anything starts; test_messages.py has the texts."""
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from kit.config_texts import MINIMAL
+from kit.letters import letter_tokenizer
+from safetensors.torch import save_file
+
+from vectorlm import SamplingEngine
+from vectorlm.data.summary import Summary
+from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.packages import fields_of, is_installed
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.preflight import files, settings, summary
+from vectorlm.runs.preflight.checked import preflight
+from vectorlm.runs.preflight.settings import LORA_CONFIG
+from vectorlm.sampling.arguments import require_folder
+
+TRAIN = "train_parameters"
+SAMPLER = f"{TRAIN}.sampler={{sample_frequency: 2, prompts: p.jsonl}}"
+LORA = f"{TRAIN}.lora_peft_config"
+RL = "rl={algorithm: grpo, max_steps: 2, prompts: [a], prompts_per_step: 1, rewards: {'mine.py:score': 1}}"
+SOURCES = "rl={{algorithm: grpo, max_steps: 2, prompts_per_step: 1, sources: {{one: {}}}}}"
+KEY = re.compile("[^=:]*")
+
+
+@pytest.fixture
+def complete(write_complete):
+    return write_complete()
+
+
+def passes(path, *overrides, world_size=1, num_nodes=1):
+    return preflight(load_config(path, overrides), world_size, num_nodes)
+
+
+def refused(path, *overrides, **more):
+    """Return the keys of the settings that are refused, in order."""
+    with pytest.raises(ConfigError) as caught:
+        passes(path, *overrides, **more)
+    return [KEY.match(line)[0] for line in str(caught.value).split("  - ")[-num_of(caught.value) :]]
+
+
+def num_of(error):
+    first = str(error).split(" ", 1)
+    return int(first[0]) if first[1].startswith("problems:") else 1
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_nodes", "overrides"),
+    [
+        (1, 1, []),
+        (1, 1, [SAMPLER, f"{TRAIN}.sampler.reward='mine.py:score'"]),
+        (2, 1, [SAMPLER, f"{TRAIN}.sharding_strategy=HYBRID_SHARD", f"{TRAIN}.max_seq_len=256"]),
+        (4, 2, [SAMPLER, f"{TRAIN}.sharding_strategy=HYBRID_SHARD"]),
+        (4, 2, []),
+        (4, 1, [f"{TRAIN}.context_parallel=2"]),
+        (1, 1, [f"{TRAIN}.sampler={{sample_frequency: 2, prompts: [a]}}"]),
+        (1, 1, [f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false", f"{TRAIN}.dtype=bfloat16"]),
+        (2, 1, [SAMPLER, f"{LORA}={{r: 4, bias: none, use_dora: false, modules_to_save: null}}"]),
+        (2, 1, [f"{LORA}={{use_dora: true, modules_to_save: [lm_head]}}"]),
+        (2, 1, [SAMPLER, f"{TRAIN}.sampler.lora_mode=merged", f"{LORA}={{use_dora: true}}"]),
+        (1, 1, [f"{LORA}={{init_lora_weights: gaussian}}"]),
+        (1, 1, [f"{LORA}={{init_lora_weights: false}}"]),
+        (1, 1, [SAMPLER, f"{TRAIN}.sampler.engine={{tensor_parallel_size: 4}}"]),
+        (
+            1,
+            1,
+            [
+                SAMPLER,
+                f"{TRAIN}.sampler.inference=transformers",
+                f"{TRAIN}.sampler.engine={{dtype: bfloat16}}",
+            ],
+        ),
+        (1, 1, ["trackers={tensorboard: }"]),
+        (1, 1, ["trackers={'mine.py:score': {}}"]),
+        pytest.param(
+            *(1, 1, [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]"]),
+            marks=pytest.mark.skipif(not is_installed("lm_eval"), reason="needs lm_eval"),
+        ),
+    ],
+)
+def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_size, num_nodes, overrides):
+    before = sorted(Path().rglob("*"))
+    passes(complete, *overrides, world_size=world_size, num_nodes=num_nodes)
+    assert sorted(Path().rglob("*")) == before
+    assert Path(complete).read_text() == MINIMAL
+
+
+@pytest.mark.parametrize(
+    ("overrides", "more", "keys"),
+    [
+        ([], {"world_size": 0}, ["world_size"]),
+        ([], {"num_nodes": 0}, ["nnodes"]),
+        ([], {"world_size": 3, "num_nodes": 2}, ["world_size"]),
+        ([SAMPLER], {"world_size": 4, "num_nodes": 2}, [f"{TRAIN}.sharding_strategy"]),
+        ([f"{TRAIN}.context_parallel=2"], {"world_size": 3}, [f"{TRAIN}.context_parallel"]),
+        ([f"{TRAIN}.context_parallel=3"], {"world_size": 3}, [f"{TRAIN}.context_parallel"]),
+        (["dataset=null"], {}, ["there is nothing to train on"]),
+        ([f"{TRAIN}.max_seq_len=257"], {}, [f"{TRAIN}.max_seq_len"]),
+        ([f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false"], {}, [f"{TRAIN}.use_flash_attention"]),
+        ([f"{TRAIN}.optimizer.fused=true", f"{TRAIN}.optimizer.foreach=true"], {}, [f"{TRAIN}.optimizer.foreach"]),
+        ([f"{TRAIN}.optimizer.capturable=true", f"{TRAIN}.cpu_offload=true"], {}, [f"{TRAIN}.optimizer.capturable"]),
+        ([f"{TRAIN}.sampler={{prompts: q.jsonl}}"], {}, [f"{TRAIN}.sampler.prompts"]),
+        ([f"{TRAIN}.sampler={{prompts: [a], output_jsonl_path: data}}"], {}, [f"{TRAIN}.sampler.output_jsonl_path"]),
+        ([SAMPLER, f"{TRAIN}.sampler.engine.dtype=half"], {}, [f"{TRAIN}.sampler.engine.dtype"]),
+        ([SAMPLER, f"{TRAIN}.sampler.engine.token=hunter2"], {}, [f"{TRAIN}.sampler.engine.token"]),
+        (["wandb_config.api_key=hunter2"], {}, ["wandb_config.api_key"]),
+        ([SAMPLER, f"{TRAIN}.sampler.engine.url=http://a:b@localhost:80"], {}, [f"{TRAIN}.sampler.engine.url"]),
+        (["trackers={tensorboard: {hf_token: abc}}"], {}, ["trackers.tensorboard.hf_token"]),
+        (["trackers={tensorbord: {}}"], {}, ["trackers.tensorbord"]),
+        (["trackers={wandb: {}}"], {}, ["trackers.wandb"]),
+        (["trackers={tensorboard: logs}"], {}, ["trackers.tensorboard"]),
+        (["trackers={'mine.py:absent': {}}"], {}, ["trackers.mine.py"]),
+        (["trackers={'mine.py:score': {unknown: 1}}"], {}, ["trackers.mine.py"]),
+        *(
+            (
+                [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]", *(f"{TRAIN}.sampler.{each}" for each in how)],
+                {},
+                [f"{TRAIN}.sampler.tasks"],
+            )
+            for how in (["inference=transformers"], ["inference=server", "engine.url=http://localhost:80"])
+        ),
+        ([SAMPLER, f"{LORA}={{use_dora: true}}"], {}, [f"{LORA}.use_dora"]),
+        ([SAMPLER, f"{LORA}={{bias: all}}"], {}, [f"{LORA}.bias"]),
+        ([SAMPLER, f"{LORA}={{r: 8, rank_pattern: {{q_proj: 600}}}}"], {}, [f"{LORA}.r"]),
+        ([SAMPLER, f"{TRAIN}.sampler.lora_mode=merged", f"{LORA}={{lora_bias: true}}"], {}, [f"{LORA}.lora_bias"]),
+        ([f"{LORA}={{r: 4, lora_alhpa: null}}"], {}, [f"{LORA}.lora_alhpa"]),
+        ([f"{LORA}={{trainable_token_indices: [5, 6]}}"], {}, [f"{LORA}.trainable_token_indices"]),
+        ([f"{LORA}={{inference_mode: true}}"], {}, [f"{LORA}.inference_mode"]),
+        ([f"{LORA}={{task_type: SEQ_CLS}}"], {}, [f"{LORA}.task_type"]),
+        (
+            [SAMPLER, f"{TRAIN}.sampler.sampling_params={{detokenize: false}}"],
+            {},
+            [f"{TRAIN}.sampler.sampling_params.detokenize"],
+        ),
+        *(
+            ([f"{LORA}={{init_lora_weights: {start}}}"], {}, [f"{LORA}.init_lora_weights"])
+            for start in ("pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "eva", "loftq", "lora_ga", "mica")
+        ),
+        (
+            [SAMPLER, f"{LORA}={{r: 9}}", f"{TRAIN}.sampler.engine.max_lora_rank=8"],
+            {},
+            [f"{TRAIN}.sampler.engine.max_lora_rank"],
+        ),
+        (["dataset.train_ds=data"], {}, ["dataset.train_ds"]),
+        (["model=gone", "dataset.train_ds=gone"], {}, ["model", "dataset.train_ds"]),
+        (["dataset.train_ds=/dev/null", "dataset.eval_ds=gone"], {}, ["dataset.train_ds", "dataset.eval_ds"]),
+    ],
+)  # fmt: skip
+def test_what_would_fail_late_or_silently_is_refused(complete, overrides, more, keys):
+    assert refused(complete, *overrides, **more) == keys
+
+
+def test_a_secret_is_not_repeated(complete):
+    with pytest.raises(ConfigError) as caught:
+        passes(complete, "wandb_config.api_key=hunter2hunter2")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rl.rewards={\"judge(url='http://user:hunter2@host/v1', model='m')\": 1}",
+        f"{TRAIN}.sampler.further_rewards=[\"judge(url='http://user:hunter2@host/v1', model='m')\"]",
+    ],
+)
+def test_a_password_in_a_key_or_a_list_is_found_and_not_repeated(complete, override):
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", override])
+    (found,) = (each for each in settings.setting_problems(config, 1) if "holds a password" in each)
+    assert "user" not in found
+    assert "hunter2" not in found
+
+
+def test_hidden_tokens_must_be_the_same_for_the_data_and_the_loss(complete):
+    made = "dataset_preprocess={ignore_index: -1, dataset_format: hf, data_field: text, load_path: a, save_path: b}"
+    assert refused(complete, made) == ["dataset_preprocess.ignore_index"]
+    passes(complete, made, "dataset.ignore_index=-1")
+
+
+def test_a_dataset_made_with_another_ignore_index_is_refused(complete):
+    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[0, 2, 3]]})
+    Summary(8, ignore_index=0).keep_in(dataset)
+    dataset.save_to_disk("data/hidden")
+    places = ["dataset.train_ds", "dataset.eval_ds"]
+    assert refused(complete, *(f"{place}=data/hidden" for place in places)) == places
+    passes(complete, *(f"{place}=data/hidden" for place in places), "dataset.ignore_index=0")
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", "rl.sft.dataset=data/hidden", "dataset=null"])
+    (found,) = files.file_problems(config)
+    assert found.startswith("rl.sft.dataset=")
+    assert "ignore_index=0" in found
+
+
+@pytest.mark.parametrize("inference", ["vlm", "mine.py:Egnine", "absent.py:Engine"])
+def test_an_engine_that_does_not_exist_is_refused(complete, inference):
+    Path("mine.py").write_text("class Engine: ...\n")
+    assert refused(complete, SAMPLER, f"{TRAIN}.sampler.inference='{inference}'") == [
+        f"{TRAIN}.sampler.inference"
+    ]
+
+
+@pytest.mark.skipif(not fields_of("sampling_params.py", "SamplingParams"), reason="needs vLLM's source")
+def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
+    params = f"{TRAIN}.sampler.sampling_params"
+    assert refused(complete, SAMPLER, f"{params}.temprature=1") == [f"{params}.temprature"]
+    assert refused(complete, SAMPLER, f"{params}.top_p=1.5") == [f"{params}.top_p"]
+    with pytest.raises(ConfigError, match=rf"Did you mean '{params}.max_tokens'"):
+        passes(complete, SAMPLER, f"{params}.max_completion_length=48")
+
+
+def test_a_sampling_parameter_that_transformers_cannot_honour_is_refused(complete):
+    path, here = f"{TRAIN}.sampler.sampling_params", f"{TRAIN}.sampler.inference=transformers"
+    passes(complete, SAMPLER, f"{path}.top_p=0.9", f"{path}.presence_penalty=0", here)
+    with pytest.raises(ConfigError, match=f"{path} is not for inference: transformers: .*'logit_bias'"):
+        passes(complete, SAMPLER, f"{path}.logit_bias={{1: 2.0}}", here)
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "overrides", "said"),
+    [
+        (False, [], ""),
+        (False, ["vllm_dtype: bfloat16"], "engine in bfloat16, trainer in float32"),
+        (False, ["vllm_dtype: float32"], ""),
+        (True, [], ""),
+        (True, ["vllm_dtype: float16"], "engine in float16, trainer in bfloat16"),
+    ],
+)
+def test_a_dtype_of_the_engine_that_is_not_the_trainers_is_said(
+    complete, monkeypatch, is_cuda, overrides, said
+):
+    """Left out, it is the trainer's on CPU."""
+    monkeypatch.setattr(summary, "has_gpu", lambda: is_cuda)
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", f"{TRAIN}.sampler={{{', '.join(overrides)}}}"])
+    assert said in " ".join(summary.notes_of(config))
+    assert bool(said) == ("engine in" in " ".join(summary.notes_of(config)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_said"), [([], False), ([LORA + "={r: 4}"], False), ([f"{TRAIN}.dtype=bfloat16"], True)]
+)
+def test_steps_that_bfloat16_rounds_away_are_said(complete, overrides, is_said):
+    notes = " ".join(summary.notes_of(passes(complete, f"{TRAIN}.optimizer.lr=1e-6", *overrides).config))
+    assert ("a step of lr 1e-06 cannot move weights above 0.00051" in notes) is is_said
+    weight = torch.tensor([480e-6, 520e-6, 1.0], dtype=torch.bfloat16)
+    assert (weight - 1e-6 != weight).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_said"),
+    [([], True), (["betas=[0.9, 0.95]"], False), (["name=sgd", "momentum=0.9"], False)],
+)
+def test_an_average_of_squared_gradients_that_bfloat16_keeps_from_falling_is_said(
+    complete, overrides, is_said
+):
+    given = [f"{TRAIN}.dtype=bfloat16", *(f"{TRAIN}.optimizer.{each}" for each in overrides)]
+    notes = " ".join(summary.notes_of(passes(complete, *given).config))
+    assert ("with betas[1]=0.999 the average of squared gradients cannot fall" in notes) is is_said
+    average = torch.linspace(1, 2, 100, dtype=torch.bfloat16)
+    for beta, falls in ((0.999, False), (0.95, True)):
+        assert bool((average * beta < average).all()) == bool((average * beta < average).any()) == falls
+
+
+@pytest.mark.parametrize(("packing", "is_said"), [("partial", True), ("best_fit", False), ("null", False)])
+def test_a_cut_that_packing_does_not_make_is_said(complete, packing, is_said):
+    made = f"dataset_preprocess={{load_path: a, save_path: b, packing_type: {packing}, truncate: true}}"
+    notes = list(summary.notes_of(load_config(complete, [made])))
+    assert any(note.startswith("truncate: not used") for note in notes) is is_said
+
+
+def test_dropout_of_adapters_that_is_not_used_is_said(complete):
+    overrides = [f"{LORA}={{r: 4, lora_dropout: 0.1}}"]
+    assert not any("dropout" in note for note in summary.notes_of(load_config(complete, overrides)))
+    notes = summary.notes_of(load_config(complete, [*overrides, RL, f"{TRAIN}.epochs=1"]))
+    assert any(note.startswith("lora_dropout 0.1: not used") for note in notes)
+
+
+def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):
+    override = f"{TRAIN}.sampler.engine.tensor_parallel_size=4"
+    monkeypatch.setattr(settings, "has_gpu", lambda: True)
+    passes(complete, SAMPLER, override, world_size=4)
+    assert refused(complete, SAMPLER, override, world_size=2) == [override.partition("=")[0]]
+
+
+@pytest.mark.parametrize(("engine_devices", "is_refused"), [(4, False), (2, True), ("null", True)])
+def test_an_engine_with_devices_of_its_own_may_have_a_worker_on_each(
+    complete, monkeypatch, engine_devices, is_refused
+):
+    monkeypatch.setattr(settings, "has_gpu", lambda: True)
+    split = f"rl.async={{max_staleness: 1, placement: split, engine_devices: {engine_devices}}}"
+    size = f"{TRAIN}.sampler.engine.tensor_parallel_size"
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", split, f"{size}=4"])
+    assert any(each.startswith(size) for each in settings.setting_problems(config, 1)) == is_refused
+
+
+def test_compiling_on_cpu_needs_a_compiler(complete, monkeypatch):
+    monkeypatch.setattr(files, "has_gpu", lambda: False)
+    monkeypatch.setattr(files, "which", lambda name: None)
+    assert refused(complete, f"{TRAIN}.compile=true") == [f"{TRAIN}.compile"]
+
+
+def test_weights_that_a_download_left_incomplete_are_refused(complete):
+    folder = Path("models/tiny")
+    index = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    (folder / "model.safetensors.index.json").write_text(index)
+    save_file({"a": torch.ones(100)}, folder / "model-1.safetensors")
+    assert refused(complete) == ["model"]
+    os.truncate(folder / "model-1.safetensors", (folder / "model-1.safetensors").stat().st_size - 1)
+    assert refused(complete) == ["model", "model"]
+
+
+def test_a_model_without_a_limit_takes_any_length(complete):
+    Path("models/tiny/config.json").write_text("{}")
+    passes(complete, f"{TRAIN}.max_seq_len=99999")
+
+
+NAMES = ("model.safetensors", "model-00001-of-00001.safetensors")
+
+
+@pytest.mark.parametrize("index", [None, NAMES[0], NAMES[1]])
+def test_a_folder_with_two_sets_of_weights_is_refused(complete, index):
+    for name in NAMES:
+        save_file({"weight": torch.zeros(2)}, Path("models/tiny", name))
+    if index is not None:
+        named = json.dumps({"weight_map": {"weight": index}})
+        Path("models/tiny/model.safetensors.index.json").write_text(named)
+    passes(complete)
+    passes(complete, f"{SAMPLER[:-1]}, inference: transformers}}")
+    if index == NAMES[0]:
+        passes(complete, SAMPLER)
+        require_folder("models/tiny")
+        return
+    with pytest.raises(ConfigError, match=f"transformers reads {NAMES[0]}, and vLLM {NAMES[1]}"):
+        passes(complete, SAMPLER)
+    with pytest.raises(ValueError, match=f"transformers reads {NAMES[0]}, and vLLM {NAMES[1]}"):
+        SamplingEngine("models/tiny")
+    Path("models/tiny", NAMES[0]).unlink()
+    passes(complete, SAMPLER) if index is not None else require_folder("models/tiny")
+
+
+def test_fine_tuning_without_held_out_text_follows_no_evaluation_of_it(complete):
+    text = Path(complete).read_text().replace("  eval_ds: data/eval\n", "").replace("  eval_bs: 4\n", "")
+    Path(complete).write_text(text)
+    passes(complete)
+    path, best = f"{TRAIN}.lr_scheduler_type", f"{TRAIN}.keep_best"
+    keeps = [f"{TRAIN}.checkpointing_enabled=true", f"{best}=true"]
+    assert refused(complete, *keeps) == [best]
+    assert refused(complete, *keeps, SAMPLER) == [best]
+    passes(complete, *keeps, SAMPLER, f"{TRAIN}.best_metric=eval/accuracy")
+    tasks = f"{TRAIN}.sampler={{sample_frequency: 2, tasks: [copa]}}"
+    passes(complete, *keeps, tasks, f"{TRAIN}.best_metric=eval/copa/acc")
+    assert refused(complete, f"{path}=plateau-with-warmup") == [path]
+    for override in ("dataset.eval_bs=4", f"{TRAIN}.logging_steps=3"):
+        assert refused(complete, override) == [override.partition("=")[0]]
+
+
+def test_a_summary_says_that_settings_of_checkpoints_are_not_read(complete):
+    checked = passes(complete, f"{TRAIN}.checkpointing_enabled=false", f"{TRAIN}.save_frequency=3")
+    assert "checkpoints   off (checkpointing_enabled); their settings are not read\n" in summary.summarise(
+        checked, 1
+    )
+    plain = passes(complete, f"{TRAIN}.checkpointing_enabled=false")
+    assert "checkpoints   off (checkpointing_enabled)\n" in summary.summarise(plain, 1)
+
+
+@pytest.mark.parametrize("text", ["{broken", "[]", None])
+def test_a_folder_without_a_readable_dataset_is_refused(complete, text):
+    description = Path("data/train/dataset_info.json")
+    description.unlink() if text is None else description.write_text(text)
+    assert refused(complete) == ["dataset.train_ds"]
+
+
+def test_each_of_several_held_out_datasets_is_looked_at(complete):
+    passes(complete, "dataset.eval_ds={a: data/eval, b: data/train}")
+    assert refused(complete, "dataset.eval_ds={a: data/eval, b: nowhere}") == ["dataset.eval_ds"]
+    for wrong in ("{}", "[data/eval]", "{a: 1}", "{a: {b: data/eval}}"):
+        with pytest.raises(ConfigError, match="must be the path of a folder, or `NAME: path` lines"):
+            load_config(complete, [f"dataset.eval_ds={wrong}"])
+
+
+def test_a_dataset_needs_the_columns_that_training_reads(complete):
+    Path("data/train/dataset_info.json").write_text('{"features": {"text": {}, "input_ids": {}}}')
+    assert refused(complete) == ["dataset.train_ds"]
+
+
+def test_the_prompts_are_read_once(complete, monkeypatch):
+    read = Path.read_bytes
+    opened = []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path.name) or read(path))
+    checked = passes(complete, SAMPLER, f"{TRAIN}.sampler.reward='mine.py:score'")
+    assert [record.prompt for record in checked.evaluation_prompts] == ["a", "b"]
+    assert [name for name in opened if not name.endswith(".py")] == ["p.jsonl"]
+
+
+def test_every_argument_of_peft_is_known():
+    from peft import LoraConfig
+
+    known = set().union(*(fields_of(path, name, "peft") for path, name in LORA_CONFIG))
+    public = {field.name for field in dataclasses.fields(LoraConfig) if field.init and field.name[0] != "_"}
+    assert public <= known
+
+
+def test_a_tracker_without_its_package_is_refused_before_a_model_is_loaded(complete, monkeypatch):
+    monkeypatch.setattr(files, "is_installed", lambda package: False)
+    asked = ["enable_wandb_logging=true", "trackers={tensorboard: null, trackio: null}"]
+    assert refused(complete, *asked) == ["enable_wandb_logging", "trackers.tensorboard", "trackers.trackio"]
+
+
+def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monkeypatch, tmp_path):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    online = "enable_wandb_logging=true"
+    assert refused(complete, online) == ["enable_wandb_logging"]
+    passes(complete, online, "wandb_config={mode: offline}")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    passes(complete, online)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080")
+    assert refused(complete, online) == ["enable_wandb_logging"]
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    passes(complete, online)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        ([], True),
+        ([SAMPLER], True),
+        ([SAMPLER, f"{TRAIN}.sampler.reward='mine.py:score'"], False),
+        ([SAMPLER, f"{TRAIN}.best_metric=eval/pass_at_4"], False),
+        # Without held-out questions an environment plays none.
+        (["rl.environment=mine.py:Game"], True),
+        (["rl.environment=mine.py:Game", SAMPLER], False),
+        ([SOURCES.format("{prompts: [a], environment: 'mine.py:Game'}"), SAMPLER], True),
+        (
+            [
+                SOURCES.format(
+                    "{prompts: [a], environment: 'mine.py:Game'}, two: {prompts: [b], held_out: [c]}"
+                )
+            ],
+            True,
+        ),
+        ([SOURCES.format("{prompts: [a], environment: 'mine.py:Game', held_out: [b]}")], False),
+        ([SOURCES.format("{prompts: [a], rewards: {'mine.py:score': 1}, held_out: [b]}")], False),
+    ],
+    ids=str,
+)
+def test_reinforcement_learning_needs_a_score_of_held_out_questions_to_keep_the_best(
+    complete, overrides, is_refused
+):
+    keeps = [f"{TRAIN}.{each}" for each in ("checkpointing_enabled=true", "keep_best=true", "epochs=1")]
+    config = load_config(
+        complete, [RL, *keeps, f"{TRAIN}.early_stopping_patience=2", "dataset=null", *overrides]
+    )
+    found = [line.partition("=")[0] for line in settings.setting_problems(config, 1)]
+    for name in ("keep_best", "early_stopping_patience"):
+        assert (f"{TRAIN}.{name}" in found) is is_refused
+
+
+def test_reinforcement_learning_has_no_loss_that_a_schedule_could_follow(complete):
+    schedule = f"{TRAIN}.lr_scheduler_type=plateau-with-warmup"
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", "dataset=null", schedule])
+    (found,) = settings.setting_problems(config, 1)
+    assert found.startswith(f"{TRAIN}.lr_scheduler_type")
+    assert "waits for an evaluation loss, and there is none" in found
+
+
+def test_a_description_that_is_no_json_object_is_left_to_transformers(complete):
+    Path("models/tiny/config.json").write_text(json.dumps([]))
+    passes(complete)
+
+
+def test_what_becomes_of_the_rows_at_this_length_is_noted(complete):
+    rows = {"input_ids": [[1, 2, 3, 4, 5]] * 3, "labels": [[-100, 2, 3, 4, 5], [-100] * 4 + [5], [-100] * 5]}
+    Dataset.from_dict(rows).save_to_disk("data/train")
+    sizes = ["dataset.train_bs=1", f"{TRAIN}.epochs=4"]
+    assert passes(complete, *sizes, world_size=2).config.notes == (
+        "data/train: 3 rows of 3 texts, 15 tokens, of which 5 count in the loss",
+        "data/train: 8 optimizer steps, 2 an epoch",
+        "data/train: 1 of 3 rows have no counted token within 128",
+    )
+    more = [*sizes, f"{TRAIN}.max_seq_len=3", f"{TRAIN}.gradient_accumulation_steps=2"]
+    assert passes(complete, *more).config.notes == (
+        "data/train: 3 rows of 3 texts, 15 tokens, of which 2 count in the loss",
+        "data/train: 8 optimizer steps, 2 an epoch",
+        "data/train: rows longer than max_seq_len=3: 3. Training will cut 6 tokens off them, 3 of which count in the "
+        "loss. Set truncate: True or a packing_type, or raise max_seq_len",
+        "data/train: 2 of 3 rows have no counted token within 3",
+    )
+
+
+def test_texts_for_a_model_with_a_chat_template_are_noted_and_long_prompts_refused(complete):
+    def notes():
+        return [note for note in passes(complete, SAMPLER).config.notes if "sampler.prompts" in note]
+
+    assert notes() == []
+    Path("models/tiny/chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert len(notes()) == 1
+    letter_tokenizer().save_pretrained("models/tiny")
+    Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 256}))
+    with pytest.raises(DatasetError, match=r"prompt 0 of train_parameters\.sampler\.prompts has 256 tokens"):
+        passes(complete, SAMPLER)
+    Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 255}))
+    passes(complete, SAMPLER)
+
+
+def test_a_stop_token_that_the_model_does_not_have_is_refused(complete):
+    Path("models/tiny/config.json").write_text(json.dumps({"vocab_size": 99}))
+    stops = f"{TRAIN}.sampler.sampling_params={{stop_token_ids: [%d]}}"
+    passes(complete, SAMPLER, stops % 98)
+    assert refused(complete, SAMPLER, stops % 99) == [f"{TRAIN}.sampler.sampling_params.stop_token_ids"]
+
+
+def test_what_the_publisher_samples_with_is_said_where_the_run_does_not(complete):
+    def notes(*changes):
+        config = passes(complete, SAMPLER, *changes).config
+        return [note for note in config.notes if "generation_config" in note]
+
+    Path("models/tiny/generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": -1, "eos_token_id": [1, 2]})
+    )
+    path = "train_parameters.sampler.sampling_params"
+    assert [note.split(" of ")[0] for note in notes()] == [f"{path}: temperature 0.6, top_p 0.9"]
+    assert "top_p" not in notes(f"{path}.top_p=0.8")[0]
+    assert notes(f"{path}.temperature=0.0") == []

@@ -1,0 +1,207 @@
+"""What `vectorlm check` and the scripts say about checkpoints in output_dir, before anything is started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kit.rank_processes import on_ranks
+from kit.sft_runs import train
+
+from vectorlm.cli import main
+from vectorlm.errors import CheckpointError
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.preflight.resume import find_resumption, identity_of, settings_of_rank
+from vectorlm.train.checkpoint.folder import held
+
+ROOT = Path(__file__).parents[3]
+WITH = "train_parameters.checkpointing_enabled=True"
+RL = "rl={algorithm: grpo, max_steps: 4, prompts: p.jsonl, prompts_per_step: 2, group_size: 2, rewards: {countdown: 1}}"
+SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: p.jsonl}"
+
+
+@pytest.fixture
+def path(write_complete):
+    """A config whose files exist, and whose run has a checkpoint of step 6 by one rank."""
+    Path("models/tiny/model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    for split in ("train", "eval"):
+        Path("data", split, "state.json").write_text(json.dumps({"_fingerprint": "abc"}))
+    Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1], "target": 1}\n')
+    path = write_complete()
+    save(path)
+    return path
+
+
+def save(path, *overrides, world_size=1, is_finished=False):
+    checkpoint = Path("runs/tiny/checkpoints/step-00000006")
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    identity = identity_of(load_config(path, [WITH, *overrides]), world_size, num_examples=21)
+    (checkpoint / "identity.json").write_text(json.dumps(identity))
+    if is_finished:
+        (checkpoint / "finished").touch()
+
+
+def found(path, *overrides, world_size=1, num_examples=21):
+    return find_resumption(load_config(path, [WITH, *overrides]), world_size, num_examples)
+
+
+def refused(path, *overrides, **more):
+    with pytest.raises(CheckpointError) as caught:
+        found(path, *overrides, **more)
+    return str(caught.value)
+
+
+def test_the_same_config_goes_on_and_nothing_has_changed(path):
+    assert found(path).step == 6
+    assert found(path).changes == ()
+    assert find_resumption(load_config(path), 1) is None, "checkpoints are off"
+
+
+def test_a_folder_that_was_moved_is_the_same_run(path):
+    Path("runs").rename("elsewhere")
+    Path("models/tiny").rename("models/moved")
+    changed = found(path, "train_parameters.output_dir=elsewhere/tiny", "model=models/moved")
+    assert changed.changes == ("model='models/moved' (was 'models/tiny')",)
+
+
+def test_each_changed_setting_is_named_alone(path):
+    changes = found(path, "train_parameters.optimizer.lr=2e-4", "train_parameters.use_mp=True").changes
+    assert changes == (
+        "train_parameters.optimizer.lr=0.0002 (was 0.0001)",
+        "train_parameters.use_mp=true (was null)",
+    )
+    save(path, SAMPLER, RL)
+    changes = found(path, SAMPLER, RL, "rl.clip_high=0.3", "rl.async={max_staleness: 1}").changes
+    assert changes[-1] == "rl.clip_high=0.3 (was 0.2)"
+    assert "rl.async.max_staleness=1 (was null)" in changes
+
+
+def test_other_content_under_the_same_name_is_noticed(path):
+    Path("data/train/state.json").write_text(json.dumps({"_fingerprint": "xyz"}))
+    assert found(path).changes == ("the content of dataset.train_ds is another",)
+    save(path, SAMPLER, RL)
+    Path("p.jsonl").write_text('{"prompt": "b", "numbers": [1], "target": 1}\n')
+    assert found(path, SAMPLER, RL).changes == ("the content of rl.prompts is another",)
+    Path("models/tiny/model.safetensors").write_bytes(b"\3" + bytes(7) + b"{ }")
+    assert "the content of model is another" in refused(path, SAMPLER, RL)
+
+
+@pytest.mark.parametrize("num_bytes", [100, 5000, 1_000_000])
+def test_another_base_of_the_same_sizes_is_noticed(path, num_bytes):
+    weights = Path("models/tiny/model.safetensors")
+    start = b"\2" + bytes(7) + b"{}"
+    weights.write_bytes(start + b"a" * num_bytes)
+    save(path)
+    assert found(path).changes == ()
+    weights.write_bytes(start + b"b" * num_bytes)
+    assert "the content of model is another" in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("train_parameters.seed=4", "train_parameters.seed=4 (was 11)"),
+        ("train_parameters.lora_peft_config={r: 4}", "train_parameters.lora_peft_config.r=4 (was null)"),
+        (
+            "dataset.train_bs=8",
+            "global batch=8 (world_size / context_parallel x train_bs x gradient_accumulation_steps) (was 4)",
+        ),
+    ],
+)
+def test_what_the_weights_or_the_order_of_the_data_depend_on_is_refused(path, override, text):
+    assert refused(path, override, "train_parameters.optimizer.lr=2e-4") == refused(path, override)
+    assert f"step-00000006: {text}" in refused(path, override)
+    assert "model=runs/tiny/final-model" not in refused(path, override)
+    Path("runs/tiny/final-model").mkdir()
+    assert "with model=runs/tiny/final-model. To start over" in refused(path, override)
+
+
+def test_other_rows_and_ranks(path):
+    assert "rows of dataset.train_ds=22 (was 21)" in refused(path, num_examples=22)
+    assert "global batch=8" in refused(path, world_size=2)
+    assert found(path, "dataset.train_bs=2", world_size=2).changes == (
+        "dataset.train_bs=2 (was 4)",
+        "world_size=2 (was 1)",
+    )
+
+
+def test_another_algorithm_is_another_run(path):
+    save(path, SAMPLER, RL)
+    assert "rl.algorithm='rloo' (was 'grpo')" in refused(path, SAMPLER, RL, "rl.algorithm=rloo")
+
+
+def test_checkpoints_of_earlier_versions_are_refused_with_what_to_do(path):
+    Path("runs/tiny/checkpoints/step-00000006/identity.json").write_text('{"seed": 11}')
+    assert "written by an earlier version of vectorlm. Delete runs/tiny/checkpoints." in refused(path)
+
+
+def test_check_says_how_the_run_goes_on(path, capsys):
+    changed = ["--set", WITH, "--set", "train_parameters.optimizer.lr=2e-4"]
+    assert main(["check", path, *changed]) == 0
+    assert (
+        "goes on       from step 6; train_parameters.optimizer.lr=0.0002 (was 0.0001)"
+        in capsys.readouterr().out
+    )
+    assert main(["check", path, "--set", WITH, "--set", "train_parameters.seed=4"]) == 1
+    assert "train_parameters.seed=4 (was 11)" in capsys.readouterr().err
+    save(path, is_finished=True)
+    assert main(["check", path, "--set", WITH]) == 0
+    assert "runs/tiny is finished at step 6" in capsys.readouterr().out
+
+
+def run_script(path, *overrides):
+    command = [sys.executable, str(ROOT / "examples/llama_example_mp.py"), "--yaml_path", path]
+    command += [word for override in (WITH, *overrides) for word in ("--set", override)]
+    return subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+
+
+def test_a_finished_run_says_so_at_once(path):
+    save(path, is_finished=True)
+    ended = run_script(path)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert ended.stderr == (
+        "runs/tiny is finished at step 6; its model is runs/tiny/final-model. To train longer, raise "
+        "train_parameters.epochs; to start over, delete runs/tiny/checkpoints.\n"
+    )
+    assert not found(path, "train_parameters.epochs=3").is_finished
+
+
+def test_a_folder_in_use_is_refused_before_a_model_is_loaded(path):
+    in_use = r"train_parameters\.output_dir='runs/tiny' is in use by another run\."
+    with held(Path("runs/tiny")), pytest.raises(AssertionError, match=in_use):
+        on_ranks(1, train, load_config(path, [WITH]))
+
+
+def test_what_ranks_must_have_alike_are_settings_files_and_versions(path):
+    Path("mine.py").write_text("def score(text):\n    return 1.0\n")
+    rl = RL.replace("countdown", '"mine.py:score"')
+
+    def alike(*more):
+        return settings_of_rank(load_config(path, [SAMPLER, rl, *more]))
+
+    before = alike()
+    assert alike("train_parameters.output_dir=elsewhere") == before
+    assert {"python", "torch", "transformers"} <= before.keys()
+
+    def changed():
+        now = alike()
+        return {name for name in {**before, **now} if before.get(name) != now.get(name)}
+
+    Path("mine.py").write_text("def score(text):\n    return 2.0\n")
+    assert changed() == {"content of mine.py:score"}
+    Path("p.jsonl").write_text('{"prompt": "b", "numbers": [1], "target": 1}\n')
+    Path("models/tiny/model.safetensors").unlink()
+    assert changed() == {"content of mine.py:score", "content of p.jsonl", "content of models/tiny"}
+
+
+def test_ranks_compare_the_file_of_an_agent(path):
+    Path("agents.py").write_text("def play(url, key, row):\n    return 1.0\n")
+
+    def content():
+        config = load_config(path, [SAMPLER, RL, "rl.environment=openai:agents.py:play"])
+        return settings_of_rank(config)["content of openai:agents.py:play"]
+
+    before = content()
+    Path("agents.py").write_text("def play(url, key, row):\n    return 2.0\n")
+    assert content() != before

@@ -1,0 +1,86 @@
+"""The page of what fits, and the configs for GPUs, against models that are shapes alone."""
+
+import shlex
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from vectorlm.cli import main
+from vectorlm.runs.preflight import settings as preflight_settings
+
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import sizes  # noqa: E402
+
+CONFIGS = sorted(path.name for path in (ROOT / "configs/cuda").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return folder, sizes.page(folder)
+
+
+@pytest.fixture
+def checkout(models, tmp_path, monkeypatch):
+    """Make a folder in which the commands of the page find what they name."""
+    monkeypatch.chdir(tmp_path)
+    # What plans are for need not be installed here.
+    monkeypatch.setattr(preflight_settings, "is_installed", lambda name: True)
+    Path("configs").symlink_to(ROOT / "configs")
+    Path("models").symlink_to(models[0])
+    for name in ("train", "eval"):
+        Path("data", name).mkdir(parents=True)
+        Path("data", name, "dataset_info.json").write_text("{}")
+        Path("data", f"{name}.jsonl").write_text('{"prompt": "1", "numbers": [1, 2], "target": 3}\n')
+
+
+def test_the_page_says_what_the_plan_computes(models):
+    assert sizes.PAGE.read_text() == models[1]
+
+
+def test_llama_3_8b_trains_all_its_weights_on_devices_of_80_gb(models):
+    assert "| Llama-3-8B | 8 | CPU offload | awake | awake |" in models[1]
+
+
+def test_the_command_of_every_cell_says_the_same(models, checkout, capsys):
+    number = 0
+    what_fits, _, _ = models[1].partition("## How long")
+    for line in what_fits.splitlines():
+        if not line.startswith("| ") or line.startswith("| Model"):
+            continue
+        name, num_devices, *ways = [cell.strip() for cell in line.strip("|").split("|")]
+        places = [(gigabytes, kind) for gigabytes in sizes.DEVICE_GB for kind in sizes.KINDS]
+        for (gigabytes, kind), way in zip(places, ways, strict=True):
+            does_fit = way != sizes.NOTHING
+            settings = sizes.overrides(kind, way if does_fit else "CPU offload")
+            words = shlex.split(sizes.command(name, int(num_devices), gigabytes, settings))
+            assert main(words[1:]) == (0 if does_fit else 2), (words, capsys.readouterr())
+            number += 1
+    assert number == len(sizes.MODELS) * len(sizes.NUM_DEVICES) * len(sizes.DEVICE_GB) * len(sizes.KINDS)
+
+
+def test_the_longest_sequence_of_a_model_passes_the_check_and_the_next_does_not(models, checkout, capsys):
+    for name, where in product(sizes.MODELS, sizes.LONG):
+        num_devices, gigabytes, kind, most = where
+        length = sizes.longest(models[0] / name, name, *where)
+        for each, is_longer in ((length, False), (4 * (length or 512), True)):
+            if each in sizes.LENGTHS:
+                words = sizes.command(
+                    name, num_devices, gigabytes, sizes.long_settings(name, kind, most, each)
+                )
+                assert main(shlex.split(words)[1:]) == (2 if is_longer else 0), (words, capsys.readouterr())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_for_gpus_fits_on_what_it_is_written_for(checkout, name, capsys):
+    line = next(
+        line for line in (ROOT / "configs/cuda" / name).read_text().splitlines() if "vectorlm check" in line
+    )
+    words = shlex.split(line.partition("vectorlm check")[2])
+    assert words[0] == f"configs/cuda/{name}"
+    assert main(["check", *words]) == 0, capsys.readouterr()
+    assert "memory of the node's host" in capsys.readouterr().out

@@ -1,0 +1,105 @@
+"""Whole runs whose sampling and training overlap."""
+
+import pytest
+import torch
+from kit.rank_processes import forked
+from kit.rl_runs import check_rl, config_of, is_documented, lines, numbers, save_files, stop_after_step_2
+from kit.sft_runs import weights_of
+
+from vectorlm.errors import ConfigError
+from vectorlm.runs.reinforcement import reinforce
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return save_files(tmp_path_factory.mktemp("async"))
+
+
+def overlapping(max_staleness, *more, steps=6):
+    return [f"rl.async={{max_staleness: {max_staleness}}}", f"rl.max_steps={steps}", *more]
+
+
+@pytest.mark.slow
+def test_without_staleness_a_run_is_the_synchronous_one_bit_for_bit(files, tmp_path):
+    for name, overrides in (("alone", ["rl.max_steps=3"]), ("overlapping", overlapping(0, steps=3))):
+        reinforce(config_of(files, tmp_path / name, overrides=overrides))
+    mine, theirs = (weights_of(tmp_path / name) for name in ("alone", "overlapping"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert numbers(tmp_path / "alone") == numbers(tmp_path / "overlapping")
+
+
+CASES = {
+    "in flight": (
+        "grpo",
+        overlapping(3, "rl.sampling_params={max_tokens: 30}", "rl.correction.preset=decoupled"),
+    ),
+    "adapters": (
+        "rloo",
+        overlapping(
+            2,
+            "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, v_proj]}",
+            "rl.async.update=recompute",
+            "rl.dynamic_sampling=True",
+        ),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_overlaps_and_keeps_its_bound(files, tmp_path, case):
+    algorithm, overrides = CASES[case]
+    config = config_of(files, tmp_path / "run", algorithm, [*overrides, "rl.rollout.save_tokens=True"])
+    forked(reinforce, config)
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(7))
+    assert [name for line in metrics for name in line if name != "step" and not is_documented(name)] == []
+    bound = config.rl.async_.max_staleness
+    ages = [line["staleness/token_max"] for line in metrics[1:] if "staleness/token_max" in line]
+    assert 0 < max(ages) <= bound
+    idle = [line["perf/engine_idle"] for line in metrics if "perf/engine_idle" in line]
+    assert len(idle) >= 2
+    assert all(0 <= each < 1 for each in idle)
+    assert (tmp_path / "run" / "timeline.png").exists()
+    spans = [name for line in lines(tmp_path / "run" / "timeline.jsonl") for name, _, _ in line["trainer"]]
+    assert {"evaluate", "publish", "generate", "update"} <= set(spans)
+    for row in lines(tmp_path / "run" / "rollouts.jsonl"):
+        assert len(row["versions"]) == len(row["sampler_logprobs"]) == len(row["token_ids"])
+        assert row["train_step"] - 1 - min(row["versions"]) <= max(ages)
+        assert max(row["versions"]) < row["train_step"]
+    assert list((tmp_path / "run" / "final-model").glob("*model.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", ["keep", "drain"])
+def test_a_run_that_was_killed_goes_on_with_what_was_under_way(files, tmp_path, update):
+    overrides = overlapping(2, f"rl.async.update={update}", "rl.rollout.save_tokens=True")
+    config = config_of(files, tmp_path / "cut", overrides=overrides)
+    with pytest.raises(AssertionError, match="rank"):
+        forked(stop_after_step_2, config)
+    assert [each.name for each in (tmp_path / "cut/checkpoints").iterdir()] == ["step-00000002"]
+    forked(reinforce, config)
+    if update == "drain":
+        forked(reinforce, config_of(files, tmp_path / "whole", overrides=overrides))
+        cut, whole = (weights_of(tmp_path / name) for name in ("cut", "whole"))
+        assert all(torch.equal(cut[name], whole[name]) for name in whole)
+        assert lines(tmp_path / "cut" / "rollouts.jsonl") == lines(tmp_path / "whole" / "rollouts.jsonl")
+    metrics = lines(tmp_path / "cut" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(7))
+    rollouts = lines(tmp_path / "cut" / "rollouts.jsonl")
+    # Eight questions, four a step: two steps are a pass, whatever was in flight when the run was cut.
+    asked = [row["prompt"] for row in rollouts[::4]]
+    assert sorted(asked) == sorted([letter * 3 for letter in "abcdefgh"] * 3)
+
+
+def test_what_cannot_overlap_is_refused(files, tmp_path):
+    stored = tmp_path / "rollouts.jsonl"
+    stored.write_text("{}\n")
+    overrides = overlapping(1, "rl.rollout.source=file", f"rl.rollout.path={stored}")
+    with pytest.raises(ConfigError, match=r"rl.rollout.source='file' has nothing to overlap with training"):
+        check_rl(config_of(files, tmp_path / "refused", overrides=overrides))
+    overrides = overlapping(1, "train_parameters.sampler.sleep=kv_cache")
+    with pytest.raises(ConfigError, match=r"with rl.async engine and trainer work at the same time"):
+        check_rl(config_of(files, tmp_path / "refused", overrides=overrides))
+    with pytest.raises(ConfigError, match=r"rl.async.overdue"):
+        config_of(files, tmp_path / "refused", overrides=overlapping(1, "rl.async.overdue=never"))

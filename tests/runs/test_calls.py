@@ -1,0 +1,297 @@
+"""Whole runs from Python: functions, lists and settings by keyword."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, load_from_disk
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+import vectorlm
+from vectorlm.data.prompts import read_prompts
+from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.runs.calls import _prompts
+from vectorlm.runs.config.load import config_from_keywords, load_config
+
+ENGINE = {"max_model_len": 64, "kv_cache_memory_bytes": 16 << 20}
+# What is sampled together, and what is found in a cache, may change the last bit of a log-probability.
+ENGINE |= {"max_num_seqs": 1, "enable_prefix_caching": False}
+FEW = {
+    "max_seq_len": 64,
+    "max_steps": 2,
+    "prompts_per_step": 2,
+    "group_size": 4,
+    "sampling_params": {"max_tokens": 8},
+}
+
+
+TINY_LLAMA = {"hidden_size": 64}
+
+
+@pytest.mark.slow
+def test_functions_and_lists_are_trained_on_and_a_function_between_steps_only_ends_the_run(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    bonus = 0.25
+
+    def vowels(completion, wanted):
+        return bonus + completion.count(wanted) / 8
+
+    prompts = [{"prompt": letter * 3, "wanted": letter} for letter in "aeiou"]
+    given = {"world_size": 2, "lr": 1e-3, "lr_scheduler_type": "constant", **FEW, "engine": ENGINE}
+    run = vectorlm.reinforce(folder, prompts, [vowels, lambda text: 0.0], **given)
+    means = [line["reward/vowels/mean"] for line in _lines(run.metrics) if line["step"]]
+    assert len(means) == 2
+    assert min(means) >= bonus
+    assert {line["prompt"][0] for line in _lines(run.rollouts)} <= set("aeiou")
+    config = load_config(run.output_dir / "config.yaml")
+    assert config.train_parameters.optimizer.lr == 1e-3
+    assert sorted(name.rpartition(":")[2] for name in config.rl.reward.rewards) == ["reward_1", "vowels"]
+    with vectorlm.HFEngine(str(run.model), dtype="float32") as engine:
+        assert len(engine.sample(["aaa"], {"max_tokens": 2})) == 1
+
+    def meddle(step, metrics, rollouts):
+        with open(tmp_path / "seen.jsonl", "a") as file:
+            file.write(
+                json.dumps([step, metrics["reward/mean"], len(rollouts), rollouts[0]["prompt"]]) + "\n"
+            )
+        torch.rand(9)
+        metrics["reward/mean"] = 7.0
+        for each in rollouts:
+            each.clear()
+        rollouts.clear()
+        return step == 2
+
+    more = {"max_steps": 9, "output_dir": tmp_path / "ended", "on_step": meddle}
+    ended = vectorlm.reinforce(folder, prompts, [vowels, lambda text: 0.0], **given | more)
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    rows = _lines(ended.metrics)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    kept = [each for each in _lines(ended.rollouts) if each["train_step"] == 2]
+    assert seen[1] == [2, rows[2]["reward/mean"], 8, kept[0]["prompt"]]
+    alone, weights = (load_file(each.model / "model.safetensors") for each in (run, ended))
+    assert all(torch.equal(alone[name], tensor) for name, tensor in weights.items())
+    start = load_file(folder / "model.safetensors")
+    assert any(not torch.equal(start[name], tensor) for name, tensor in weights.items()), (
+        "nothing was trained"
+    )
+
+
+def test_a_whole_section_stands_beside_what_the_call_fills_in(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    monkeypatch.setattr("vectorlm.runs.calls.start", lambda config, *_: found.append(config))
+    section = {"kl_coef": 0.5, "rollout": {"save_tokens": True}}
+    vectorlm.reinforce(folder, ["a"], "countdown", **FEW, rl=section)
+    assert (found[0].rl.kl.kl_coef, found[0].rl.rollout.save_tokens, found[0].rl.max_steps) == (0.5, True, 2)
+    how = {"data_field": "text", "packing_type": "full"}
+    vectorlm.finetune(folder, [{"text": "abc" * 9}] * 20, max_seq_len=8, dataset_preprocess=how)
+    assert found[1].dataset_preprocess.packing_type == "full"
+    assert len(load_from_disk(found[1].dataset.train_ds)[0]["input_ids"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"packing_type": "ful"}, "packing_type='ful' must be one of full, partial, best_fit"),
+        ({"assistant_only_loss": "yes"}, "assistant_only_loss='yes' must be true or false"),
+        ({"packing": "full"}, "unknown setting 'dataset_preprocess.packing'"),
+    ],
+)
+def test_how_texts_are_tokenised_is_checked_as_in_a_file(folder, tmp_path, wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        vectorlm.finetune(
+            folder, [{"text": "abc"}] * 20, max_seq_len=8, output_dir=tmp_path, dataset_preprocess=wrong
+        )
+
+
+def _lines(table):
+    return table if isinstance(table, list) else table.to_dict("records")
+
+
+@pytest.mark.slow
+def test_texts_in_memory_are_learned_until_the_step_that_the_function_says(folder, tmp_path):
+    rows = [{"text": letter * 20} for letter in "abcdefghijklmnopqrst"]
+    run = vectorlm.finetune(
+        folder,
+        rows,
+        max_seq_len=32,
+        epochs=9,
+        train_bs=2,
+        lr=1e-3,
+        lr_scheduler_type="constant",
+        logging_steps=100,
+        world_size=2,
+        output_dir=tmp_path / "run",
+        on_step=lambda step, metrics, rollouts: "eval/loss" not in metrics and rollouts == [] and step == 8,
+    )
+    lines = _lines(run.metrics)
+    assert [line["step"] for line in lines] == list(range(9))
+    assert lines[-1]["train/loss"] < lines[1]["train/loss"]
+    # It is evaluated as a last step is, and exported.
+    assert "eval/loss" in lines[-1]
+    assert (run.model / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_file_of_texts_is_learned_without_a_loss_on_others(folder, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "abc"}\n' * 4)
+    run = vectorlm.finetune(folder, tmp_path / "rows.jsonl", max_seq_len=32, output_dir=tmp_path / "run")
+    assert not any("eval/" in name for line in _lines(run.metrics) for name in line)
+    assert (run.model / "model.safetensors").is_file()
+
+
+def test_keywords_are_the_settings_of_a_config():
+    config = config_from_keywords(
+        {"model": "m", "prompts": ["a"], "rewards": {"countdown": 1}, "algorithm": "grpo", "seed": 3, "lr": 0.5,
+         "max_steps": 4, "prompts_per_step": 2,
+         "max_seq_len": 32, "output_dir": "o", "clip_high": 0.4, "train_parameters": {"epochs": 2},
+         "sampling_params": {"max_tokens": 3}, "engine": {"max_model_len": 9}},
+        "rl",
+    )  # fmt: skip
+    train, rl = config.train_parameters, config.rl
+    assert (train.seed, train.optimizer.lr, train.loop.epochs, train.max_seq_len) == (3, 0.5, 2, 32)
+    assert (rl.max_steps, rl.collect.prompts, rl.collect.sampling_params) == (4, ("a",), {"max_tokens": 3})
+    assert rl.hyperparameters.clip_high == 0.4
+    assert train.sampler.engine.engine_args == {"max_model_len": 9}
+
+
+def test_a_name_is_that_of_the_section_that_trains():
+    given = {"model": "m", "output_dir": "o", "max_seq_len": 8, "lr": 1e-5, "beta": 0.2}
+    of_rl = {
+        "algorithm": "online_dpo",
+        "preference": "ipo",
+        "max_steps": 1,
+        "prompts_per_step": 2,
+        "prompts": ["a"],
+    }
+    config = config_from_keywords({**given, **of_rl}, "rl")
+    assert config.preference is None
+    assert (config.rl.hyperparameters.beta, config.rl.hyperparameters.preference) == (0.2, "ipo")
+    data = {"dataset": {"train_ds": "t", "eval_ds": "e", "train_bs": 1, "eval_bs": 1}}
+    config = config_from_keywords({**given, **data, "preference": {"loss": "dpo"}}, "train_parameters")
+    assert (config.preference.loss, config.preference.beta) == ("dpo", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"num_generations": 4}, "rl.group_size"),
+        ({"group_sise": 4}, "Did you mean 'rl.group_size'"),
+        ({"max_steps": "ten"}, "rl.max_steps"),
+    ],
+)
+def test_what_is_wrong_is_said_as_of_a_file(folder, tmp_path, monkeypatch, wrong, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        vectorlm.reinforce(folder, ["a"], len, **{**FEW, **wrong})
+    with pytest.raises(ConfigError, match="a reward is a int"):
+        vectorlm.reinforce(folder, ["a"], [3], **FEW)
+
+
+@pytest.fixture
+def prepared(folder, tmp_path, monkeypatch):
+    """Call `finetune` without the training; return the tokens of the rows that it would train on, as texts."""
+    monkeypatch.setattr("vectorlm.runs.calls.start", lambda *_: None)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def call(dataset, eval_dataset=None, **settings):
+        settings = {"max_seq_len": 64, "output_dir": tmp_path / "run", **settings}
+        vectorlm.finetune(folder, dataset, eval_dataset, **settings)
+        rows = load_from_disk(tmp_path / "run" / "data" / "train")
+        return [tokenizer.decode(ids, skip_special_tokens=True).replace(" ", "") for ids in rows["input_ids"]]
+
+    return call
+
+
+def test_a_second_call_trains_on_its_own_rows(prepared, tmp_path):
+    first, second = [{"text": "abab"}] * 4, [{"text": "cdcd"}] * 4
+    held_out = [{"text": "efef"}]
+    assert prepared(first, held_out) == ["abab"] * 4
+    made = load_from_disk(tmp_path / "run/data/train")._fingerprint
+    assert prepared(first, held_out) == ["abab"] * 4
+    assert load_from_disk(tmp_path / "run/data/train")._fingerprint == made, (
+        "the same rows are not made again"
+    )
+    assert prepared(second, held_out) == ["cdcd"] * 4
+    assert prepared(second, held_out, dataset_preprocess={"pre_pend": "g"}) == ["gcdcd"] * 4
+    file = tmp_path / "rows.jsonl"
+    for text in ("hh", "ii"):
+        file.write_text(json.dumps({"text": text}) + "\n")
+        assert prepared(file) == [text]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda texts: [{"text": text} for text in texts],
+        lambda texts: texts,
+        lambda texts: iter(texts),
+        lambda texts: {"text": texts},
+        lambda texts: pandas.DataFrame({"text": texts, "seen": pandas.Timestamp("2026-01-01")}),
+        lambda texts: Dataset.from_dict({"text": texts}),
+    ],
+    ids=["rows", "texts", "iterator", "columns", "frame", "dataset"],
+)
+@pytest.mark.parametrize("num", [1, 20])
+def test_rows_in_memory_may_have_any_form_and_the_same_ones_are_held_out(prepared, make, num):
+    texts = [letter * 4 for letter in "abcdefghijklmnopqrst"[:num]]
+    kept = prepared(make(texts))
+    halves = Dataset.from_dict({"text": texts}).train_test_split(0.05, seed=0) if num > 1 else {}
+    expected = list(halves["train"]["text"]) if num > 1 else texts
+    assert kept == expected
+
+
+def test_keys_that_the_first_row_lacks_are_kept(prepared, tmp_path):
+    rows = [
+        {"text": "ab"},
+        {"text": "cd", "extra": {"a": 1}},
+        {"text": "ef", "extra": {"a": "b", "c": [None, 2.5]}},
+    ]
+    assert prepared(rows, rows[:1]) == ["ab", "cd", "ef"]
+    written = [json.loads(line) for line in (tmp_path / "run/data/train-rows.jsonl").read_text().splitlines()]
+    assert written == rows
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([], "is empty"),
+        ([b"abc"], r"\[0\] is a bytes"),
+        ([{"text": "ab"}, 3], r"\[1\] is a int"),
+        (b"abc", "is a bytes"),
+        (7, "is a int"),
+        ([{"text": "ab", "picture": b"x"}], "holds a bytes"),
+        (DatasetDict(train=Dataset.from_dict({"text": ["a"]})), "splits train"),
+    ],
+)
+def test_what_is_no_list_of_rows_is_refused(folder, tmp_path, given, named):
+    with pytest.raises(DatasetError, match=named):
+        vectorlm.finetune(folder, given, max_seq_len=8, output_dir=tmp_path)
+    if not isinstance(given, Mapping):
+        with pytest.raises(DatasetError, match=named):
+            vectorlm.reinforce(folder, given, len, max_steps=1, max_seq_len=8, output_dir=tmp_path)
+
+
+def test_prompts_of_a_data_frame_are_its_rows(tmp_path):
+    frame = pandas.DataFrame(
+        {"prompt": ["2+2=", "3+3="], "answer": [4, None], "day": pandas.Timestamp("2026-01-01")}
+    )
+    for given in (frame, Dataset.from_pandas(frame)):
+        records = read_prompts(_prompts(given, tmp_path))
+        assert [record.prompt for record in records] == ["2+2=", "3+3="]
+        assert records[0].columns["answer"] == 4
+
+
+def test_a_home_folder_is_found_and_a_variable_is_refused(folder, tmp_path, monkeypatch, prepared):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prepared([{"text": "ab"}], output_dir="~/run")
+    assert not Path("~").exists()
+    with pytest.raises(ConfigError, match="output_dir"):
+        prepared([{"text": "ab"}], output_dir="$HOME/run")
+    assert not Path("$HOME").exists()

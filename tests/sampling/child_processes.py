@@ -1,0 +1,29 @@
+"""The processes that a process started, as /proc lists them."""
+
+import os
+from pathlib import Path
+
+
+def children(parent, word):
+    """Return the pids of the children of `parent` whose command line contains `word`, in the order of the lines."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (entry / "stat").read_text()
+            command = (entry / "cmdline").read_bytes().decode().rstrip("\0 ")
+        except OSError:
+            continue
+        if int(stat.rsplit(")", 1)[1].split()[1]) == parent and word in command:
+            found[command] = int(entry.name)
+    return [found[command] for command in sorted(found)]
+
+
+def sampler_pid():
+    """Return the pid of the only sampler process that this process has."""
+    (pid,) = children(os.getpid(), "vectorlm.sampling.sampler.process")
+    return pid
+
+
+def worker_pids(sampler):
+    """Return the pids of a parallel engine's workers, in their order."""
+    return children(sampler, "Worker_TP")

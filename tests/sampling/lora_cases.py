@@ -1,0 +1,61 @@
+"""What the LoRA swap tests do on every rank: move the adapters, update, compare the engine with the PEFT model."""
+
+from __future__ import annotations
+
+import torch
+from kit.tiny_engine import TINY_ENGINE
+from peft import LoraConfig, get_peft_model
+from swap_cases import compare
+from transformers import AutoModelForCausalLM
+
+from vectorlm import SamplingEngine
+
+OPTIONS = {
+    "r": 2,
+    "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+    "rank_pattern": {"o_proj": 5},
+    "alpha_pattern": {"v_proj": 3},
+    "use_rslora": True,
+}
+WITH_LORA = {"enable_lora": True, "max_lora_rank": 8}
+
+
+def adapted(folder, options=OPTIONS):
+    """Return a PEFT model with adapters that are zero."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **options})).eval()
+
+
+def move(models, seed):
+    """Move whatever is trained to the same new place in all `models`, sharded or not."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            if parameters[0].requires_grad:
+                step = torch.randn(parameters[0].shape, generator=generator) * 0.2
+                for each in parameters:
+                    sharded = isinstance(each, DTensor)
+                    each.add_(distribute_tensor(step, each.device_mesh, each.placements) if sharded else step)
+
+
+def swap_and_compare(folder, engine_args, options=OPTIONS, num_updates=3):
+    """Run on every rank: FSDP2 PEFT model, engine, updates; return the gaps, tokens and report of each update."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model, reference = adapted(folder, options), adapted(folder, options)
+    if dist.is_initialized():
+        for block in model.base_model.model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+    with SamplingEngine(folder, **TINY_ENGINE, **engine_args) as engine:
+        seen = []
+        for step in range(num_updates):
+            move([model, reference], seed=step)
+            report = engine.update(model, step)
+            _, gap, tokens = compare(engine, reference)
+            seen.append((gap, tokens, report.num_bytes))
+    return seen

@@ -1,0 +1,63 @@
+"""A vLLM server of its own, as `vectorlm serve` starts it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from kit.open_ports import free_port
+from kit.watched_run import shared_memory_of_nobody
+
+TOKEN = "a token for tests alone"
+START_S = 240
+
+
+@contextlib.contextmanager
+def running_server(folder, log_path, *vllm_args):
+    """Start a server; yield its process and its address."""
+    port = free_port()
+    command = [sys.executable, "-m", "vectorlm", "serve", "--model", str(folder), "--port", str(port), "--"]
+    environment = {**os.environ, "VECTORLM_SERVER_TOKEN": TOKEN, "OMP_NUM_THREADS": "2"}
+    others = shared_memory_of_nobody()
+    with open(log_path, "w") as log:
+        process = subprocess.Popen(
+            [*command, *vllm_args], env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for_health(url, process, log_path)
+        yield process, url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        # vLLM's workers name their queues, and whoever is killed outright cannot take the names away.
+        for name in shared_memory_of_nobody() - others:
+            Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def wait_for_health(url, process, log_path):
+    deadline = time.monotonic() + START_S
+    while status_of(url, "/health", method="GET") != 200:
+        assert process.poll() is None, log_path.read_text()
+        assert time.monotonic() < deadline, log_path.read_text()
+        time.sleep(0.3)
+
+
+def status_of(url, path, token=None, method="POST"):
+    """Return the status of an HTTP request; None where nobody answers."""
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url + path, headers=headers, method=method)
+        ) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None

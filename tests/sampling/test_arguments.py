@@ -1,0 +1,149 @@
+"""What an engine refuses before anything is sent to its sampler process, and the texts that say how to go on."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from kit.rank_processes import on_ranks
+from transformers import AutoTokenizer
+
+import vectorlm
+from vectorlm.data.encoding import as_list
+from vectorlm.errors import EngineError, RankMismatch
+from vectorlm.sampling.arguments import merge
+
+MESSAGE = {"role": "user", "content": "ab"}
+
+
+def say_a(prompt, version):
+    return "a"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ({"input_ids": [[2, 3]], "attention_mask": [[1, 1]]}, r"a dict .*: prompts\['input_ids'\]"),
+        (MESSAGE, r"into a list: \[\[message\]\]"),
+        ({"prompt": "ab"}, "Pass a list of texts, token ids or conversations"),
+        ([MESSAGE], r"Put the conversation in a list: \[messages\]"),
+        ([5, 6, 7], r"Put the token ids in a list: \[token_ids\]"),
+        (np.array([5, 6, 7]), r"Put the token ids in a list"),
+        (torch.tensor([5, 6, 7]), r"Put the token ids in a list"),
+    ],
+)
+def test_a_prompt_that_lacks_its_list_is_refused_with_what_to_pass(prompts, words):
+    with pytest.raises(TypeError, match=words):
+        as_list(prompts)
+
+
+def test_the_answer_of_a_tokenizer_is_no_list_of_prompts(folder):
+    encoded = AutoTokenizer.from_pretrained(folder)(["abc", "abd"])
+    with pytest.raises(TypeError, match="prompts is a BatchEncoding with the keys 'input_ids'"):
+        as_list(encoded)
+    assert as_list(encoded["input_ids"]) == [[2, 3, 4], [2, 3, 5]]
+
+
+def test_a_wrong_number_of_sampling_parameters_is_refused_without_a_sampler():
+    with vectorlm.FakeEngine(say_a) as engine:
+        with pytest.raises(ValueError, match=r"^1 sampling parameters were given for 2 prompts"):
+            engine.sample(["a", "b"], [{"seed": 1}])
+        assert engine.sample(["a"], [{"seed": 1}])[0][0].text == "a"
+
+
+def test_a_handle_of_a_closed_engine_says_so():
+    with vectorlm.FakeEngine(say_a) as engine:
+        asked, left = engine.submit(["a"]), engine.submit(["a"])
+        answers = asked.result()
+    assert asked.result() == answers
+    assert left.done()
+    with pytest.raises(EngineError, match=r"^the engine is closed\.$"):
+        left.result()
+
+
+def start_with_own_arguments(topology):
+    """Start engines whose arguments differ by rank; return what a call raises, and what equal engines answer."""
+    with vectorlm.FakeEngine(lambda prompt, version: "a", topology=topology) as engine:
+        assert engine.sample(["a"])[0][0].text == "a"
+    with vectorlm.FakeEngine(say_a, topology=topology, num_steps=4 + topology.rank // 2) as engine:
+        try:
+            engine.sample(["a"])
+        except RankMismatch as error:
+            return str(error)
+
+
+def test_engines_with_other_arguments_are_refused_on_every_rank():
+    for text in on_ranks(4, start_with_own_arguments, num_nodes=2):
+        assert text.startswith(
+            "ranks 2, 3 started with other settings than rank 0: num_steps=5 instead of 4."
+        )
+
+
+def refusal(topology, prompt, params=None):
+    with vectorlm.FakeEngine(say_a, topology=topology) as engine, pytest.raises(RankMismatch) as caught:
+        engine.sample([prompt], params)
+    return str(caught.value)
+
+
+def part_ways(topology):
+    """Return the errors of a long array, of a temperature and of a version that are this rank's own."""
+    from vectorlm.sampling import arguments
+
+    # Its printed form is shortened in the middle.
+    array = np.arange(3000)
+    array[1500] += topology.rank
+    texts = [refusal(topology, array), refusal(topology, "a" * 100, {"temperature": 0.5 + topology.rank})]
+    own_version = arguments.versions_of_rank() | {"torch": f"2.{topology.rank}"}
+    arguments.versions_of_rank = lambda: own_version
+    return [*texts, refusal(topology, "a")]
+
+
+def test_what_differs_between_ranks_is_shown_with_both_values():
+    for of_array, of_temperature, of_version in on_ranks(2, part_ways):
+        assert "rank 1 differs from rank 0" in of_array
+        assert "'temperature': 1.5" in of_temperature
+        assert "'temperature': 0.5" in of_temperature
+        assert "torch='2.1' instead of '2.0'" in of_version
+
+
+def test_an_unknown_argument_is_refused_before_vllm_starts(folder):
+    with pytest.raises(
+        TypeError, match=r"knows an argument 'max_model_length'\. Did you mean 'max_model_len'"
+    ):
+        vectorlm.SamplingEngine(folder, max_model_length=64)
+    with pytest.raises(TypeError, match="Did you mean 'log_path'"):
+        vectorlm.SamplingEngine(folder, logpath=None)
+    with pytest.raises(TypeError, match="Did you mean 'timeout_s'"):
+        vectorlm.SamplingEngine(folder, vectorlm.EngineSettings(engine_args={"timeouts": 1}))
+
+
+def test_settings_and_keywords_make_the_same_engine():
+    given = vectorlm.EngineSettings(
+        timeout_s=7.0, lora_mode="auto", engine_args={"max_model_len": 64, "seed": 1}
+    )
+    merged = merge(
+        given, {"verify_updates": False, "seed": 2, "enable_lora": True}, vectorlm.SamplingEngine.__init__
+    )
+    expected = {
+        "max_model_len": 64,
+        "seed": 2,
+        "enable_lora": True,
+        "dtype": "auto",
+        "gpu_memory_utilization": 0.35,
+    }
+    assert merged.engine_args == expected
+    assert (merged.timeout_s, merged.verify_updates, merged.lora_mode) == (7.0, False, "adapter")
+    assert merge(merged, {}, vectorlm.SamplingEngine.__init__) == merged
+
+
+def test_an_engine_shows_what_it_is_and_a_second_one_is_warned_of():
+    scripted = {"inference": "vectorlm.sampling.backends.scripted:Scripted", "answers": ["a"]}
+    with vectorlm.SamplingEngine("model", **scripted) as first:
+        what = f"SamplingEngine of 'model' with {scripted['inference']}"
+        assert repr(first) == f"<{what}: version -1, sampler process {first._channel.pid}>"
+        with pytest.warns(UserWarning, match=r"another engine .* is open, with model: .* its close\(\)"):
+            vectorlm.SamplingEngine("model", **scripted).close()
+    assert repr(first) == f"<{what}: closed>"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        vectorlm.SamplingEngine("model", **scripted).close()

@@ -1,0 +1,220 @@
+"""HFEngine where the contract does not look: its own limits; test_vllm_sampling.py has vLLM as its reference."""
+
+import pytest
+import torch
+from interrupt import interrupt
+from kit.families import WITH_BUFFERS, save_family
+from swap_cases import FP32_GAP, largest_gap
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from vectorlm.errors import EngineError
+from vectorlm.ranks.topology import Topology
+from vectorlm.sampling.backends.transformers import generation
+from vectorlm.sampling.backends.transformers.backend import Transformers
+from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.sampling.weights.module_trainer import ModuleTrainer
+
+PROMPTS = ["abcabc", [5, 6, 7, 8, 9, 5, 6], [10]]
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 0}
+SAMPLED = {**GREEDY, "temperature": 1.0, "seed": 3, "n": 2}
+
+
+TINY_LLAMA = {"hidden_size": 64}
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    with HFEngine(folder) as engine:
+        yield engine
+
+
+def tokens(answers):
+    return [[completion.token_ids for completion in each] for each in answers]
+
+
+def test_slices_and_batches_change_nothing(engine, folder, monkeypatch):
+    expected = tokens(engine.sample(PROMPTS, SAMPLED))
+    monkeypatch.setattr(generation, "SLICE_TOKENS", 1)
+    assert tokens(engine.sample(PROMPTS, SAMPLED)) == expected
+    monkeypatch.setattr(generation, "SLICE_TOKENS", 5)
+    with HFEngine(folder, batch_size=1) as one_by_one:
+        assert tokens(one_by_one.sample(PROMPTS, SAMPLED)) == expected
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely(engine, folder):
+    num_draws = 2000
+    params = {"n": num_draws, "max_tokens": 1, "seed": 0, "ignore_eos": True, "temperature": 0.5}
+    (completions,) = engine.sample([[2, 3]], params)
+    counts = torch.bincount(torch.tensor([each.token_ids[0] for each in completions]), minlength=48)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = (model(torch.tensor([[2, 3]])).logits[0, -1].double() / 0.5).softmax(-1) * num_draws
+    # Chi-square with 47 degrees of freedom: above 90 once in 10,000 seeds; at temperature 1 it would be hundreds.
+    assert ((counts - expected) ** 2 / expected).sum() < 90
+
+
+def test_sampling_leaves_the_trainers_random_state_alone(engine):
+    before = torch.get_rng_state()
+    engine.sample(PROMPTS, {**SAMPLED, "seed": None})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_a_seed_every_call_draws_anew(engine):
+    unseeded = {**SAMPLED, "seed": None}
+    assert tokens(engine.sample(PROMPTS, unseeded)) != tokens(engine.sample(PROMPTS, unseeded))
+
+
+def test_learned_positions_do_not_count_the_padding(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=48, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path)
+    with HFEngine(tmp_path) as engine:
+        completions = [completion for (completion,) in engine.sample([[2], [5, 6, 7, 8]], GREEDY)]
+        assert largest_gap(completions, model) < FP32_GAP
+        with pytest.raises(EngineError, match="has no tokenizer: prompts must be token ids"):
+            engine.sample("abc")
+
+
+def test_prompts_that_cannot_be_continued_are_refused(engine):
+    with pytest.raises(EngineError, match="a prompt has no tokens"):
+        engine.sample([[]])
+    with pytest.raises(EngineError, match="prompt 1 has token 48: it must be from 0 to 47"):
+        engine.sample([[2], [48]])
+
+
+@pytest.mark.parametrize(("asked", "longest"), [(None, 64), (9, 9), (65, 64)])
+def test_prompt_and_completion_are_no_longer_than_the_model_or_the_run_allows(folder, asked, longest):
+    backend = Transformers(str(folder), receiver="live", max_model_len=asked)
+    with pytest.raises(
+        EngineError, match=f"has {longest} tokens: the engine holds {longest}, the completion"
+    ):
+        backend.submit("long", [2] * longest, GREEDY)
+    for index, limit in enumerate((24, None)):
+        backend.submit(f"{index}", [2] * (longest - 4), {**GREEDY, "max_tokens": limit})
+    ended = [output.completions[0] for output in backend.poll()]
+    assert [(len(each.token_ids), each.finish_reason) for each in ended] == [(4, "length")] * 2
+
+
+def test_a_folder_that_holds_no_whole_model_is_refused(tmp_path, folder):
+    with pytest.raises(
+        EngineError, match=r"has no config\.json: it must be a folder written by save_pretrained"
+    ):
+        HFEngine(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "model.norm.weight"}
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(EngineError, match=r"lacks tensors of its model: model\.norm\.weight"):
+        HFEngine(tmp_path)
+
+
+def test_every_sequence_is_sampled_by_its_own_parameters(engine):
+    greedy = tokens(engine.sample([[2, 3]], GREEDY))[0]
+    wild = {**GREEDY, "temperature": 5.0, "seed": 1}
+    cuts = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0.0}]
+    *cut, free = tokens(engine.sample([[2, 3]] * 5, [*({**wild, **each} for each in cuts), wild]))
+    assert cut == [greedy] * 4
+    assert free != greedy
+
+
+def test_log_probabilities_of_the_model_itself_come_by_name(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with HFEngine(folder, logprobs_mode="raw_logprobs") as raw:
+        (completion,) = raw.sample([[2, 3]], {**SAMPLED, "n": 1, "temperature": 0.5, "top_k": 4})[0]
+    assert largest_gap([completion], model) < FP32_GAP
+    with pytest.raises(EngineError, match="it must be one of processed_logprobs, raw_logprobs"):
+        HFEngine(folder, logprobs_mode="raw_logits")
+
+
+def test_a_penalty_counts_neither_padding_nor_neighbours(engine):
+    penalised = {**GREEDY, "repetition_penalty": 5.0}
+    alone = tokens(engine.sample([[2]], penalised))
+    assert tokens(engine.sample([[2], [5] * 30], [penalised, GREEDY]))[:1] == alone
+
+
+def test_weights_that_sleep_take_no_memory(folder):
+    backend = Transformers(str(folder), receiver="live")
+    parameters = list(backend.model.parameters())
+    num_elements = sum(parameter.numel() for parameter in parameters)
+    backend.sleep(frozenset({"weights"}), frozenset())
+    assert sum(parameter.untyped_storage().nbytes() for parameter in parameters) == 0
+    backend.wake_up(frozenset({"weights"}))
+    assert sum(parameter.numel() for parameter in parameters) == num_elements > 0
+
+
+def test_a_bfloat16_copy_holds_the_trainers_weights_rounded(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01
+    trainer = ModuleTrainer(model, torch.optim.SGD(model.parameters()), lambda *_: None, Topology())
+    backend = Transformers(str(folder), receiver="live", dtype="bfloat16")
+    layout = backend.connect(trainer.manifest(), None, "base")
+    backend.load(0, trainer.publish(layout, True), ("base",), False)
+    held = backend.model.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(held[name], tensor.bfloat16())
+
+
+def test_buffers_that_a_model_computes_with_are_sent(tmp_path):
+    folder = save_family(WITH_BUFFERS["Apertus"], tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, buffer in model.named_buffers():
+        if name.endswith(".beta"):
+            buffer.fill_(0.9)
+    with HFEngine(folder) as engine:
+        before = engine.sample([[5, 6, 7]], GREEDY)
+        engine.update(model, 0)
+        ((completion,),) = engine.sample([[5, 6, 7]], GREEDY)
+    assert largest_gap([completion], model) < FP32_GAP
+    assert completion.sampler_logprobs != pytest.approx(before[0][0].sampler_logprobs, abs=1e-2)
+
+
+def test_an_interrupted_call_leaves_nothing_under_way(engine):
+    expected = engine.sample(PROMPTS, GREEDY)
+    interrupt(lambda: engine.sample(PROMPTS, {**SAMPLED, "n": 2000}), after_s=0.1)
+    assert engine.sample(PROMPTS, GREEDY) == expected
+    assert engine.poll() == []
+
+
+@pytest.mark.parametrize("steps", [6, 8, 12])
+def test_a_batch_goes_on_from_an_interrupt_as_without_one(folder, monkeypatch, steps):
+    """In a notebook `result` may be called again after Ctrl-C, and the batch may hold other requests."""
+    monkeypatch.setattr(generation, "SLICE_TOKENS", 5)
+    shape, left = generation._SampleEach._shape, [steps]
+
+    def interrupted(*args):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return shape(*args)
+
+    with HFEngine(folder) as engine:
+        expected = engine.sample(PROMPTS, SAMPLED)
+        batch = engine.submit(PROMPTS, SAMPLED)
+        monkeypatch.setattr(generation._SampleEach, "_shape", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batch.result()
+        found = batch.result()
+    assert tokens(found) == tokens(expected)
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine.sampler_logprobs == pytest.approx(theirs.sampler_logprobs, abs=1e-5)
+
+
+def test_a_model_that_raises_ends_its_batch_and_no_other(folder, monkeypatch):
+    backend = Transformers(str(folder), receiver="live", max_num_seqs=1)
+    backend.submit("spoiled", [2], GREEDY)
+    backend.submit("spared", [3], GREEDY)
+
+    def fail(*args, **kwargs):
+        raise ArithmeticError("not today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.model, "generate", fail)
+        (output,) = backend.poll()
+    assert output.name == "spoiled"
+    with pytest.raises(EngineError, match=r"(?s)ArithmeticError: not today.*Traceback"):
+        raise output.error
+    (output,) = backend.poll()
+    assert (output.name, len(output.completions[0].token_ids)) == ("spared", 24)

@@ -1,0 +1,69 @@
+"""Two engines share the work of two ranks."""
+
+import pytest
+import torch
+from kit.rank_processes import forked, save_tiny_llama
+from kit.tiny_engine import TINY_ENGINE
+from swap_cases import GREEDY, compare, counting_chunks, perturb
+from transformers import AutoModelForCausalLM
+
+from vectorlm import SamplingEngine
+from vectorlm.errors import EngineError
+
+BATCH = [[2 + index % 20, 3 + index % 7] for index in range(41)]
+
+
+def tokens(answers):
+    return [[completion.token_ids for completion in completions] for completions in answers]
+
+
+def two_engines(folder, receiver):
+    """Swap into two engines, sample on both; return comparisons with transformers, and who sampled how much."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    fully_shard(model)
+    seen = []
+    with SamplingEngine(
+        folder, data_parallel_size=2, receiver=receiver, transport="pull", max_num_seqs=8, **TINY_ENGINE
+    ) as engine:
+        # One prompt for each engine, no seed, and nothing drawn before.
+        drawn = engine.sample([[2, 3]] * 2, {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True})
+        for step in range(2):
+            perturb(model, reference, seed=step)
+            engine.update(model, step)
+            equal, gap, _ = compare(engine, reference)
+            seen.append((all(equal), gap, engine.version))
+        with counting_chunks() as taken:
+            answers = engine.submit(BATCH, GREEDY).result()
+        alone = [engine.sample([prompt], GREEDY)[0] for prompt in BATCH[::8]]
+        try:
+            engine.sample([*BATCH, []], GREEDY)
+        except EngineError:
+            seen.append("refused")
+        again = tokens(engine.sample(BATCH, GREEDY)) == tokens(answers)
+    first, second = tokens(drawn)
+    return seen, tokens(answers[::8]) == tokens(alone), sum(taken), again, first != second
+
+
+@pytest.mark.slow
+def test_two_engines_share_a_batch_and_both_hold_the_new_weights(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", tied=True, hidden_size=64)
+    results = forked(two_engines, str(folder), "packed")
+    for seen, in_order, taken, again, drawn_apart in results:
+        *swaps, refused = seen
+        assert refused == "refused"
+        assert drawn_apart, "two engines draw the same random numbers"
+        for step, (equal, gap, version) in enumerate(swaps):
+            assert equal
+            assert gap < 1e-4
+            assert version == step
+        assert in_order
+        assert again
+        assert taken > 0, "one engine did all the work"
+    assert sum(taken for _, _, taken, *_ in results) == len(BATCH)
+
+
+def test_engines_must_divide_the_ranks_of_a_node():
+    with pytest.raises(ValueError, match="data_parallel_size=2 cannot be spread over 1 ranks of a node"):
+        SamplingEngine("model", data_parallel_size=2)

@@ -1,0 +1,79 @@
+"""``vectorlm verify``, and TRL's weight syncs: what is found in a real vLLM engine, and what is said of wrong input."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kit.families import FAMILIES, save_family
+from peft import LoraConfig, get_peft_model
+
+from vectorlm.cli import main
+from vectorlm.errors import ConfigError
+from vectorlm.sampling import verify
+
+OTHERS = "the engine does not hold these weights: it computes with parameters that none of them fills: "
+FOUND = {
+    "sync": "nothing",
+    "sync of adapters": "nothing",
+    "server": "nothing",
+    "head untied and equal": "nothing",
+    "bias not sent": f"ChecksumMismatch: {OTHERS}['model.layers.1.self_attn.qkv_proj.bias'].",
+    "stale head": f"ChecksumMismatch: {OTHERS}['lm_head.weight'].",
+    "bias not taken": "1 of 26 tensors have other numbers there: ['model.layers.1.self_attn.q_proj.bias'].",
+    "rounded": "1 of 26 tensors have other numbers there: ['model.layers.0.mlp.down_proj.weight'].",
+    "checkpoint": "the same weights, proven by the checksums of all 26 tensors, which it holds in float32",
+    "another checkpoint": "ChecksumMismatch: at u: the engine does not hold these weights: 26 of 26 tensors have",
+    "other shapes": "WeightMismatch: at u: the trainer sends 'model.embed_tokens.weight' with shape (50, 64)",
+    "log-probabilities": "probably the same weights, and not proven: the log-probabilities of 248 tokens differ by ",
+    "other log-probabilities": "WeightMismatch: at u: the server computes with other weights: the log-probabilities",
+    "server that does not answer": "EngineDied: the server at http://127.0.0.1:1 does not answer",
+    "server without the extension": "ConfigError: the server at http://127.0.0.1:1 gives no checksums: start it with",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    pytest.importorskip("trl")
+    folder = save_family(FAMILIES["Qwen2"], tmp_path_factory.mktemp("verify") / "model", tied=True)
+    command = [sys.executable, str(Path(__file__).with_name("held_cases.py")), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# One engine of vLLM and TRL's own sync for all of them.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUND)
+def test_what_vllm_holds_after_a_sync_is_told(found, case):
+    assert FOUND[case] in found[case]
+
+
+@pytest.mark.parametrize(
+    ("address", "checkpoint", "code", "text"),
+    [
+        ("127.0.0.1:1", "model", 1, "EngineDied: the server at http://127.0.0.1:1 does not answer"),
+        ("127.0.0.1:1", "no/such", 2, "ConfigError: no/such is not a folder"),
+        ("127.0.0.1:1", ".", 2, r"ConfigError: . is neither a checkpoint"),
+    ],
+)
+def test_wrong_input_is_told_before_a_model_is_loaded(
+    tmp_path, monkeypatch, capsys, address, checkpoint, code, text
+):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    assert main(["verify", address, checkpoint]) == code
+    assert re.search(text, capsys.readouterr().err)
+
+
+def test_a_model_with_adapters_is_refused(monkeypatch):
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
+    server = SimpleNamespace(max_model_len=lambda: 64, held=lambda manifest: [])
+    monkeypatch.setattr(verify, "ScoringServer", lambda *args, **more: server)
+    with pytest.raises(ConfigError, match=r"return model\.merge_and_unload\(\)"):
+        verify.verify_server("u", lambda: model)

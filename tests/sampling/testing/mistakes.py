@@ -1,0 +1,140 @@
+"""Backends that are right but for one mistake each, as somebody might make it."""
+
+from dataclasses import replace
+
+from vectorlm.sampling.backends.scripted import Scripted
+from vectorlm.sampling.backends.transformers.backend import Transformers
+
+
+class _ChangesAnswers(Transformers):
+    """Changes each completion by `change`."""
+
+    def poll(self):
+        return [
+            replace(output, completions=[self.change(each) for each in output.completions])
+            for output in super().poll()
+        ]
+
+
+class OneCompletionTooFew(Transformers):
+    def poll(self):
+        return [
+            replace(output, completions=output.completions[: max(1, len(output.completions) - 1)])
+            for output in super().poll()
+        ]
+
+
+class VersionsOfTheFuture(_ChangesAnswers):
+    def change(self, each):
+        return replace(each, versions=tuple(version + 7 for version in each.versions))
+
+
+class VersionsOfTheCheckpoint(_ChangesAnswers):
+    def change(self, each):
+        return replace(each, versions=(-1,) * len(each.versions))
+
+
+class StopAndLengthSwapped(_ChangesAnswers):
+    def change(self, each):
+        return replace(each, finish_reason={"stop": "length", "length": "stop"}[each.finish_reason])
+
+
+class LastTokenDropped(_ChangesAnswers):
+    def change(self, each):
+        kept = slice(None, -1 if len(each.token_ids) > 1 else None)
+        return replace(
+            each,
+            token_ids=each.token_ids[kept],
+            sampler_logprobs=each.sampler_logprobs[kept],
+            versions=each.versions[kept],
+        )
+
+
+class ProbabilityInsteadOfLogprob(_ChangesAnswers):
+    def change(self, each):
+        return replace(each, sampler_logprobs=(0.5,) * len(each.sampler_logprobs))
+
+
+class LogprobsUnasked(_ChangesAnswers):
+    def change(self, each):
+        return replace(each, sampler_logprobs=each.sampler_logprobs or (-1.0,) * len(each.token_ids))
+
+
+class LoadCopiesNothing(Transformers):
+    def load(self, version, checksums, weight_sets, recompute):
+        self.version = version
+        return 0.0
+
+
+class LoadComputesOnce(Transformers):
+    """Computes on a weight when the checkpoint is read, and not when an update comes."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.model.model.norm.register_forward_hook(
+            lambda module, args, output: output * (1 + 1e-4 * (self.version >= 0))
+        )
+
+
+class LoadProvesNothing(Transformers):
+    def load(self, version, checksums, weight_sets, recompute):
+        return super().load(version, None, weight_sets, recompute)
+
+
+class CacheKeptThroughRecompute(Transformers):
+    def load(self, version, checksums, weight_sets, recompute):
+        return super().load(version, checksums, weight_sets, recompute=False)
+
+
+class PromptsKeptOverAnUpdate(_ChangesAnswers):
+    """What it computed of a prompt, it finds again with other weights: the log-probability of the next token."""
+
+    def change(self, each):
+        if not each.sampler_logprobs:
+            return each
+        found = vars(self).setdefault("cache", {})
+        first = found.setdefault((each.prompt_token_ids, each.token_ids[0]), each.sampler_logprobs[0])
+        return replace(each, sampler_logprobs=(first, *each.sampler_logprobs[1:]))
+
+
+class CancelDoesNothing(Transformers):
+    def cancel(self, names):
+        pass
+
+
+class CancelForgetsTheNames(Scripted):
+    """It answers no cancelled request, and works on all of them."""
+
+    def cancel(self, names):
+        vars(self).setdefault("cancelled", set()).update(names)
+
+    def poll(self):
+        return [output for output in super().poll() if output.name not in vars(self).get("cancelled", ())]
+
+
+class CancelEndsEverything(Transformers):
+    def cancel(self, names):
+        super().cancel(list(self._requests))
+
+
+class RawLogprobs(Transformers):
+    def __init__(self, model, **more):
+        super().__init__(model, **more, logprobs_mode="raw_logprobs")
+
+
+class AnswersTwice(Transformers):
+    def poll(self):
+        outputs = super().poll()
+        return outputs + outputs[-1:]
+
+
+class SeedIgnored(Transformers):
+    def submit(self, name, prompt, sampling_params):
+        given = {**sampling_params, "seed": None} if "seed" in sampling_params else sampling_params
+        super().submit(name, prompt, given)
+
+
+class LimitIsNotReached(Transformers):
+    def submit(self, name, prompt, sampling_params):
+        few = min(sampling_params.get("max_tokens", 16), 8)
+        super().submit(name, prompt, {**sampling_params, "max_tokens": few})

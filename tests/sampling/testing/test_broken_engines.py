@@ -1,0 +1,183 @@
+"""The suite against engines that break a rule each, of those that no backend of mistakes.py breaks."""
+
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from vectorlm.data import encoding
+from vectorlm.errors import EngineTimeout, WeightMismatch
+from vectorlm.sampling import handle
+from vectorlm.sampling.backends import scripted
+from vectorlm.sampling.backends.scripted import Scripted
+from vectorlm.sampling.backends.transformers.generation import SequenceState
+from vectorlm.sampling.backends.transformers.parameters import Parameters
+from vectorlm.sampling.engine import SamplingEngine
+from vectorlm.sampling.fake_engine import FakeEngine
+from vectorlm.sampling.handle import BatchHandle
+from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.sampling.hot_swap import HotSwap
+from vectorlm.sampling.inline_channel import InlineChannel
+from vectorlm.sampling.sampler import scheduler
+from vectorlm.sampling.sampler.scheduler import Scheduler, SleepState
+from vectorlm.sampling.testing import CHECKS, EngineUnderTest, answers, run_checks
+from vectorlm.types import UpdateReport
+
+NAMED = {check.__name__: check for check in CHECKS}
+
+
+TINY_LLAMA = {"hidden_size": 64}
+
+
+def forget(*args, **kwargs):
+    return None
+
+
+def each_output(change, backend=Scripted):
+    """Break every output of the backend."""
+    honest = backend.poll
+
+    def poll(self):
+        return [replace(output, completions=change(output.completions)) for output in honest(self)]
+
+    return backend, "poll", poll
+
+
+def each_completion(change):
+    return each_output(lambda completions: [change(each) for each in completions])
+
+
+def unpack_backwards(packed, first=0, last=None, honest=handle.unpack):
+    return honest(packed, first, last)[::-1]
+
+
+def load_without_version(backend, *args):
+    return 0.0
+
+
+def never_skip(swap, *args, honest=HotSwap.update):
+    swap.forget()
+    return honest(swap, *args)
+
+
+def take_any_model(swap, model, step, *args, honest=HotSwap.update):
+    try:
+        return honest(swap, model, step, *args)
+    except WeightMismatch:
+        return UpdateReport(step, False, 0, 0.0, 0.0, 0.0)
+
+
+def never_drain(engine, model, step, in_flight="refuse", honest=SamplingEngine.update):
+    return honest(engine, model, step, "keep" if in_flight == "drain" else in_flight)
+
+
+def answer_once(handle, timeout_s=None, honest=BatchHandle.result):
+    answers = honest(handle, timeout_s)
+    handle.result = lambda timeout_s=None: []
+    return answers
+
+
+def wait_longer(channel, number, silence_s, waiting_for, deadline_s=None, honest=InlineChannel.answer):
+    return honest(channel, number, silence_s, waiting_for)
+
+
+def give_the_answer_before(channel, number, silence_s, waiting_for, *args, honest=InlineChannel.answer):
+    if waiting_for == "generating":
+        with suppress(EngineTimeout):
+            return honest(channel, number - 1, silence_s, waiting_for, *args)
+    return honest(channel, number, silence_s, waiting_for, *args)
+
+
+def tell_twice(engine, honest=SamplingEngine.poll):
+    return honest(engine) * 2
+
+
+def sleep_anyway(state, parts, num_requests, honest=SleepState.sleep):
+    return honest(state, parts, 0)
+
+
+def cancel_everything(self, number, command, honest=Scheduler.carry_out):
+    if isinstance(command, scheduler.messages.Abort):
+        return [
+            answer
+            for each in range(number + 5)
+            for answer in honest(self, number, replace(command, generate=each))
+        ]
+    return honest(self, number, command)
+
+
+BROKEN = [
+    ("every_prompt_is_answered_in_its_place", (handle, "unpack", unpack_backwards)),
+    (
+        "an_unknown_parameter_is_refused_by_name",
+        (scripted, "read_parameters", lambda given, defaults: defaults),
+    ),
+    ("an_update_brings_its_version_and_other_answers", (Scripted, "load", load_without_version)),
+    (
+        "an_update_brings_its_version_and_other_answers",
+        each_completion(lambda each: replace(each, text="always")),
+    ),
+    ("the_same_step_moves_nothing", (HotSwap, "update", never_skip)),
+    ("another_model_is_refused_and_the_engine_keeps_its_weights", (HotSwap, "update", take_any_model)),
+    ("an_update_is_refused_while_requests_are_in_flight", (scheduler, "require_room_for_update", forget)),
+    ("an_update_that_drains_waits_for_requests_in_flight", (SamplingEngine, "update", never_drain)),
+    (
+        "requests_in_flight_go_on_with_the_new_weights",
+        each_completion(lambda each: replace(each, versions=(99,) * len(each.versions))),
+    ),
+    ("a_submitted_batch_gives_what_sample_gives", (BatchHandle, "result", answer_once)),
+    ("done_becomes_true_by_asking", (InlineChannel, "advance", forget)),
+    ("poll_returns_each_finished_handle_once_in_order", (SamplingEngine, "poll", tell_twice)),
+    ("results_may_be_fetched_in_any_order", (InlineChannel, "answer", give_the_answer_before)),
+    ("a_result_that_is_not_there_in_time_may_be_asked_for_again", (InlineChannel, "answer", wait_longer)),
+    ("cancelled_requests_raise_and_leave_the_others_alone", (BatchHandle, "cancel", forget)),
+    ("cancelled_requests_raise_and_leave_the_others_alone", (Scheduler, "carry_out", cancel_everything)),
+    ("an_engine_that_sleeps_samples_nothing", (SleepState, "check_sampling", forget)),
+    ("weights_that_slept_hold_nothing_until_an_update", (HotSwap, "forget", forget)),
+    ("the_cache_may_sleep_alone", (SleepState, "wake_up", forget)),
+    ("weights_wake_for_the_update_and_the_cache_after_it", (SleepState, "finish_update", forget)),
+    ("requests_in_flight_keep_the_engine_awake", (SleepState, "sleep", sleep_anyway)),
+    ("a_closed_engine_says_so", (SamplingEngine, "close", forget)),
+]
+MODEL_BROKEN = [
+    ("a_prompt_is_answered_as_if_it_were_alone", (torch.Tensor, "new_ones", torch.Tensor.new_zeros)),
+    ("seeds_and_completions_differ", (SequenceState, "uniform", lambda sequence: 0.5)),
+    (
+        "a_stop_token_ends_the_completion",
+        (SequenceState, "make_processors", lambda sequence, device: LogitsProcessorList()),
+    ),
+    ("a_stop_string_ends_the_text", (Parameters, "stop_strings", ())),
+    ("text_and_chat_become_the_tokenizers_tokens", (encoding, "encode", lambda prompt, tokenizer: [2, 3])),
+]
+
+
+def fails(engine, folder, name):
+    # Several checks need a version that the engine holds.
+    subject = EngineUnderTest(engine, folder)
+    subject.engine.update(subject.models(20)[0], 0)
+    with pytest.raises(AssertionError, match=name):
+        run_checks(subject, [NAMED[name]])
+
+
+@pytest.mark.parametrize(("name", "change"), BROKEN)
+def test_a_broken_rule_is_noticed(name, change, folder, monkeypatch):
+    monkeypatch.setattr(*change)
+    monkeypatch.setattr(answers, "PATIENCE_S", 0.5)
+    with FakeEngine(lambda prompt, version: f"step {version}: {prompt}", num_steps=3) as engine:
+        fails(engine, folder, name)
+
+
+@pytest.mark.parametrize(("name", "change"), MODEL_BROKEN)
+def test_answers_that_are_not_the_models_are_noticed(name, change, folder, monkeypatch):
+    with HFEngine(folder) as engine:
+        monkeypatch.setattr(*change, raising=False)
+        fails(engine, folder, name)
+
+
+def test_the_same_engines_unbroken_fail_none_of_these_checks(folder):
+    with FakeEngine(lambda prompt, version: f"step {version}: {prompt}", num_steps=3) as engine:
+        subject = EngineUnderTest(engine, folder)
+        engine.update(subject.models(20)[0], 0)
+        run_checks(subject, [NAMED[name] for name in dict(BROKEN)])

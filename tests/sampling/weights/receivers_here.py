@@ -1,0 +1,29 @@
+"""`EngineReceiver` over workers in this process, and what ranks would send it."""
+
+from types import SimpleNamespace
+
+import torch
+
+from vectorlm.sampling.backends.vllm.extension import WeightExtension
+from vectorlm.sampling.weights.arena import Arena
+from vectorlm.sampling.weights.checksum import checksum
+from vectorlm.sampling.weights.receive import EngineReceiver
+
+
+def receivers_of(*models):
+    """Return the receivers of an engine with one worker for each of `models`, which are plain and on CPU."""
+    extensions = [WeightExtension() for _ in models]
+    for extension, model in zip(extensions, models, strict=True):
+        extension.model_runner = SimpleNamespace(get_model=lambda model=model: model)
+    return EngineReceiver(
+        lambda method, args=(): [getattr(each, method)(*args) for each in extensions], "live"
+    )
+
+
+def send(layout):
+    """Fill the arena as the ranks would; return what was sent, and the checksums as the ranks count them."""
+    arena = Arena.open(layout.path, layout.num_bytes)
+    sent = {slot.name: torch.randn(slot.shape) for slot in layout.slots}
+    for slot in layout.slots:
+        arena.view(slot).copy_(sent[slot.name])
+    return sent, [checksum(sent[slot.name], word_bytes=slot.word_bytes) for slot in layout.slots]

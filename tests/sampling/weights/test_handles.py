@@ -1,0 +1,145 @@
+"""Handles of memory in other processes, and which piece of a parameter is copied from which rank's rows."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+
+from vectorlm.errors import StaleHandle, WeightMismatch
+from vectorlm.sampling.weights.arena import path_of
+from vectorlm.sampling.weights.copy_list import CopyList, cut_to_rows
+from vectorlm.sampling.weights.exports import Export, FileHandle
+from vectorlm.sampling.weights.plan import Layout, Slot, TensorSpec
+from vectorlm.sampling.weights.record import LoadPlan, View
+
+
+def handle_of(tensor):
+    handle = FileHandle.of(tensor)
+    assert torch.equal(handle.open(), tensor)
+    return handle
+
+
+def test_a_handle_leads_to_the_tensor_itself_in_place():
+    whole = torch.arange(24.0).reshape(6, 4)
+    view, rows = whole.t(), whole[2:5]
+    handle = handle_of(rows)
+    seen = handle.open()
+    whole[3, 1] = -1.0
+    assert seen[1, 1] == view[1, 3] == -1.0
+    assert rows.data_ptr() == whole.data_ptr() + 2 * 4 * 4, "views moved with their storage"
+    # One descriptor for a storage, however often it is exported.
+    assert FileHandle.of(whole).path == handle.path
+    half = torch.arange(8, dtype=torch.bfloat16)[3:]
+    assert handle_of(half).open().tolist() == [3, 4, 5, 6, 7]
+
+
+def test_a_handle_whose_tensor_is_gone_is_refused():
+    tensor = torch.ones(8)
+    handle = handle_of(tensor)
+    del tensor
+    for call in (handle.check, handle.open):
+        with pytest.raises(StaleHandle, match="is closed: its rank is gone, or has let go of it"):
+            call()
+
+
+def test_a_handle_whose_descriptor_became_another_file_is_refused():
+    tensor = torch.ones(8)
+    handle = handle_of(tensor)
+    number = int(handle.path.rpartition("/")[2])
+    other = os.memfd_create("other")
+    os.truncate(other, 1 << 12)
+    del tensor
+    try:
+        os.dup2(other, number)
+        assert path_of(number) == handle.path
+        for call in (handle.check, handle.open):
+            with pytest.raises(StaleHandle, match="is another file than the one that was exported"):
+                call()
+    finally:
+        os.close(number)
+        os.close(other)
+
+
+EXPORTER = """
+import sys, torch
+from vectorlm.sampling.weights.exports import FileHandle
+tensor = torch.arange(6.0)
+handle = FileHandle.of(tensor)
+print(handle.path, *handle.identity, handle.num_bytes, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_memory_of_a_killed_rank_is_refused():
+    rank = subprocess.Popen(
+        [sys.executable, "-c", EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    path, device, inode, num_bytes = rank.stdout.readline().split()
+    handle = FileHandle(path, (int(device), int(inode)), int(num_bytes), 0, (6,), "float32")
+    whole = torch.zeros(6)
+    plan = LoadPlan.whole([TensorSpec("w", (6,))], lambda name: "float32")
+    layout = Layout("", 64, (Slot("w", (6,), "float32", 0),))
+    copies = CopyList(layout, [Export("w", 0, handle)], plan, {"w": whole}, may_alias=True)
+    copies.copy_round()
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+    os.kill(rank.pid, signal.SIGKILL)
+    rank.wait()
+    for call in (copies.copy_round, handle.open):
+        with pytest.raises(StaleHandle):
+            call()
+    rank.stdin.close(), rank.stdout.close()
+
+
+def test_rows_that_no_rank_exports_are_missed():
+    rows = torch.ones(2, 3)
+    layout = Layout("", 64, (Slot("w", (4, 3), "float32", 0),))
+    plan = LoadPlan.whole([TensorSpec("w", (4, 3))], lambda name: "float32")
+    with pytest.raises(WeightMismatch, match="export 6 of the 12 numbers of 'w'"):
+        CopyList(layout, [Export("w", 2, handle_of(rows))], plan, {"w": torch.zeros(4, 3)}, may_alias=False)
+
+
+@strategies.composite
+def pieces(draw):
+    """Return the shape of a tensor, and a view that a loader may take of it."""
+    shape = draw(strategies.lists(strategies.integers(1, 5), min_size=1, max_size=4))
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    view = whole
+    for dim, size in enumerate(shape):
+        start = draw(strategies.integers(0, size - 1))
+        view = view.narrow(dim, start, draw(strategies.integers(1, size - start)))
+    if draw(strategies.booleans()):
+        view = view[:: draw(strategies.integers(1, 3))]
+    if draw(strategies.booleans()) and view.ndim > 1 and view.is_contiguous():
+        view = view.flatten(0, 1)
+    return shape, view.permute(draw(strategies.permutations(range(view.ndim))))
+
+
+@hypothesis.given(pieces(), strategies.integers(0, 5), strategies.integers(0, 5))
+def test_a_piece_is_cut_where_a_rank_s_rows_begin_and_end(piece, start, length):
+    """Of each view exactly the elements in the rows are copied, to where they belong: by a list of all elements."""
+    shape, view = piece
+    row_size = torch.Size(shape[1:]).numel()
+    rows = range(min(start, shape[0]), min(start + length, shape[0]))
+    held = torch.arange(rows.start * row_size, rows.stop * row_size).reshape(-1, *shape[1:])
+    target = torch.full(view.shape, -1)
+    count = 0
+    for part, box in cut_to_rows(target, View.of(view, view.storage_offset()), rows, row_size):
+        assert (part == -1).all(), "an element is copied twice"
+        moved = View(box.shape, box.stride, box.offset - rows.start * row_size)
+        part.copy_(moved.on(held))
+        count += box.count
+    is_within = (view // row_size >= rows.start) & (view // row_size < rows.stop)
+    assert torch.equal(target, torch.where(is_within, view, -1))
+    assert count == is_within.sum()
+
+
+def test_whole_rows_are_cut_into_as_few_boxes_as_there_are_ranks():
+    target, view = torch.zeros(10, 3), View((10, 3), (3, 1), 0)
+    assert [part.shape[0] for part, _ in cut_to_rows(target, view, range(3, 7), 3)] == [4]
+    transposed = View((3, 10), (1, 3), 0)
+    assert [part.shape for part, _ in cut_to_rows(target.view(3, 10), transposed, range(3), 3)] == [(3, 3)]

@@ -1,0 +1,99 @@
+"""What an engine holds of a model's tensors, whoever loaded them; vLLM's own is in tests/sampling/test_verify.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_parallel import HIDDEN, MANIFEST, Half
+
+from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.sampling.weights.held import held_by, require_held, sum_of
+from vectorlm.sampling.weights.plan import TensorSpec
+
+SHAPES = {"embed_tokens.weight": (6, 4), "up.weight": (8, 4), "up.bias": (8,)}
+
+
+class Engine(torch.nn.Module):
+    """A model whose head is the embedding table, in memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=True)
+        self.embed_tokens, self.up = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 8)
+        self.lm_head = torch.nn.Linear(4, 6, bias=False)
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+
+def loaded(tensors):
+    """Return an engine that holds the tensors."""
+    engine = Engine()
+    engine.load_weights(tensors.items())
+    engine.lm_head.load_state_dict(engine.embed_tokens.state_dict())
+    return engine
+
+
+def stale_head(engine):
+    engine.lm_head.weight.data[5, 3] += 1
+
+
+def stale_bias(engine):
+    engine.up.bias.data.zero_()
+
+
+def rounded(engine):
+    engine.up.weight.data.copy_(engine.up.weight.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "unsent", "text"),
+    [
+        (stale_head, None, r"parameters that none of them fills: \['lm_head.weight'\]"),
+        (stale_bias, None, r"1 of 3 tensors have other numbers there: \['up.bias'\]"),
+        (None, "up.bias", r"parameters that none of them fills: \['up.bias'\]"),
+        (rounded, None, r"1 of 3 tensors have other numbers there: \['up.weight'\]"),
+        (torch.nn.Module.bfloat16, None, None),
+        (None, None, None),
+    ],
+)
+def test_what_an_engine_holds_otherwise_is_found_by_name(spoil, unsent, text):
+    tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    engine = loaded(tensors)
+    if spoil is not None:
+        spoil(engine)
+    manifest = [TensorSpec(name, shape) for name, shape in SHAPES.items() if name != unsent]
+
+    def check():
+        return require_held(
+            manifest, lambda name, dtype: sum_of(tensors[name], dtype), [held_by(engine, manifest)]
+        )
+
+    if text is None:
+        assert check() == dict.fromkeys(SHAPES, str(engine.up.weight.dtype).removeprefix("torch."))
+    else:
+        with pytest.raises(ChecksumMismatch, match=text):
+            check()
+
+
+def test_workers_that_hold_slices_are_summed_up_and_another_model_is_refused():
+    halves = [Half(worker) for worker in range(2)]
+    tensors = {spec.name: torch.randn(spec.shape) for spec in MANIFEST}
+    for half in halves:
+        half.load_weights(tensors.items())
+
+    def expected(name, dtype):
+        return sum_of(tensors[name], dtype)
+
+    assert (
+        require_held(MANIFEST, expected, [held_by(half, MANIFEST) for half in halves]).keys()
+        == tensors.keys()
+    )
+    halves[1].down.data[4, 2] = 0
+    halves[0].key.data[0, 0] = 0
+    with pytest.raises(ChecksumMismatch, match=r"2 of 8 .*\['down', 'key'\]"):
+        require_held(MANIFEST, expected, [held_by(half, MANIFEST) for half in halves])
+    with pytest.raises(WeightMismatch, match=r"sends .tabel. .* rejects"):
+        held_by(halves[0], [TensorSpec("tabel", (6, HIDDEN))])

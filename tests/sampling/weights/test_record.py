@@ -1,0 +1,261 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from receivers_here import receivers_of
+
+from vectorlm.errors import WeightMismatch
+from vectorlm.sampling.weights.layout import find_aliases, place_slots
+from vectorlm.sampling.weights.plan import Piece, Slot, TensorSpec
+from vectorlm.sampling.weights.receive import HeldPieces, WorkerReceiver
+from vectorlm.sampling.weights.record import Copy, LoadPlan, View, record_loading
+
+HIDDEN, Q, KV = 4, 6, 2
+
+
+def fused_model():
+    """Parameters as an engine holds them: fused q, k, v; a vocabulary rounded up from 5 rows to 8."""
+    return {
+        "qkv": torch.zeros(Q + 2 * KV, HIDDEN),
+        "embed": torch.zeros(8, HIDDEN),
+        "columns": torch.zeros(3, HIDDEN // 2),
+    }
+
+
+def loader_of(parameters):
+    starts = {"q": (0, Q), "k": (Q, KV), "v": (Q + KV, KV)}
+
+    def load(weights):
+        for name, tensor in weights:
+            if name in starts:
+                start, rows = starts[name]
+                assert tensor.shape == (rows, HIDDEN)
+                parameters["qkv"].narrow(0, start, rows).copy_(tensor)
+            elif name == "embed":
+                parameters["embed"][: len(tensor)].data.copy_(tensor)
+                parameters["embed"][len(tensor) :].data.fill_(0)
+            elif name == "columns":
+                parameters["columns"].copy_(tensor.narrow(1, 2, 2))
+            elif name == "scaled":
+                parameters["columns"].copy_(tensor + 1)
+            else:
+                raise KeyError(name)
+
+    return load
+
+
+MANIFEST = [
+    TensorSpec("k", (KV, HIDDEN)),
+    TensorSpec("q", (Q, HIDDEN)),
+    TensorSpec("embed", (5, HIDDEN)),
+    TensorSpec("v", (KV, HIDDEN)),
+]
+
+
+def test_the_loaders_own_slices_are_recorded_and_no_weight_changes():
+    parameters = fused_model()
+    copies = record_loading(loader_of(parameters), parameters, MANIFEST)
+    assert copies[0] == Copy(
+        "k", View((KV, HIDDEN), (HIDDEN, 1), 0), "qkv", View((KV, HIDDEN), (HIDDEN, 1), Q * HIDDEN)
+    )
+    assert [copy.source for copy in copies] == ["k", "q", "embed", "v"]
+    assert all(bool((parameter == 0).all()) for parameter in parameters.values())
+
+
+def test_recorded_copies_do_what_the_loader_does():
+    loaded, replayed = fused_model(), fused_model()
+    sources = {spec.name: torch.randn(spec.shape) for spec in MANIFEST}
+    loader_of(loaded)(sources.items())
+    for copy in record_loading(loader_of(replayed), replayed, MANIFEST):
+        copy.parameter_view.on(replayed[copy.parameter]).copy_(copy.source_view.on(sources[copy.source]))
+    assert all(torch.equal(loaded[name], replayed[name]) for name in loaded)
+
+
+def load_plan_of(parameters, manifest):
+    copies = record_loading(loader_of(parameters), parameters, manifest)
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    return LoadPlan(tuple(copies), dict.fromkeys(parameters, "float32"), sizes)
+
+
+def test_a_fused_parameter_becomes_one_block_of_the_arena():
+    load_plan = load_plan_of(fused_model(), MANIFEST)
+    num_bytes, slots = place_slots(MANIFEST, load_plan)
+    offsets = {slot.name: slot.offset_bytes for slot in slots}
+    assert offsets["k"] - offsets["q"] == Q * HIDDEN * 4
+    assert offsets["v"] - offsets["k"] == KV * HIDDEN * 4
+    assert find_aliases(load_plan, slots, num_bytes) == {"qkv": offsets["q"], "embed": offsets["embed"]}
+
+
+def test_rows_that_round_a_table_up_never_become_a_view_of_the_next_tensor():
+    # The second of two workers: rows 4 to 6 of the table, and two rows that no checkpoint knows.
+    rows, rounded = View((2, HIDDEN), (HIDDEN, 1), 4 * HIDDEN), View((2, HIDDEN), (HIDDEN, 1), 0)
+    load_plan = LoadPlan(
+        (Copy("embed", rows, "embed", rounded),), {"embed": "float32"}, {"embed": 4 * HIDDEN}
+    )
+    table, neighbour = Slot("embed", (6, HIDDEN), "float32", 0), Slot("next", (6, HIDDEN), "float32", 96)
+    assert find_aliases(load_plan, [table, neighbour], 192) == {}
+    assert find_aliases(load_plan, [table], 192) == {"embed": 64}
+    assert find_aliases(load_plan, [table], 96) == {}
+
+
+def test_a_tensor_that_is_used_in_part_is_refused():
+    columns = [TensorSpec("columns", (3, HIDDEN))]
+    # The loader keeps two of four columns, and nobody takes the others.
+    with pytest.raises(WeightMismatch, match=r"leaves 1 of them unused, whole or in part: columns \(3, 4\)"):
+        HeldPieces(columns, [load_plan_of(fused_model(), columns)])
+
+
+def test_an_unknown_name_is_an_error_that_says_which():
+    parameters = fused_model()
+    with pytest.raises(
+        WeightMismatch, match=r"'nobody' with shape \(1,\), which the engine's loader rejects: KeyError"
+    ):
+        record_loading(loader_of(parameters), parameters, [TensorSpec("nobody", (1,))])
+
+
+def test_a_wrong_shape_is_an_error_that_says_which():
+    parameters = fused_model()
+    with pytest.raises(WeightMismatch, match=r"'q' with shape \(5, 4\), which the engine's loader rejects"):
+        record_loading(loader_of(parameters), parameters, [TensorSpec("q", (5, HIDDEN))])
+
+
+def test_a_tensor_that_the_loader_computes_with_is_refused():
+    parameters = fused_model()
+    with pytest.raises(WeightMismatch, match="computes with 'scaled' while loading it"):
+        record_loading(loader_of(parameters), parameters, [TensorSpec("scaled", (3, 2))])
+
+
+def negative_exponential_in_place(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.weight.data.copy_(-torch.exp(model.weight.data))
+
+
+def scaled_in_place(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.weight.data[1:].mul_(2)
+
+
+def computed_into_its_own_memory(model, tensor):
+    model.weight.data.copy_(tensor)
+    torch.exp(model.weight.data, out=model.weight.data)
+
+
+def computed_into_an_attribute(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.inverse = 1 / model.weight.data
+
+
+def computed_into_a_buffer(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.largest.fill_(model.weight.max())
+
+
+def copied_on(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.second.data.copy_(model.weight.data)
+
+
+class LoadsOddly(torch.nn.Module):
+    def __init__(self, load):
+        super().__init__()
+        self.weight, self.second = (torch.nn.Parameter(torch.arange(6.0).view(2, 3)) for _ in range(2))
+        self.register_buffer("largest", torch.zeros(()), persistent=False)
+        self._load = load
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self._load(self, tensor)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        negative_exponential_in_place,
+        scaled_in_place,
+        computed_into_its_own_memory,
+        computed_into_an_attribute,
+        computed_into_a_buffer,
+        copied_on,
+    ],
+)
+def test_a_loader_that_computes_with_what_it_has_loaded_is_refused_and_changes_nothing(load):
+    model = LoadsOddly(load)
+    with pytest.raises(WeightMismatch, match="'weight'"):
+        record_loading(model.load_weights, dict(model.named_parameters()), [TensorSpec("weight", (2, 3))])
+    assert torch.equal(model.weight, torch.arange(6.0).view(2, 3))
+    assert torch.equal(model.second, torch.arange(6.0).view(2, 3))
+
+
+def test_what_a_loader_writes_before_it_copies_changes_nothing():
+    def load(model, tensor):
+        model.weight.data.zero_()
+        model.weight.data.copy_(tensor)
+        torch.empty_like(model.weight), model.weight.new_zeros(2), model.weight.data.t()
+
+    model = LoadsOddly(load)
+    (copy,) = record_loading(
+        model.load_weights, dict(model.named_parameters()), [TensorSpec("weight", (2, 3))]
+    )
+    assert copy.parameter == "weight"
+    assert torch.equal(model.weight, torch.arange(6.0).view(2, 3))
+
+
+def test_a_loader_is_given_the_checkpoints_tensors_in_place_of_a_parameter_that_holds_several():
+    parameters = {name: torch.zeros(2, 3) for name in ("first", "second")}
+    pieces = tuple(Piece(name, (2, 3), (3, 1), 6 * index) for index, name in enumerate(parameters))
+
+    def load(weights):
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+
+    copies = record_loading(load, parameters, [TensorSpec("both", (2, 2, 3), pieces)])
+    assert [(each.source, each.source_view.offset, each.parameter) for each in copies] == [
+        ("both", 0, "first"),
+        ("both", 6, "second"),
+    ]
+
+
+def test_other_copies_happen_while_a_loader_is_watched():
+    parameters, scratch = {"weight": torch.zeros(2)}, torch.zeros(2)
+
+    def load(weights):
+        for _, tensor in weights:
+            scratch.copy_(torch.ones(2))
+            torch.empty_like(tensor).copy_(tensor)
+            parameters["weight"].copy_(tensor)
+
+    (copy,) = record_loading(load, parameters, [TensorSpec("weight", (2,))])
+    assert copy.parameter == "weight"
+    assert scratch.tolist() == [1.0, 1.0]
+
+
+class RoundedUp(torch.nn.Module):
+    """The second of two workers: rows 4 to 6 of the vocabulary, and two rows that no checkpoint knows."""
+
+    def __init__(self, num_rows):
+        super().__init__()
+        self.embed = torch.nn.Embedding(4, HIDDEN)
+        self.embed.shard_indices = SimpleNamespace(org_vocab_start_index=4, org_vocab_end_index=6)
+        self._num_rows = num_rows
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.embed.weight.data[: self._num_rows].copy_(tensor.narrow(0, 4, self._num_rows))
+
+
+def test_rows_that_round_a_vocabulary_up_need_no_weights_and_the_others_do():
+    manifest = [TensorSpec("embed", (6, HIDDEN))]
+    (copy,) = WorkerReceiver(RoundedUp(2)).describe(manifest).copies
+    assert copy.parameter_view.count == 2 * HIDDEN
+    with pytest.raises(WeightMismatch, match=r"leave 1 of them unfilled, .*: \['embed.weight'\]"):
+        WorkerReceiver(RoundedUp(1)).describe(manifest)
+
+
+def test_a_layer_that_the_engine_rearranges_is_refused():
+    class Fp8LinearMethod:
+        pass
+
+    model = torch.nn.Linear(2, 2)
+    model.quant_method = Fp8LinearMethod()
+    with pytest.raises(WeightMismatch, match=r"vLLM rearranges the weights of Linear \(Fp8LinearMethod\)"):
+        receivers_of(model)

@@ -1,0 +1,251 @@
+"""Folders that are complete under their names, whatever was killed, that one run holds and all nodes see."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from kit.rank_processes import on_ranks
+from torch.distributed import DistStoreError
+from torch.distributed.checkpoint import CheckpointException
+
+from vectorlm.errors import CheckpointError, ConfigError
+from vectorlm.train.checkpoint import folder
+from vectorlm.train.checkpoint.folder import begin, finish, held, naming, naming_the_full_disk
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def write(path, text):
+    (begin(path) / "weights").write_text(text)
+    finish(path)
+
+
+def text_of(path):
+    return (path / "weights").read_text() if path.exists() else None
+
+
+@pytest.mark.parametrize("num_renames", [0, 1, 2])
+def test_a_kill_between_two_renames_loses_neither_copy_of_a_model(tmp_path, monkeypatch, num_renames):
+    path, left = tmp_path / "final-model", iter(range(num_renames))
+    write(path, "old")
+    replace = os.replace
+
+    def replace_or_die(*names):
+        if next(left, None) is None:
+            raise Killed
+        replace(*names)
+
+    def die(*args, **more):
+        raise Killed
+
+    (begin(path) / "weights").write_text("new")
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.os, "replace", replace_or_die)
+        patch.setattr(folder.shutil, "rmtree", die)
+        with pytest.raises(Killed):
+            finish(path)
+    begin(path)
+    folder.unfinished(path).rmdir()
+    assert text_of(path) == ("new" if num_renames == 2 else "old")
+    assert not list(tmp_path.glob(".final-model.*"))
+
+
+def test_what_others_write_beside_a_folder_is_left_alone(tmp_path):
+    others = [tmp_path / name for name in (".other.unfinished", ".other.retired", ".download.replaced")]
+    for other in others:
+        other.mkdir()
+    write(tmp_path / "mine", "text")
+    assert all(map(folder.Path.is_dir, others))
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path):
+    path = tmp_path / "step-00000001"
+    path.mkdir()
+    (path / "identity.json").write_text('{"format": 99}')
+    with pytest.raises(CheckpointError, match="has format 99, which a newer version of vectorlm wrote"):
+        folder.newest(tmp_path)
+
+
+def hold(path, entered, leave):
+    with held(path):
+        entered.set()
+        leave.wait(60)
+
+
+def test_a_rank_that_does_not_come_says_nothing_about_the_checkpoint(tmp_path):
+    timed_out = (
+        "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation to complete"
+    )
+    with pytest.raises(RuntimeError, match="Timed out waiting"), naming(tmp_path, "read"):
+        raise RuntimeError(timed_out)
+    with pytest.raises(DistStoreError), naming(tmp_path, "read"):
+        raise DistStoreError("wait timeout after 12000ms")
+    with (
+        pytest.raises(CheckpointError, match=r"cannot be read \(RuntimeError: PytorchStreamReader"),
+        naming(tmp_path, "read"),
+    ):
+        raise RuntimeError("PytorchStreamReader failed")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named_with_the_first_cause(tmp_path, monkeypatch):
+    failures = {1: (OSError(28, "second"), None), 0: (OSError(28, "No space left on device"), None)}
+    wanted = (
+        r"step-00000004 cannot be written \(OSError: \[Errno 28\] No space left on device\). The one before"
+    )
+    with (
+        pytest.raises(CheckpointError, match=wanted) as raised,
+        naming(tmp_path / "checkpoints" / "step-00000004", "write"),
+    ):
+        raise CheckpointException("ranks", failures)
+    assert raised.value.rank == 0
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    wanted = r"cannot be written \(No space left on device: RuntimeError: PytorchStreamWriter failed"
+    with pytest.raises(CheckpointError, match=wanted), naming(tmp_path / "step-00000004", "write"):
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+    with pytest.raises(DistStoreError), naming(tmp_path, "write"):
+        raise DistStoreError("wait timeout after 12000ms")
+
+
+def test_a_disk_that_is_full_is_named():
+    with (
+        pytest.raises(OSError, match="No space left on device: 'runs/mine'"),
+        naming_the_full_disk("runs/mine"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space left on device: 'other'"), naming_the_full_disk("runs/mine"):
+        raise OSError(errno.ENOSPC, "No space left on device", "other")
+
+
+def test_a_folder_that_another_process_holds_is_refused_until_that_one_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "HELD_PATIENCE_S", 0.3)
+    context = multiprocessing.get_context("spawn")
+    entered, leave = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "run", entered, leave))
+    process.start()
+    assert entered.wait(60)
+    with pytest.raises(ConfigError, match="run' is in use by another run"), held(tmp_path / "run"):
+        pass
+    process.kill()
+    process.join()
+    with held(tmp_path / "run"):
+        assert os.listdir(tmp_path / "run") == []
+
+
+def test_a_fork_that_outlives_its_run_does_not_hold_the_folder(tmp_path):
+    with held(tmp_path):
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        with held(tmp_path, patience_s=1.0):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_fork_that_leaves_the_block_does_not_let_go_for_its_parent(tmp_path):
+    holding = held(tmp_path)
+    holding.__enter__()
+    child = os.fork()
+    if child == 0:
+        holding.__exit__(None, None, None)
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(ConfigError, match="is in use"), held(tmp_path, patience_s=0.1):
+        pass
+    holding.__exit__(None, None, None)
+    with held(tmp_path, patience_s=0.1):
+        pass
+
+
+def test_a_checkpoint_that_was_moved_away_and_linked_is_retired_by_its_link(tmp_path):
+    moved, link = tmp_path / "moved", tmp_path / "step-00000004"
+    moved.mkdir()
+    (moved / "file").touch()
+    link.symlink_to(moved)
+    folder.retire(link)
+    assert not link.is_symlink()
+    assert (moved / "file").exists()
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_end_the_run(tmp_path, monkeypatch):
+    def refuse(path):
+        raise OSError("busy")
+
+    (tmp_path / "step-00000004").mkdir()
+    monkeypatch.setattr(folder.shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match="cannot be deleted"):
+        folder.retire(tmp_path / "step-00000004")
+    assert folder.steps_in(tmp_path) == []
+
+
+def test_a_folder_whose_number_is_no_number_is_no_checkpoint(tmp_path):
+    (tmp_path / "step-²").mkdir()
+    assert folder.steps_in(tmp_path) == []
+
+
+def test_what_cannot_be_removed_says_why(tmp_path, monkeypatch):
+    """On a read-only file system the error was that a killed run's folder exists."""
+    path = tmp_path / "step-4"
+    begin(path)
+
+    def refuse(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr(folder.shutil, "rmtree", refuse)
+    with pytest.raises(OSError, match="Read-only file system"):
+        begin(path)
+
+
+def see(topology, paths):
+    folder.PATIENCE_S = 0.3
+    try:
+        folder.require_shared(paths[topology.node], topology)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_folder_that_all_nodes_see_is_made_and_left_empty(tmp_path):
+    path = tmp_path / "runs" / "one"
+    assert on_ranks(2, see, [path, path], num_nodes=2) == [None, None]
+    assert list(path.iterdir()) == []
+
+
+def test_folders_that_only_look_alike_are_an_error_on_every_rank(tmp_path):
+    paths = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    paths[1].mkdir()
+    texts = on_ranks(2, see, paths, num_nodes=2)
+    assert texts[0].startswith(f"node 1 does not see the output_dir {paths[0]} of node 0: ")
+    assert texts[1].startswith("node 1 does not see the output_dir")
+    assert [list(path.iterdir()) for path in paths] == [[], []]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_node_asks_nobody(tmp_path, world_size):
+    assert on_ranks(world_size, see, [tmp_path / "not made"]) == [None] * world_size
+    assert not (tmp_path / "not made").exists()
+
+
+def test_a_limit_of_the_size_of_files_is_named(tmp_path):
+    code = (
+        "import resource, sys, torch; from pathlib import Path; from vectorlm.train.checkpoint import folder\n"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "path = Path(sys.argv[1])\n"
+        "with folder.naming(path, 'write'):\n"
+        "    torch.save(torch.zeros(9999), folder.begin(path) / 'file.pt')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "step-1")], capture_output=True, text=True, check=False
+    )
+    assert "CheckpointError" in done.stderr
+    assert "File too large: this process may write files of 4,096 bytes" in done.stderr

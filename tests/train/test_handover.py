@@ -1,0 +1,234 @@
+"""The order of a hand-over, and that it changes nothing in the training."""
+
+import pytest
+import torch
+from kit.rank_processes import on_ranks
+from kit.tiny_runs import build_loop, whole_weights
+
+from vectorlm.errors import EngineDied, EngineError, OutOfTurn
+from vectorlm.ranks.topology import Topology
+from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.train.load import load_model
+from vectorlm.types import UpdateReport
+
+
+class ScribeEngine:
+    """Writes down what it is asked to do, and may fail at it."""
+
+    def __init__(self, failures=()):
+        self.calls, self.failures = [], dict(failures)
+
+    def _note(self, name, **flags):
+        parts = "+".join(part for part, chosen in flags.items() if chosen)
+        self.calls.append(f"{name} {parts}".strip())
+        if error := self.failures.get(self.calls[-1]):
+            raise error
+
+    def sleep(self, *, weights=True, kv_cache=True):
+        self._note("sleep", weights=weights, kv=kv_cache)
+
+    def wake_up(self, *, weights=True, kv_cache=True):
+        self._note("wake", weights=weights, kv=kv_cache)
+
+    def update(self, model, train_step, in_flight="refuse"):
+        self._note(f"update {train_step}")
+        return UpdateReport(train_step, train_step == 4, 0, 0.0, 0.0, 0.0, busy=((1.0, 2.0),))
+
+
+def stepped():
+    """One small layer, and an optimizer over it with its state made."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def turn_over(engine, *, model=None, topology=None, **settings):
+    model, topology = model or torch.nn.Linear(2, 2), topology or Topology()
+    return DeviceTurn(engine, model=model, topology=topology, **settings)
+
+
+@pytest.mark.parametrize(
+    ("sleep", "expected"),
+    [
+        ("none", ["update 3", "sample"]),
+        ("kv_cache", ["sleep kv", "update 3", "wake kv", "sample", "sleep kv"]),
+        ("all", ["sleep weights+kv", "wake weights", "update 3", "wake kv", "sample", "sleep weights+kv"]),
+    ],
+)
+def test_the_engine_takes_its_kv_cache_back_last_and_sleeps_again(sleep, expected):
+    engine = ScribeEngine()
+    turn = turn_over(engine, sleep=sleep)
+    with turn.sampling(3) as report:
+        engine.calls.append("sample")
+    assert report.version == 3
+    assert engine.calls == expected
+
+
+def test_torch_s_cache_is_emptied_before_each_part_of_the_engine_wakes(monkeypatch):
+    engine = ScribeEngine()
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: engine.calls.append("empty"))
+    turn = turn_over(engine, topology=Topology(device="cuda:0"), sleep="all")
+    with turn.sampling(3):
+        pass
+    assert engine.calls[1:-1] == ["empty", "wake weights", "update 3", "empty", "wake kv"]
+
+
+def test_what_the_engine_did_is_kept_until_somebody_asks():
+    turn = turn_over(ScribeEngine())
+    assert (turn.swapped_at, turn.busy) == (None, [])
+    with turn.sampling(3):
+        pass
+    swapped_at = turn.swapped_at
+    assert turn.busy == [(1.0, 2.0)]
+    with turn.sampling(4) as report:
+        assert report.skipped
+    assert (turn.swapped_at, turn.busy) == (swapped_at, [(1.0, 2.0)])
+
+
+def test_the_optimizer_is_off_the_device_before_the_engine_wakes_and_back_after_it_sleeps():
+    model, optimizer = stepped()
+    memory = optimizer.state[model.weight]["exp_avg"].untyped_storage()
+    sizes = []
+
+    class Watched(ScribeEngine):
+        def _note(self, name, **flags):
+            super()._note(name, **flags)
+            sizes.append((self.calls[-1], memory.nbytes()))
+
+    turn = turn_over(Watched(), model=model, optimizer=optimizer, sleep="all", offload_optimizer=True)
+    with turn.sampling(0):
+        pass
+    names = ["sleep weights+kv", "wake weights", "update 0", "wake kv", "sleep weights+kv"]
+    assert sizes == list(zip(names, [16, 0, 0, 0, 0], strict=True))
+    assert memory.nbytes() == 16
+
+
+def test_sampling_inside_sampling_is_out_of_turn():
+    turn = turn_over(ScribeEngine())
+    with turn.sampling(1):
+        with pytest.raises(OutOfTurn) as caught, turn.sampling(2):
+            pass
+        assert str(caught.value) == (
+            "sampling at step 2 began inside the sampling of step 1: end that block first."
+        )
+    with turn.sampling(2):
+        pass
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_an_optimizer_step_inside_sampling_is_out_of_turn(offload):
+    model, optimizer = stepped()
+    turn = turn_over(ScribeEngine(), model=model, optimizer=optimizer, offload_optimizer=offload)
+    with turn.sampling(4), pytest.raises(OutOfTurn, match="inside the sampling of step 4"):
+        optimizer.step()
+    optimizer.step()
+
+
+class Unforeseen(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("world_size", "error", "sleeps_again"),
+    [
+        (1, Unforeseen("mine"), True),
+        (2, Unforeseen("of this rank alone"), False),
+        (2, EngineError("of all ranks"), True),
+        (1, EngineDied("gone"), False),
+    ],
+)
+def test_after_an_error_in_the_block_training_can_go_on(world_size, error, sleeps_again):
+    engine = ScribeEngine()
+    model, optimizer = stepped()
+    topology = Topology(world_size=world_size, local_world_size=world_size)
+    turn = turn_over(
+        engine, model=model, optimizer=optimizer, sleep="all", offload_optimizer=True, topology=topology
+    )
+    before = optimizer.state[model.weight]["exp_avg"].clone()
+    with pytest.raises(type(error)) as caught, turn.sampling(1):
+        raise error
+    assert caught.value is error
+    assert (engine.calls[-1] == "sleep weights+kv") == sleeps_again
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], before)
+    optimizer.step()
+    with turn.sampling(2):
+        pass
+    assert engine.calls[-1] == "sleep weights+kv"
+
+
+def test_an_error_on_the_way_in_brings_everything_back_and_a_second_one_is_a_note():
+    refusal = EngineError("no memory")
+    engine = ScribeEngine({"wake weights": refusal})
+    model, optimizer = stepped()
+    turn = turn_over(engine, model=model, optimizer=optimizer, sleep="all", offload_optimizer=True)
+    engine.failures["sleep weights+kv"] = EngineError("and no sleep")
+    with pytest.raises(EngineError, match="no memory") as caught, turn.sampling(1):
+        raise AssertionError("the block must not run")
+    assert caught.value.__notes__ == ["Afterwards the engine could not be put to sleep: and no sleep"]
+    assert optimizer.state[model.weight]["exp_avg"].untyped_storage().nbytes() == 16
+    assert model.weight.grad.untyped_storage().nbytes() == 16
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="sleep='deep' is not known: it must be one of none, kv_cache, all"):
+        turn_over(ScribeEngine(), sleep="deep")
+    with pytest.raises(ValueError, match="offload_optimizer=True needs the optimizer"):
+        turn_over(ScribeEngine(), offload_optimizer=True)
+
+
+def train(topology, folder, hand_over):
+    """Train three steps of two micro-batches, with a hand-over before, between and even inside them."""
+    training = build_loop(topology, folder, num_micro_batches=2)
+    stepper = training.optimizer_step
+    greedy = {"temperature": 0.0, "max_tokens": 4}
+    engine = HFEngine(folder, topology=topology, sampling_params=greedy)
+    turn = DeviceTurn(
+        engine,
+        model=stepper.model,
+        optimizer=stepper.optimizer,
+        sleep="all",
+        offload_optimizer=True,
+        topology=topology,
+    )
+    answers = []
+
+    def sample(step):
+        if hand_over:
+            with turn.sampling(step):
+                answers.append(engine.sample(["abc"])[0][0].token_ids)
+
+    for number, micro_batches in zip(range(3), training.remaining_steps(), strict=False):
+        sample(2 * number)
+        for batch in micro_batches:
+            training.objective.sum_loss(batch)[0].backward()
+            sample(2 * number + 1)  # gradients of half a step are there now
+        stepper.optimizer.step()
+        stepper.optimizer.zero_grad()
+        stepper.schedule.step()
+    states = [
+        value.full_tensor() if hasattr(value, "full_tensor") else value
+        for state in stepper.optimizer.state.values()
+        for value in state.values()
+    ]
+    return whole_weights(stepper.model), states, answers
+
+
+def train_both_ways(topology, folder):
+    return train(topology, folder, False), train(topology, folder, True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_with_hand_overs_is_bit_for_bit_the_training_without(world_size, folder):
+    results = on_ranks(world_size, train_both_ways, folder)
+    start = dict(load_model(folder).named_parameters())
+    for (weights, states, _), (same_weights, same_states, answers) in results:
+        assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+        assert all(torch.equal(one, other) for one, other in zip(states, same_states, strict=True))
+        assert len(states) == 3 * len(weights)
+        assert not torch.equal(weights["lm_head.weight"], start["lm_head.weight"])
+        assert len(answers) == 9
+    assert len({str(answers) for _, (_, _, answers) in results}) == 1

@@ -1,0 +1,278 @@
+"""Checks of a project of one's own: its config, rewards and environment, on a tiny model with the real engine.
+
+``pytest -p vectorlm.cli.pytest_plugin --vectorlm CONFIG`` runs them; a test of your own may name completions:
+
+>>> PROJECT = ProjectUnderTest("config.yaml", completions=["7", "no idea"])  # doctest: +SKIP
+>>> @pytest.mark.parametrize("check", PROJECT_CHECKS)                        # doctest: +SKIP
+... def test_project(check):
+...     check(PROJECT)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+import tempfile
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from vectorlm.cli import model as model_command
+from vectorlm.data.encoding import chat_of, load_tokenizer
+from vectorlm.data.prompts import read_prompts
+from vectorlm.errors import ConfigError, EngineError, RankFailed
+from vectorlm.ranks.launcher import launch
+from vectorlm.ranks.workers.pool import WorkerPool
+from vectorlm.report.runs import read_lines
+from vectorlm.rl.rewards.function import RewardFunction
+from vectorlm.rl.rewards.registry import get_reward
+from vectorlm.rl.rewards.runner import Scorable
+from vectorlm.rl.rewards.signature import RewardSignature
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.config.schema import Config, RLSettings
+from vectorlm.runs.preflight.checked import preflight
+from vectorlm.runs.preflight.local_model import resolve_model
+from vectorlm.types import RewardResult
+
+__all__ = ["PROJECT_CHECKS", "ProjectUnderTest"]
+
+NUM_PROMPTS, MAX_TOKENS = 8, 16
+MAX_SEQ_LEN = 1 << 16
+"""The tiny model's longest sequence, which fills the engine's KV cache."""
+LOGPROB_TOLERANCE = 1e-3
+"""Largest difference between the log-probabilities of engine and trainer, which are both in float32."""
+STRANGE = ("", "\u4f60\u597d \U0001f642 \u202e e\u0301 \x00", "12 " * 50_000)
+"""What a model may write some day: nothing, any characters, very much."""
+SHOWN_CHARACTERS = 60
+
+Scored = list[tuple[Scorable, RewardResult]]
+
+
+@dataclass
+class ProjectUnderTest:
+    """A config for reinforcement learning with what it names; the checks share one run of two steps."""
+
+    config_path: str | Path
+    completions: Sequence[str] = ()
+    """Completions that each reward should tell apart, beside the values of the prompts' columns."""
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """Where the tiny model and the run are, as long as this object."""
+        folder = Path(tempfile.mkdtemp(prefix="vectorlm-project-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+    @functools.cached_property
+    def config(self) -> Config:
+        """The config as it was written."""
+        return load_config(self.config_path)
+
+    @property
+    def rl(self) -> RLSettings:
+        """Its section `rl`."""
+        if self.config.rl is None:
+            raise ConfigError(f"{self.config_path} has no section rl, which these checks are about.")
+        return self.config.rl
+
+    @functools.cached_property
+    def model(self) -> Path:
+        """A tiny model with the tokenizer of the config's model, or SmolLM2's where that one cannot be had."""
+        try:
+            tokenizer = load_tokenizer(self.config.model)
+        except EngineError:
+            small = self.folder / "smollm2"
+            model_command.run(Namespace(name=model_command.SMALL, path=str(small)))
+            tokenizer = load_tokenizer(small)
+        save_tiny_model(self.folder / "model", tokenizer)
+        return self.folder / "model"
+
+    @property
+    def overrides(self) -> list[str]:
+        """What makes its run short and small; a config that `preflight` accepts is accepted with them too."""
+        train, collect = self.config.train_parameters, self.rl.collect
+        num_prompts = min(collect.prompts_per_step, NUM_PROMPTS)
+        # vLLM refuses fewer than min_tokens.
+        max_tokens = max(
+            min(collect.sampling["max_tokens"] or MAX_TOKENS, MAX_TOKENS),
+            collect.sampling.get("min_tokens") or 0,
+        )
+        longest = resolve_model(self.config).train_parameters.max_seq_len
+        if longest == -1:
+            # The config's model is not here: a micro-batch must have room for a whole group of such sequences.
+            longest = self.rl.update.max_tokens_per_micro_batch // collect.group_size
+        changes: dict[str, Any] = {
+            "model": str(self.model),
+            # All that it writes is in the folder.
+            "train_parameters.output_dir": str(self.folder / "run"),
+            "train_parameters.sampler.output_jsonl_path": None,
+            "trackers": {},
+            "enable_wandb_logging": False,
+            # Two short steps, without a profile, which begins after them.
+            "rl.max_steps": 2,
+            "rl.prompts_per_step": num_prompts,
+            "rl.num_mini_batches": min(self.rl.update.num_mini_batches, num_prompts),
+            "rl.sampling_params.max_tokens": max_tokens,
+            "rl.overlong_buffer_tokens": min(collect.overlong_buffer_tokens, max_tokens),
+            "rl.critic.warmup_steps": min(self.rl.critic.warmup_steps, 1),
+            "train_parameters.max_seq_len": min(longest, MAX_SEQ_LEN),
+            "train_parameters.profile_steps": 0,
+            # Without checkpoints there is no best one.
+            "train_parameters.checkpointing_enabled": False,
+            "train_parameters.keep_best": False,
+            # One rank, which computes in float32, as the engine does.
+            "train_parameters.context_parallel": 1,
+            "train_parameters.dtype": "float32",
+            "train_parameters.use_mp": False,
+            "train_parameters.use_flash_attention": False,
+            "train_parameters.quantization": None,
+            # Adapters fit the config's own model, and name its layers.
+            "train_parameters.adapters": None,
+            "train_parameters.merge_adapters": False,
+            "train_parameters.lora_peft_config": None,
+            # A tiny model's answers are alike and cut off: all of them are trained on, and compared with the engine's.
+            "rl.dynamic_sampling": False,
+            "rl.drop_truncated": False,
+            "rl.correction": {},
+        }
+        sampler = train.sampler
+        if sampler is None or sampler.engine.inference in ("vllm", "server"):
+            # Arguments of vLLM or a server fit the config's own model and devices.
+            changes |= {
+                "train_parameters.sampler.inference": "vllm",
+                "train_parameters.sampler.vllm_dtype": "float32",
+                "train_parameters.sampler.engine": {"kv_cache_memory_bytes": 64 << 20},
+            }
+        return [f"{name}={json.dumps(value)}" for name, value in changes.items()]
+
+    @functools.cached_property
+    def run(self) -> Path:
+        """The folder of a run of two steps.
+
+        Raises:
+            RankFailed: Training failed; from the second time on that is said at once.
+        """
+        from vectorlm.runs.reinforcement import reinforce
+
+        if (self.folder / "run").exists():
+            raise RankFailed("the run of two steps failed before.")
+        launch(reinforce, preflight(load_config(self.config_path, self.overrides), 1), world_size=1)
+        return self.folder / "run"
+
+    @functools.cached_property
+    def scored(self) -> dict[str, Scored]:
+        """What each reward gives to completions made of the prompts' columns, and to those that were named."""
+        return self.score(self.made_of)
+
+    def made_of(self, columns: Mapping[str, Any]) -> list[str]:
+        """Make completions of a prompt's columns."""
+        return ["", "no idea", *(str(value) for value in columns.values()), *self.completions]
+
+    def score(self, texts: Callable[[Mapping[str, Any]], Sequence[str]]) -> dict[str, Scored]:
+        """Have each reward score texts, made of a prompt's columns, for some prompts of its source."""
+        scored: dict[str, Scored] = {}
+        with WorkerPool(1) as pool:
+            for source in self.rl.by_source.values():
+                records = islice(read_prompts(source.prompts, is_held_out=False), NUM_PROMPTS)
+                items = [
+                    Scorable(text, each.prompt, (), each.columns, chat_of(each.prompt, text))
+                    for each in records
+                    for text in texts(each.columns)
+                ]
+                # What reads an environment's numbers is called in the run alone.
+                for name in filter(_reads_text, source.rewards):
+                    reward = RewardFunction(name, pool, timeout_s=self.rl.reward.reward_timeout_s)
+                    scored.setdefault(name, []).extend(zip(items, reward.score(items), strict=True))
+        return scored
+
+
+def _reads_text(reward: str) -> bool:
+    return "environment" not in RewardSignature.of(get_reward(reward)).kinds
+
+
+def save_tiny_model(path: Path, tokenizer: Any) -> None:
+    """Save a Llama of two narrow blocks with random weights and somebody's tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=MAX_SEQ_LEN,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def rewards_survive_any_completion(project: ProjectUnderTest) -> None:
+    """No reward raises or is late for an empty, a strange or a huge completion."""
+    for name, scored in project.score(lambda columns: STRANGE).items():
+        for item, result in scored:
+            assert result.error is None, f"{name}: {item.failure(result.error or '')}"
+
+
+def rewards_are_deterministic(project: ProjectUnderTest) -> None:
+    """The same completions of the same prompts have the same rewards, in another process too."""
+    second = project.score(project.made_of)
+    for name, scored in project.scored.items():
+        for (item, one), (_, other) in zip(scored, second[name], strict=True):
+            assert repr(one.reward) == repr(other.reward), (
+                f"{name} gave {one.reward} and then {other.reward} for {item.text[:SHOWN_CHARACTERS]!r}"
+            )
+
+
+def rewards_tell_completions_apart(project: ProjectUnderTest) -> None:
+    """A reward that is the same for all completions teaches nothing."""
+    for name, scored in project.scored.items():
+        rewards = {repr(result.reward) for _, result in scored}
+        texts = sorted({item.text[:SHOWN_CHARACTERS] for item, _ in scored})[:NUM_PROMPTS]
+        assert len(rewards) > 1, (
+            f"{name} gave {rewards.pop()} to each of {len(scored)} completions, such as {texts}. Name some that it "
+            "should tell apart: ProjectUnderTest(config, completions=[...])."
+        )
+
+
+def two_steps_train(project: ProjectUnderTest) -> None:
+    """Two steps are sampled by vLLM, scored, and trained on; environments play and close without an error."""
+    steps = [row["step"] for row in read_lines(project.run / "metrics.jsonl") if row["step"]]
+    assert steps == [1, 2], f"{project.run} has steps {steps}"
+
+
+def engine_and_trainer_agree(project: ProjectUnderTest) -> None:
+    """The engine's log-probabilities are the trainer's; turns are trained on as they were sampled."""
+    gaps = [row[GAP] for row in read_lines(project.run / "metrics.jsonl") if GAP in row]
+    assert max(gaps, default=math.inf) < LOGPROB_TOLERANCE, f"{GAP} is {gaps}"
+
+
+def each_step_samples_from_the_weights_before(project: ProjectUnderTest) -> None:
+    """A swap that was proven lies between two steps: each samples from what the one before has left."""
+    versions = {(row["train_step"], row["version"]) for row in read_lines(project.run / "rollouts.jsonl")}
+    allowed = 0 if project.rl.async_ is None else project.rl.async_.max_staleness
+    late = sorted((step, version) for step, version in versions if step - 1 - version > allowed)
+    assert not late, f"steps and the versions that they sampled from: {late}"
+
+
+GAP = "sampler/logprob_gap_max"
+PROJECT_CHECKS: tuple[Callable[[ProjectUnderTest], None], ...] = (
+    rewards_survive_any_completion,
+    rewards_are_deterministic,
+    rewards_tell_completions_apart,
+    two_steps_train,
+    engine_and_trainer_agree,
+    each_step_samples_from_the_weights_before,
+)
+"""In the order in which they are quick; each raises `AssertionError` where the project is wrong."""

@@ -1,0 +1,68 @@
+"""``pytest -p vectorlm.cli.pytest_plugin --vectorlm CONFIG``: the checks of `vectorlm.cli.project_checks` as tests,
+one for each.
+
+There is no entry point: pytest would rewrite the assertions of a whole package that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option."""
+    parser.getgroup("vectorlm").addoption(
+        "--vectorlm",
+        action="append",
+        default=[],
+        metavar="CONFIG",
+        help="check a config for reinforcement learning, its rewards and its environment, on a tiny model",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the config collected like a file of tests."""
+    config.args += config.getoption("--vectorlm")
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect the config that was named."""
+    named = [Path(each).resolve() for each in parent.config.getoption("--vectorlm")]
+    return Project.from_parent(parent, path=file_path) if file_path in named else None
+
+
+class Project(pytest.File):
+    """A config, whose items are the checks."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """Yield an item for each check."""
+        from vectorlm.cli.project_checks import PROJECT_CHECKS, ProjectUnderTest
+
+        project = ProjectUnderTest(self.path)
+        for check in PROJECT_CHECKS:
+            item: Check = Check.from_parent(self, name=check.__name__)
+            item.check = partial(check, project)
+            yield item
+
+
+class Check(pytest.Item):
+    """One check of a project."""
+
+    check: Callable[[], None]
+
+    def runtest(self) -> None:
+        """Run it."""
+        self.check()
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Say what is wrong with the project, and not where its check stands."""
+        from vectorlm.errors import VectorLMError
+
+        if excinfo.errisinstance((AssertionError, VectorLMError)):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)

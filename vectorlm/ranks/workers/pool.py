@@ -1,0 +1,315 @@
+"""A rank's workers: started when they are needed, ended when they are late, replaced when they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vectorlm.errors import WorkerLost, WorkersDied
+from vectorlm.ranks.process_end import how_it_ended, require_own_process
+from vectorlm.ranks.workers.worker import END, ERROR, HEADER, frame
+
+MAX_DEATHS = 3
+MAX_AUTO_SIZE = 8
+DRAIN_S = 0.5
+"""How long the last answers of a dead worker may take to arrive."""
+CLOSE_S = 5.0
+LOST = "lost"
+Result = TypeVar("Result")
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Worker:
+    """One process; made by `WorkerPool`."""
+
+    def __init__(self, pool: WorkerPool, pid: int, streams: Streams) -> None:
+        self.pid = pid
+        self.loss: WorkerLost | None = None
+        """Why it is gone."""
+        self.is_shared = False
+        """Whether a job that is given up leaves it to the others, which asynchronous generators allow."""
+        self._pool = pool
+        self._reader, self._writer = streams
+        self._numbers = itertools.count()
+        self._jobs: dict[int, asyncio.Queue[tuple[str, Any]]] = {}
+        self._reading = asyncio.create_task(self._read())
+        self.ending: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it can take a job."""
+        return self.loss is None and not self._jobs
+
+    async def run(self, function: str, *arguments: Any, limit_s: float | None = None) -> AsyncIterator[Any]:
+        """Call ``function(*arguments)`` in the worker, and yield what the generator that it returns yields.
+
+        Args:
+            function: Its name, like ``package.module:NAME``.
+            *arguments: They and the values must pickle.
+            limit_s: Longest time from one value to the next, in seconds; the first one may take as long as it likes.
+
+        Raises:
+            WorkerLost: The process was too late and was ended, or has ended.
+        """
+        if self.loss is not None:
+            raise self.loss
+        message = frame((number := next(self._numbers), function, pickle.dumps(arguments)))
+        queue = self._jobs[number] = asyncio.Queue[tuple[str, Any]]()
+        self._writer.write(message)
+        has_begun, is_over, limit = False, False, None
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(limit):
+                        kind, value = await queue.get()
+                except TimeoutError:
+                    self._pool.end(self, f"no answer within {limit:g} s")
+                    continue
+                is_over = kind in (END, ERROR, LOST)
+                if kind == END:
+                    return
+                if is_over:
+                    raise value
+                if has_begun:
+                    self._pool.deaths = 0
+                has_begun, limit = True, limit_s
+                yield value
+        finally:
+            del self._jobs[number]
+            if not is_over and self.is_shared and self.loss is None:
+                self._writer.write(frame((number, "", b"")))
+            elif not is_over:
+                # It goes on with what nobody waits for.
+                self._pool.end(self, "its job was given up")
+
+    async def ask(self, function: str, *arguments: Any) -> Any:
+        """Do what `run` does with a generator of one value, and return the value."""
+        (value,) = [each async for each in self.run(function, *arguments)]
+        return value
+
+    async def ended(self, code: int) -> None:
+        """Take note that the process has ended, once its last answers are read."""
+        await asyncio.wait([self._reading], timeout=DRAIN_S)
+        hint = ", as the kernel does when memory runs out" if code == -9 else ""
+        self.lose(f"its process {how_it_ended(code)}{hint}")
+
+    def lose(self, reason: str) -> None:
+        """Let every job fail."""
+        if self.loss is None:
+            self.loss = WorkerLost(reason)
+            self._reading.cancel()
+            self._writer.transport.abort()
+            for queue in self._jobs.values():
+                queue.put_nowait((LOST, self.loss))
+
+    async def _read(self) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+                number, kind, value = pickle.loads(await self._reader.readexactly(size))
+                if number in self._jobs:
+                    self._jobs[number].put_nowait((kind, value))
+
+
+class WorkerPool:
+    """Up to `size` processes that run the user's code: rewards, environments.
+
+    A supervisor forks them, which is a fresh interpreter without torch; see `vectorlm.ranks.workers.supervisor`. All
+    coroutines of the pool and its workers run on one event loop, in a thread of their own:
+
+    >>> async def add(pool, a, b):
+    ...     async with pool.worker() as worker:
+    ...         async for total in worker.run("my_module:add", a, b, limit_s=5.0):
+    ...             return total
+    >>> pool.submit(add(pool, 1, 2)).result()  # doctest: +SKIP
+    """
+
+    def __init__(self, size: int, log_path: Path | None = None) -> None:
+        """Start the supervisor; what workers print goes to `log_path`, or to this process's own output."""
+        self.size = size
+        self.deaths = 0
+        """Workers that ended by themselves since the last answer of any worker."""
+        self._last_death = ""
+        self._pid, self._log_path = os.getpid(), log_path
+        self._free = asyncio.Semaphore(size)
+        self._idle: list[Worker] = []
+        self._workers: dict[int, Worker] = {}
+        self._starting: deque[tuple[asyncio.Future[Worker], Streams]] = deque()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="workers", daemon=True)
+        self._thread.start()
+        self._loop.call_soon_threadsafe(self._start_supervisor)
+
+    @staticmethod
+    def auto_size(num_ranks: int = 1) -> int:
+        """Return the share that one of `num_ranks` has of the cores, at least 2 and at most `MAX_AUTO_SIZE`."""
+        return min(max(len(os.sched_getaffinity(0)) // num_ranks, 2), MAX_AUTO_SIZE)
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine on the pool's event loop; may be called in any thread."""
+        require_own_process(self._pid)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    @contextlib.asynccontextmanager
+    async def worker(self) -> AsyncIterator[Worker]:
+        """Lend a worker; one that is given back before its job has ended is ended.
+
+        Raises:
+            WorkersDied: The last workers have died one after the other.
+        """
+        async with self._free:
+            while self._idle and self._idle[-1].loss is not None:
+                self._idle.pop()
+            worker = self._idle.pop() if self._idle else await self._start()
+            try:
+                yield worker
+            finally:
+                if worker.is_idle:
+                    self._idle.append(worker)
+                else:
+                    self.end(worker, "its job was given up")
+
+    async def start_shared(self) -> Worker:
+        """Start a worker for many asynchronous jobs at a time, beside the `size` others; the pool ends it."""
+        worker = await self._start()
+        worker.is_shared = True
+        return worker
+
+    def end(self, worker: Worker, reason: str) -> None:
+        """End a worker's process, with all that it has started."""
+        if worker.loss is None and self._control is not None:
+            self._control.send(str(worker.pid).encode())
+        worker.lose(reason)
+
+    def close(self) -> None:
+        """End the workers; safe to call twice."""
+        if self._loop.is_closed():
+            return
+        self.submit(self._cancel_all()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            try:
+                self._process.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:
+                # The kernel ends its workers with it.
+                self._process.kill()
+                self._process.wait()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    async def _start(self) -> Worker:
+        while True:
+            if self.deaths >= MAX_DEATHS:
+                raise WorkersDied(
+                    f"{self.deaths} workers died one after the other, without an answer between them; the last: "
+                    f"{self._last_death}. What they printed is in {self._log_path or 'the output of this process'}."
+                )
+            if self._control is None:
+                self._start_supervisor()
+            assert self._control is not None
+            ours, theirs = socket.socketpair()
+            with theirs:
+                streams = await asyncio.open_connection(sock=ours)
+                self._starting.append((started := self._loop.create_future(), streams))
+                socket.send_fds(self._control, [b"start"], [theirs.fileno()])
+            with contextlib.suppress(WorkerLost):
+                return await started
+
+    def _start_supervisor(self) -> None:
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        with theirs:
+            descriptor = theirs.fileno()
+            arguments = [str(descriptor), str(self._pid), str(self._log_path or "")]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "vectorlm.ranks.workers.supervisor", *arguments],
+                # The cores are the ranks'.
+                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                # Ctrl-C is for the ranks; the supervisor ends with its rank.
+                start_new_session=True,
+            )
+        # Not before there is one: whoever needs a worker tries again.
+        self._control = control
+        self._loop.add_reader(control, self._hear)
+
+    def _hear(self) -> None:
+        """Read what the supervisor says; without it, no worker is left."""
+        assert self._control is not None
+        assert self._process is not None
+        try:
+            what, *numbers = self._control.recv(64).split()
+        except BlockingIOError:
+            return
+        except (ValueError, ConnectionError):
+            self._loop.remove_reader(self._control)
+            self._control.close()
+            self._control = None
+            reason = f"its supervisor {how_it_ended(self._process.wait())}"
+            self._count_death(reason)
+            for worker in self._workers.values():
+                worker.lose(reason)
+            self._workers.clear()
+            while self._starting:
+                started, (_, writer) = self._starting.popleft()
+                writer.transport.abort()
+                if not started.done():
+                    started.set_exception(WorkerLost(reason))
+            return
+        pid = int(numbers[0])
+        if what == b"started":
+            started, streams = self._starting.popleft()
+            self._workers[pid] = worker = Worker(self, pid, streams)
+            if started.done():
+                self.end(worker, "nobody waits for it")
+            else:
+                started.set_result(worker)
+            return
+        worker = self._workers.pop(pid)
+        if worker.loss is None:
+            self._count_death(f"its process {how_it_ended(int(numbers[1]))}")
+            worker.ending = self._loop.create_task(worker.ended(int(numbers[1])))
+
+    async def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks) if tasks else None
+
+    def _count_death(self, reason: str) -> None:
+        self.deaths += 1
+        self._last_death = reason
+
+
+async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Return what coroutines return; the first that raises ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

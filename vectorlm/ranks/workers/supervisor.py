@@ -1,0 +1,198 @@
+"""The process that forks a rank's workers, ends them with all that they started, and keeps what they print.
+
+`WorkerPool` starts it as ``python -m vectorlm.ranks.workers.supervisor <socket> <parent> <log>``. It imports no code
+of the user's, so it has one thread, and a fork of it costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+# For the workers: what is imported here is there in every fork.
+from vectorlm.ranks.workers import worker
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL_S = 0.25
+END_WITHIN_S = 3.0
+STACK_S = 0.1
+"""Time for a worker that hangs to write where it is."""
+MAX_LOG_BYTES = 16 * 2**20
+"""When the log reaches half of this, it becomes ``<log>.1``, in place of the one before."""
+MAX_LINE_BYTES = 2**16
+"""What is printed without an end of line is written as a line of this length."""
+OOM_SCORE = "800"
+"""Where memory runs out, the kernel ends a worker and not the rank."""
+
+
+class OutputLog:
+    """A file that takes what workers print, without limit, and keeps the last of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: io.FileIO | None = None
+
+    def write(self, data: bytes) -> None:
+        """Append to the file, which is made now if nothing was printed before."""
+        if self._file is None:
+            self._file = self._path.open("ab", buffering=0)
+        if self._file.tell() + len(data) > MAX_LOG_BYTES // 2:
+            self._file.close()
+            # Another rank may have moved it a moment ago.
+            with contextlib.suppress(FileNotFoundError):
+                self._path.replace(f"{self._path}.1")
+            self._file = self._path.open("ab", buffering=0)
+        with contextlib.suppress(OSError):  # A full disk is found by whoever writes something that matters.
+            self._file.write(data)
+
+
+class Supervisor:
+    """Forks, ends and reaps workers as the pool asks, until the pool's process is gone."""
+
+    def __init__(self, control: socket.socket, log: OutputLog | None) -> None:
+        self._control, self._log = control, log
+        self._selector = selectors.DefaultSelector()
+        self._workers: set[int] = set()
+        self._printed: dict[int, tuple[int, bytearray]] = {}
+        """Where to read what workers print, their pids, and lines that they have begun."""
+
+    def run(self, parent_pid: int) -> None:
+        """Serve until `parent_pid` closes the socket or is gone; end all workers then."""
+        # What a worker leaves behind becomes a child of this process, and is ended with it.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        woken, wake = os.pipe()
+        os.set_blocking(woken, False)
+        os.set_blocking(wake, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake)
+        for file in (self._control, woken):
+            self._selector.register(file, selectors.EVENT_READ)
+        try:
+            while os.getppid() == parent_pid:
+                ready = [key.fileobj for key, _ in self._selector.select(POLL_S)]
+                for output in self._printed.keys() & ready:
+                    self._keep_output(output)
+                if woken in ready:
+                    os.read(woken, 512)
+                    self._reap()
+                if self._control in ready and not self._obey():
+                    break
+        except ConnectionError:
+            pass  # Nobody is left to tell.
+        finally:
+            self._end_all()
+            for output in list(self._printed):
+                self._keep_output(output, is_last=True)
+
+    def _obey(self) -> bool:
+        message, descriptors, *_ = socket.recv_fds(self._control, 64, 1)
+        if descriptors:
+            output, printed = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                self._become_worker(descriptors[0], printed)
+            os.close(descriptors[0])
+            os.close(printed)
+            os.set_blocking(output, False)
+            self._selector.register(output, selectors.EVENT_READ)
+            self._printed[output] = pid, bytearray()
+            self._workers.add(pid)
+            self._control.send(f"started {pid}".encode())
+        elif message:
+            self._end(int(message))
+        return bool(message)
+
+    def _become_worker(self, descriptor: int, printed: int) -> None:
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                Path("/proc/self/oom_score_adj").write_text(OOM_SCORE)
+            self._control.close()
+            if self._log is not None:
+                os.dup2(printed, 1)
+                os.dup2(printed, 2)
+            worker.serve(socket.socket(fileno=descriptor))
+        finally:
+            os._exit(0)
+
+    def _end(self, pid: int) -> None:
+        if pid not in self._workers:
+            return
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            # faulthandler writes the stack, also from inside a call of C code.
+            os.kill(pid, worker.STACK_SIGNAL)
+            time.sleep(STACK_S)
+            family = psutil.Process(pid).children(recursive=True)
+            os.killpg(pid, signal.SIGKILL)
+            for process in family:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+
+    def _reap(self) -> None:
+        """Collect what has ended, and end what a worker has left in its process group."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            if ended.si_pid in self._workers:
+                # Before it is reaped, as its number may be another process's afterwards.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(ended.si_pid, signal.SIGKILL)
+            _, status = os.waitpid(ended.si_pid, 0)
+            if ended.si_pid in self._workers:
+                self._workers.remove(ended.si_pid)
+                self._control.send(f"ended {ended.si_pid} {os.waitstatus_to_exitcode(status)}".encode())
+
+    def _end_all(self) -> None:
+        deadline = time.monotonic() + END_WITHIN_S
+        while (family := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+            for process in family:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.01)
+
+    def _keep_output(self, output: int, is_last: bool = False) -> None:
+        """Log whole lines of a worker, after its pid; the pipe is closed at its end, or with what `is_last`."""
+        pid, begun = self._printed[output]
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(output, 2**16):
+                begun += data
+                *lines, begun[:] = begun.split(b"\n")
+                if len(begun) > MAX_LINE_BYTES:
+                    lines.append(begun[:])
+                    begun.clear()
+                self._log_lines(pid, lines)
+            is_last = True
+        if is_last:
+            self._log_lines(pid, [begun] if begun else [])
+            self._selector.unregister(output)
+            os.close(output)
+            del self._printed[output]
+
+    def _log_lines(self, pid: int, lines: list[bytearray]) -> None:
+        if self._log is not None and lines:
+            self._log.write(b"".join(b"[%d] %s\n" % (pid, line) for line in lines))
+
+
+if __name__ == "__main__":
+    log = OutputLog(Path(sys.argv[3])) if sys.argv[3] else None
+    Supervisor(socket.socket(fileno=int(sys.argv[1])), log).run(int(sys.argv[2]))

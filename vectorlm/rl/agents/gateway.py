@@ -1,0 +1,303 @@
+"""An HTTP server on loopback before an engine: any agent that takes a ``base_url`` makes rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from uvicorn import Config, Server
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from vectorlm.errors import VectorLMError
+from vectorlm.ranks.placement import LOOPBACK
+from vectorlm.rl.agents.forms import ChatRequest, Events, Form, TextRequest, TokenRequest, explained
+from vectorlm.rl.agents.session import RequestError, Session, Turn
+from vectorlm.types import Completion
+
+MODEL = "policy"
+"""The name that agents give the model."""
+MAX_BODY_BYTES = 16 * 2**20
+ARRIVES_WITHIN_S = 30.0
+"""Longest time for a request to arrive whole, and for its answer to be taken."""
+KEPT_ALIVE_S = 300.0
+"""How long a connection may rest between two requests."""
+CLOSE_S = 5.0
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Asked = ChatRequest | TextRequest | TokenRequest
+Result = TypeVar("Result")
+
+
+class Gateway:
+    """Serves sessions, each with its own key, from a thread of its own; a context manager.
+
+    ``/v1/chat/completions``, ``/v1/completions``, ``/inference/v1/generate`` and ``/v1/models`` ask for
+    ``Authorization: Bearer KEY``; ``/health`` does not.
+    """
+
+    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
+        """Listen on a free port of 127.0.0.1."""
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self._form = Form(MODEL, tokenizer)
+        self._sessions: dict[bytes, Session] = {}
+        self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
+        self.url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/v1"
+        """What agents call `base_url`."""
+        routes = [
+            Route("/health", _health),
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", _Endpoint(self, ChatRequest), methods=["POST"]),
+            Route("/v1/completions", _Endpoint(self, TextRequest), methods=["POST"]),
+            # Beside /v1, as in vLLM.
+            Route("/inference/v1/generate", _Endpoint(self, TokenRequest), methods=["POST"]),
+        ]
+        config = Config(
+            Starlette(routes=routes),
+            http=_Connection,
+            ws="none",
+            proxy_headers=False,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=int(KEPT_ALIVE_S),
+            timeout_graceful_shutdown=1,
+        )
+        # It speaks of clients that are broken or gone; what goes wrong here, the agent is told.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._server = Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, name="gateway", daemon=True
+        )
+        self._thread.start()
+
+    def open(self, session: Session) -> None:
+        """Answer a session's requests."""
+        self._sessions[_digest(session.key)] = session
+
+    def end(self, session: Session) -> None:
+        """Answer no more of a session's requests."""
+        self._sessions.pop(_digest(session.key), None)
+
+    def close(self) -> None:
+        """Stop listening; safe to call twice."""
+        self._server.should_exit = True
+        self._thread.join(CLOSE_S)
+        self._socket.close()
+
+    def __enter__(self) -> Gateway:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def session_of(self, request: Request) -> Session:
+        """Return the session whose key a request has; raise `RequestError` where it has none."""
+        session = self._sessions.get(
+            _digest(request.headers.get("authorization", "").removeprefix("Bearer "))
+        )
+        if session is None:
+            raise RequestError("the key belongs to no session.", status=401, code="invalid_api_key")
+        return session
+
+    async def respond(
+        self, request: Request, form: type[Asked]
+    ) -> tuple[Response | _EventStream, list[Turn]]:
+        """Return the answer to a request, and the turns in it."""
+        session = self.session_of(request)
+        asked = form.model_validate_json(await _body(request))
+        if asked.model not in (None, MODEL):
+            raise RequestError(
+                f"there is no model {asked.model!r}: it is called {MODEL!r}.",
+                "model",
+                404,
+                "model_not_found",
+            )
+        if not isinstance(asked, TokenRequest) and asked.is_streamed:
+            return await self._streamed(request, session, asked)
+        turns = await _unless_gone(request, asked.answer(session))
+        if not isinstance(asked, TokenRequest) and asked.stream:
+            text = "".join(Events(asked, self._form).rest(turns))
+            return Response(text, media_type="text/event-stream"), turns
+        return JSONResponse(asked.shown(turns, self._form)), turns
+
+    async def _streamed(
+        self, request: Request, session: Session, asked: ChatRequest | TextRequest
+    ) -> tuple[_EventStream, list[Turn]]:
+        """Return what sends an answer while it is sampled, and a list of its turn, which is empty until then."""
+        loop, parts, turns = asyncio.get_running_loop(), asyncio.Queue[Completion | None](), list[Turn]()
+
+        def hear(part: Completion) -> None:
+            with contextlib.suppress(RuntimeError):  # The gateway is closed.
+                loop.call_soon_threadsafe(parts.put_nowait, part)
+
+        work = asyncio.ensure_future(asked.answer(session, hear))
+        work.add_done_callback(lambda _: parts.put_nowait(None))
+        try:
+            first = await _unless_gone(request, parts.get())
+            if first is None:
+                # What is refused has a status of its own.
+                work.result()
+        except BaseException:
+            work.cancel()
+            raise
+
+        async def events() -> AsyncIterator[str]:
+            found, part = Events(asked, self._form), first
+            try:
+                while part is not None:
+                    yield found.part(part)
+                    part = await _unless_gone(request, parts.get())
+                if work.cancelled():
+                    raise ClientDisconnect  # The session has ended.
+                turns.extend(work.result())
+            except (RequestError, VectorLMError) as error:
+                yield f"data: {json.dumps(_shown(error))}\n\n"
+                return
+            for event in found.rest(turns):
+                yield event
+
+        return _EventStream(events(), work), turns
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self.session_of(request)
+        except RequestError as error:
+            return _refusal(error)
+        card = {
+            "id": MODEL,
+            "object": "model",
+            "owned_by": "vectorlm",
+            "max_model_len": self.max_model_len,
+        }
+        return JSONResponse({"object": "list", "data": [card]})
+
+
+class _Endpoint:
+    """One path, as an ASGI application: it knows when its answer has been sent."""
+
+    def __init__(self, gateway: Gateway, form: type[Asked]) -> None:
+        self._gateway, self._form = gateway, form
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        turns: list[Turn] = []
+        response: Response | _EventStream
+        request = Request(scope, receive)
+        try:
+            response, turns = await self._gateway.respond(request, self._form)
+        except (ClientDisconnect, asyncio.CancelledError):
+            return
+        except Exception as error:
+            refused = _refused(error)
+            with contextlib.suppress(RequestError):
+                self._gateway.session_of(request).refusal = str(refused)
+            response = _refusal(refused)
+
+        async def send_in_time(message: MutableMapping[str, Any]) -> None:
+            async with asyncio.timeout(ARRIVES_WITHIN_S):
+                await send(message)
+
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            await response(scope, receive, send_in_time)
+        for turn in turns:
+            turn.is_read = True
+
+
+class _EventStream:
+    """Sends events as they come, as an ASGI application; when it ends, so does the work that makes them."""
+
+    def __init__(self, events: AsyncIterator[str], work: asyncio.Future[Any]) -> None:
+        self._events, self._work = events, work
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._work.cancel()
+
+
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """Closes a connection whose first request does not begin: uvicorn waits for it without limit."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(ARRIVES_WITHIN_S, self._close_unless_begun)
+
+    def _close_unless_begun(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
+def _digest(key: str) -> bytes:
+    """Return what a key is looked up by: how long that takes says nothing of the key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({})
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(ARRIVES_WITHIN_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
+    except TimeoutError:
+        raise RequestError(f"the body took more than {ARRIVES_WITHIN_S:g} s to arrive.", status=408) from None
+    return bytes(body)
+
+
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """Return what `work` does, unless the client goes away before: then it is cancelled."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+def _refused(error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ValidationError):
+        return explained(error)
+    if isinstance(error, VectorLMError):
+        # As an engine refuses a request: a step that has a fault of its own fails elsewhere too.
+        return RequestError(str(error))
+    return RequestError(f"{type(error).__name__}: {error}", status=500)
+
+
+def _refusal(error: RequestError) -> Response:
+    # The rest of a large body is read and dropped, or a client would never see the answer. What is late is not read.
+    headers = {"connection": "close"} if error.status == 408 else None
+    return JSONResponse(_shown(error), error.status, headers=headers)
+
+
+def _shown(error: RequestError | VectorLMError) -> dict[str, Any]:
+    fields = {name: getattr(error, name, None) for name in ("param", "code")}
+    return {"error": {"message": str(error), "type": "invalid_request_error", **fields}}

@@ -1,0 +1,214 @@
+"""Evaluation during training: the engine answers held-out prompts, and a reward scores the answers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vectorlm.data.encoding import asked, shown_prompt
+from vectorlm.report.progress import report_wait, sample_with_progress
+from vectorlm.report.step_lines import StepLines
+from vectorlm.rl.rewards.function import RewardFunction, score_answers
+from vectorlm.rl.rewards.grade import grade
+from vectorlm.rl.rollout import Rollout, logged_means
+from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.types import ENVIRONMENT, PromptRecord, RewardResult
+
+Answers = list[Sequence[Rollout]]
+Results = list[list[RewardResult]]
+"""Of each answer to each question."""
+Play = Callable[[Sequence[PromptRecord]], Answers]
+"""Has questions played with their environment."""
+NUM_SHOWN = 3
+"""Answers that each evaluation shows on the console."""
+
+
+class Evaluator:
+    """Hot-swaps the weights into the engine, samples all prompts, records and scores the answers."""
+
+    def __init__(
+        self,
+        turn: DeviceTurn,
+        prompt_records: Sequence[PromptRecord],
+        *,
+        samples_path: Path | None,
+        resume_step: int | None = None,
+        of_source: Mapping[str, RewardFunction] | None = None,
+        further: Mapping[str, RewardFunction] | None = None,
+        at_k: Sequence[int] = (),
+        play: Mapping[str, Play] | None = None,
+        max_tokens: float = 0,
+        run_tasks: Callable[[], Mapping[str, float]] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
+
+        The reward `of_source` of a question says which answers are right; ``""`` is the source of questions without
+        one. The `further` rewards score these too, by their names; `at_k` are the k of pass@k and maj@k. Questions of a
+        source in `play` have an environment, which says what is right where there is no other reward: by its metric
+        `acc`, or by rewards that add up to 1. An answer may have `max_tokens`; the context may leave it less, which is
+        said. `run_tasks` asks the engine more, and returns metrics.
+        """
+        self._turn = turn
+        self._prompt_records = prompt_records
+        self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
+        self._places: dict[str, list[int]] = {}
+        """Of the questions of each source."""
+        for place, record in enumerate(prompt_records):
+            self._places.setdefault(record.source, []).append(place)
+        self._play = {source: each for source, each in (play or {}).items() if source in self._places}
+        rewards = {name: (of_source or {}).get(name) for name in sorted(self._places)}
+        self._rewards = {
+            name: each for name, each in rewards.items() if each is not None or name in self._play
+        }
+        self._further, self._at_k = further or {}, at_k
+        self._max_tokens, self._run_tasks = max_tokens, run_tasks
+        self._say = say
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate the weights after training step `step`; called on all ranks."""
+        with self._turn.sampling(step) as report:
+            start_s = time.perf_counter()
+            answers = self._answer(f"step {step}: sampling the held-out prompts")
+            generate_s = time.perf_counter() - start_s
+            of_tasks = {} if self._run_tasks is None else self._run_tasks()
+        num_tokens = sum(each.num_policy_tokens for options in answers for each in options)
+        metrics = {
+            "sampler/generate_s": generate_s,
+            "sampler/tokens_per_s": num_tokens / generate_s,
+            **of_tasks,
+        }
+        if not report.skipped:
+            metrics |= {
+                "weights/publish_s": report.publish_s,
+                "weights/load_s": report.load_s,
+                "weights/update_s": report.total_s,
+            }
+        rewards, of_further = None, {}
+        further: dict[str, Mapping[str, RewardFunction | None]] = {
+            name: {"": reward} for name, reward in self._further.items()
+        }
+        if self._play:
+            further[ENVIRONMENT] = dict.fromkeys(self._play)
+            measured = logged_means(each.measured for options in answers for each in options)
+            metrics |= {f"eval/logged/{name}": value for name, value in measured.items()}
+        for name, of_source in further.items():
+            of_further[name] = self._score(answers, of_source)
+            metrics |= _graded(name, of_further[name])
+        if self._rewards:
+            rewards = self._score(answers, self._rewards)
+            for source in filter(None, self._rewards):
+                metrics |= _graded(source, [rewards[place] for place in self._places[source]])
+            if (found := grade(rewards, self._at_k)).num_questions:
+                metrics |= {"eval/accuracy": found.accuracy, "eval/reward": found.mean}
+                metrics |= {f"eval/pass_at_{k}": value for k, value in found.pass_at.items()}
+                metrics |= {f"eval/maj_at_{k}": value for k, value in found.majority_at.items()}
+        if self._lines is not None:
+            self._lines.write(step, self._samples(answers, rewards, of_further, generate_s))
+            self._say(self._summary(step, answers, rewards))
+            for name, value in of_tasks.items():
+                self._say(f"  {name} {value:.4g}")
+        return metrics
+
+    def _answer(self, what: str) -> Answers:
+        found: dict[int, Sequence[Rollout]] = {}
+        for source, play in self._play.items():
+            places = self._places[source]
+            with report_wait(f"{what} with their environment", is_on=self._lines is not None):
+                found |= zip(places, play([self._prompt_records[place] for place in places]), strict=True)
+        places = [place for place in range(len(self._prompt_records)) if place not in found]
+        prompts = [asked(self._prompt_records[place]) for place in places]
+        # With none, for the tasks alone, the engine is asked too: its update is due.
+        sampled = sample_with_progress(self._turn.engine, prompts, what=what, is_on=self._lines is not None)
+        for place, options in zip(places, sampled, strict=True):
+            found[place] = [Rollout.begun(self._prompt_records[place], each) for each in options]
+        return [found[place] for place in range(len(found))]
+
+    def _score(self, answers: Answers, of_source: Mapping[str, RewardFunction | None]) -> Results:
+        """Return what each answer was given: NaN where nothing scores the question."""
+        results = [[RewardResult(math.nan)] * len(options) for options in answers]
+        for source, reward in of_source.items():
+            places = self._places.get(source, [])
+            found = score_answers(
+                reward,
+                [answers[place] for place in places],
+                f"rl.sources.{source}.rewards" if source else "sampler.reward",
+            )
+            for place, each in zip(places, found, strict=True):
+                results[place] = each
+        return results
+
+    def _samples(
+        self,
+        answers: Answers,
+        rewards: Results | None,
+        of_further: Mapping[str, Results],
+        time_taken_s: float,
+    ) -> Iterator[dict[str, Any]]:
+        for index, (record, options) in enumerate(zip(self._prompt_records, answers, strict=True)):
+            line: dict[str, Any] = {
+                "prompt": record.prompt,
+                "options": [completion.text for completion in options],
+                "finish_reasons": [completion.finish_reason for completion in options],
+                "time_taken": time_taken_s,
+            }
+            if record.source:
+                line["source"] = record.source
+            if rewards is not None:
+                line["rewards"] = [each.reward for each in rewards[index]]
+            if of_further:
+                line["further_rewards"] = {
+                    name: [each.reward for each in found[index]] for name, found in of_further.items()
+                }
+            yield line
+
+    def _summary(self, step: int, answers: Answers, rewards: Results | None) -> str:
+        if rewards is None:
+            head, marks = f"step {step}: {len(answers)} prompts sampled", [""] * len(answers)
+        else:
+            marks = [_mark(first) for first, *_ in rewards]
+            counts = [
+                f"{source}: " * (len(self._rewards) > 1)
+                + _counted([rewards[place] for place in self._places[source]])
+                for source in self._rewards
+            ]
+            head = f"step {step}: {'; '.join(counts)}"
+        lines = [head]
+        num_short = sum(
+            each.finish_reason == "length" and len(each.token_ids) < self._max_tokens
+            for record, options in zip(self._prompt_records, answers, strict=True)
+            for each in options
+            if record.source not in self._play
+        )
+        if num_short:
+            lines.append(
+                f"  {num_short} answers met the engine's max_model_len before max_tokens, and were cut off there"
+            )
+        for mark, record, options in zip(marks[:NUM_SHOWN], self._prompt_records, answers, strict=False):
+            lines.append(f"  {mark}{shown_prompt(record.prompt)!r} → {options[0].text!r}")
+        return "\n".join(lines)
+
+
+def _mark(result: RewardResult) -> str:
+    if math.isnan(result.reward):
+        return ""
+    if result.reward in (0, 1) or "acc" in result.logged or result.is_right:
+        return "right: " if result.is_right else "wrong: "
+    return f"reward {result.reward:.3g}: "
+
+
+def _counted(results: Results) -> str:
+    scored = [each for options in results for each in options if not math.isnan(each.reward)]
+    right = f"{sum(each.is_right for each in scored)}/{len(scored)} right"
+    if all(each.reward == each.is_right for each in scored):
+        return right
+    return f"{right}, mean reward {sum(each.reward for each in scored) / len(scored):.4g}"
+
+
+def _graded(name: str, results: Results) -> dict[str, float]:
+    found = grade(results)
+    has_any = found.num_questions > 0
+    return {f"eval/accuracy/{name}": found.accuracy, f"eval/reward/{name}": found.mean} if has_any else {}

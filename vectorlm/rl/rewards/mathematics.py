@@ -1,0 +1,74 @@
+"""Rewards for mathematics: equal to the right answer as a formula, or as the text in a box."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+from vectorlm.rl.rewards.limited import OverLimit, limited
+
+# Each call would say that its own time limits are off: a reward's worker has one.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def _drop(name: str, value: Any) -> None:
+    """Log nothing."""
+
+
+def math(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float | None:
+    r"""Return 1.0 if the completion's final formula equals the answer, else 0.0; None if the answer is no formula.
+
+    A formula that takes more than 3 s of processor time to compare, such as ``9^{9^{9}}``, does not equal the answer.
+    The formula is taken from ``\boxed{}``, from ``$...$``, or is the last number or expression of the text.
+    *Source*: the package math-verify.
+
+    Args:
+        completion: The text of the model.
+        answer: A number, an expression or LaTeX, with or without ``$``.
+        log: Takes the formula of the completion, as its `answer`.
+    """
+    try:
+        reward, found = limited("math_verify", f"{__name__}:compared", completion, str(answer))
+    except OverLimit:
+        return 0.0
+    if found is not None:
+        log("answer", found)
+    return None if reward is None else float(reward)
+
+
+def compared(completion: str, answer: str) -> tuple[bool | None, str | None]:
+    """Return whether the completion's final formula equals the answer, and that formula."""
+    from math_verify import parse, verify
+
+    # An expression such as x+1 is found between dollars alone.
+    gold = parse(f"${answer}$".replace("$$", "$"), parsing_timeout=None)
+    if not gold:
+        return None, None
+    try:
+        found = parse(completion, parsing_timeout=None)
+        return verify(gold, found, timeout_seconds=None), str(found[0]) if found else None
+    except (
+        Exception
+    ):  # Of numbers of more digits than Python prints, of parentheses that are too deep, and so on.
+        return False, None
+
+
+def boxed(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float:
+    r"""Return 1.0 if the completion's last ``\boxed{}`` holds the answer, white space aside, else 0.0."""
+    start = completion.rfind(r"\boxed{")
+    if start < 0:
+        return 0.0
+    depth, text = 1, ""
+    for character in completion[start + len(r"\boxed{") :]:
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if not depth:
+            log("answer", _without_space(text))
+            return float(_without_space(text) == _without_space(str(answer)))
+        text += character
+    return 0.0
+
+
+def _without_space(text: str) -> str:
+    return re.sub(r"\s", "", text)

@@ -1,0 +1,150 @@
+"""The reward model: a sequence-classification model that scores rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vectorlm.algorithms.batch import RolloutBatch
+from vectorlm.data.encoding import encode, render_chat
+from vectorlm.errors import ConfigError
+from vectorlm.ranks.topology import Topology
+from vectorlm.rl.micro_batch import map_rows
+from vectorlm.rl.models import LoadSharded
+from vectorlm.rl.rewards.function import shown
+from vectorlm.rl.rollout import Rollout
+from vectorlm.sampling.weights.model_tensors import reshard
+from vectorlm.train.load import STEP_SEPARATOR, load_pretrained
+from vectorlm.train.packing import Rows
+from vectorlm.train.scorer import Scorer
+
+COMBINED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "min": torch.min,
+    "mean": torch.mean,
+    "last": lambda found: found[-1],
+}
+"""What makes one reward of the probabilities of steps."""
+
+
+class RewardModel:
+    """A sequence-classification model with one label, which reads prompt and completion as one text.
+
+    Where its tokenizer names a `STEP_SEPARATOR`, it scores the end of each step: the log-odds of the step being right.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        load_sharded: LoadSharded,
+        topology: Topology,
+        *,
+        max_tokens: int,
+        max_length: int,
+        dtype: str = "float32",
+        step_reward: Literal["min", "mean", "last"] = "min",
+    ) -> None:
+        """Load and shard the model of a folder that ``save_pretrained`` wrote, and its tokenizer.
+
+        One forward pass takes `max_tokens`, padding included; texts longer than `max_length` lose their beginning. Of
+        the probabilities of steps, `step_reward` is the reward.
+        """
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        if not (Path(path) / "config.json").is_file():
+            raise ConfigError(f"reward model {path!r} has no config.json: name a folder of save_pretrained.")
+        self._tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left")
+
+        def load(is_empty: bool) -> torch.nn.Module:
+            model = load_pretrained(AutoModelForSequenceClassification, path, dtype, is_empty)
+            if model.config.num_labels != 1:
+                raise ConfigError(
+                    f"reward model {path!r} has {model.config.num_labels} labels: it must have one."
+                )
+            return model.eval().requires_grad_(False)
+
+        self._model: Any = load_sharded(load)
+        self._config: Any = self._model.config
+        self._topology, self._max_tokens, self._max_length = topology, max_tokens, max_length
+        self._combine = COMBINED[step_reward]
+        self._separator = self._tokenizer.init_kwargs.get(STEP_SEPARATOR)
+        self._of_steps = None if self._separator is None else Scorer(self._model, device=topology.device)
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Score rollouts; called on all ranks with the same ones."""
+        if not rollouts:
+            return []
+        laid = [self._steps(rollout) for rollout in rollouts] if self._of_steps else []
+        rows = [row for row, _ in laid] or [self._token_ids(rollout) for rollout in rollouts]
+        # The score is read at the last token that is not padding. A tokenizer's padding token may also end rows, whose
+        # scores would then be read one token early: only the model's own config decides what padding is.
+        own_padding = padding = self._config.pad_token_id
+        if padding is None:
+            used = {token for row in rows for token in row}
+            padding = next(token for token in range(len(used) + 1) if token not in used)
+        self._config.pad_token_id = padding
+        input_ids = torch.full((len(rows), max(map(len, rows))), padding)
+        attention_mask = torch.zeros_like(input_ids)
+        for index, row in enumerate(rows):
+            input_ids[index, : len(row)] = torch.tensor(row)
+            attention_mask[index, : len(row)] = 1
+        # The model reads whole rows; no other field of the batch matters to it.
+        mask, nothing = attention_mask.bool(), torch.zeros(len(rows), 1)
+        for index, (_, ends) in enumerate(laid):
+            mask[index, : len(ends)] = torch.tensor(ends)
+        unread = (attention_mask.float(), nothing, nothing.bool(), nothing.long(), attention_mask.float())
+        batch = RolloutBatch(input_ids, attention_mask, mask, *unread)
+        scores = map_rows(batch, self._scores, self._topology, max_tokens=self._max_tokens)
+        self._config.pad_token_id = own_padding
+        reshard(self._model)
+        if self._of_steps is None:
+            return scores[:, 0].tolist()
+        found = (row[is_end].sigmoid() for row, is_end in zip(scores, mask, strict=True))
+        return [self._combine(each).item() for each in found]
+
+    def _scores(self, rows: Rows) -> torch.Tensor:
+        if self._of_steps is not None:
+            at_ends = self._of_steps(rows, rows.is_asked)
+            is_asked = rows.is_asked.to(at_ends.device)
+            return at_ends.new_zeros(is_asked.shape).masked_scatter(is_asked, at_ends)
+        input_ids, attention_mask = (
+            each.to(self._topology.device) for each in (rows.input_ids, rows.attention_mask)
+        )
+        logits = self._model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return logits[:, :1].expand(input_ids.shape)
+
+    def _steps(self, rollout: Rollout) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a prompt and its steps, laid out as in training, and which of them end a step.
+
+        With an environment, the prompt is all that precedes the last turn.
+        """
+        prompt, whole = rollout.prompt_record.prompt, rollout.text
+        if rollout.messages is not None:
+            *prompt, last = rollout.messages
+            whole = last["content"]
+        *_, answer = rollout.turn_texts or (whole,)
+        steps = [each for each in answer.split(self._separator) if each.strip()] or [answer]
+        ids = encode(prompt, lambda: self._tokenizer)
+        if before := whole.removesuffix(answer):
+            ids = ids + self._tokenizer(before, add_special_tokens=False)["input_ids"]
+        ends = [False] * len(ids)
+        (separator, *texts) = self._tokenizer([self._separator, *steps], add_special_tokens=False)[
+            "input_ids"
+        ]
+        for text in texts:
+            ids = ids + text + separator
+            ends += [False] * (len(text) + len(separator) - 1) + [True]
+        return ids[-self._max_length :], ends[-self._max_length :]
+
+    def _token_ids(self, rollout: Rollout) -> list[int]:
+        prompt: Any = rollout.prompt_record.prompt
+        is_text = isinstance(prompt, str)
+        if (chat := shown(rollout).messages) is not None:
+            text = str(render_chat(self._tokenizer, chat, tokenize=False))
+        else:
+            text = (prompt if is_text else str(self._tokenizer.decode(list(prompt)))) + rollout.text
+        # Templates and tokens hold their special tokens already.
+        limits = {"truncation": True, "max_length": self._max_length}
+        return self._tokenizer(text, add_special_tokens=is_text, **limits)["input_ids"]

@@ -1,0 +1,195 @@
+"""Groups of rollouts, sampled beside the engine while the ranks do something else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from vectorlm.data.encoding import encode
+from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.rl.rollouts.room import Room
+from vectorlm.rl.rollouts.sampler import GroupSampler, SampledGroup, Task
+from vectorlm.sampling.local_requests import Hear, LocalRequests
+from vectorlm.types import Completion, Prompt
+
+Outcome = SampledGroup | Exception
+CLOSE_S = 5.0
+"""Longest wait for the thread at the end."""
+IDLE_S = 0.005
+"""How often a rank looks whether a rollout asks an engine that samples in the rank itself."""
+
+
+class Actor:
+    """An asyncio loop in a thread of a rank that owns an engine; every rollout is a coroutine in it.
+
+    Tasks are numbered in the order of their submission, on all ranks alike. An actor draws the number of the next one
+    as soon as it has room: rollouts that wait for their environment take none.
+    """
+
+    def __init__(
+        self,
+        requests: LocalRequests,
+        sampler: GroupSampler,
+        *,
+        draw: Callable[[], int],
+        tokenizer: Callable[[], Any],
+        room: Room,
+    ) -> None:
+        """Start the thread; `draw` returns the next task's number, and `room` says how many sequences ask at once."""
+        self._requests, self._sampler, self._draw, self._tokenizer = requests, sampler, draw, tokenizer
+        self._room = room
+        self._tasks: dict[int, Task] = {}
+        """Tasks that this actor has not drawn, by number; another may have."""
+        self._num_submitted = 0
+        self._drawn: int | None = None
+        """A number that was drawn, of a task that may not be there yet."""
+        self._share = 0
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._num_asking = self._num_rollouts = 0
+        self._most: tuple[int, ...] = (0, 0, 0)
+        self._flush_is_due = False
+        self._news = threading.Condition()
+        self._outcomes: dict[int, Outcome] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="actor", daemon=True)
+        self._thread.start()
+
+    def submit(self, tasks: Mapping[int, Task], still_open: Collection[int], share: int) -> None:
+        """Add tasks to the queue; of those that are `still_open`, this actor has at most `share` at once."""
+        self._loop.call_soon_threadsafe(self._extend, tasks, set(still_open), share)
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Forget tasks, whoever has them; their requests are taken back when this returns."""
+        asyncio.run_coroutine_threadsafe(self._cancel(list(numbers)), self._loop).result()
+        self._requests.forget()
+
+    def wait(self, at_least: int, timeout_s: float) -> None:
+        """Wait until that many tasks have finished here; an inline engine samples meanwhile.
+
+        Raises:
+            EngineError: The engine is dead or silent.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            is_sampling = self._requests.advance()
+            with self._news:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or len(self._outcomes) >= at_least:
+                    return
+                if not is_sampling:
+                    self._news.wait(min(left_s, IDLE_S) if self._requests.is_inline else left_s)
+
+    def take(self) -> tuple[dict[int, Outcome], tuple[int, ...]]:
+        """Return what has finished since the last call; the most rollouts in flight and asking, and the room."""
+        with self._news:
+            outcomes, self._outcomes = self._outcomes, {}
+            most, self._most = self._most, (self._num_rollouts, self._num_asking, self._room.size)
+        return outcomes, most
+
+    def close(self) -> None:
+        """Forget everything and end the thread."""
+        if self._loop.is_closed():
+            return
+        # It may wait for a store whose rank is gone: then it ends with the process.
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._cancel(list(self._running)), self._loop).result(CLOSE_S)
+            self._requests.forget()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _count(self, num_asking: int) -> None:
+        self._num_asking += num_asking
+        now = self._num_rollouts, self._num_asking, self._room.size
+        self._most = tuple(map(max, self._most, now))
+
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        self._requests.flush()
+
+    def _extend(self, tasks: Mapping[int, Task], still_open: Collection[int], share: int) -> None:
+        self._num_submitted += len(tasks)
+        waiting = {number: task for number, task in self._tasks.items() if number in still_open}
+        self._tasks = {**waiting, **tasks}
+        self._share = share
+        self._begin_more()
+
+    def _begin_more(self) -> None:
+        """Begin tasks while there is room for a whole group, or nothing else to do."""
+        size = self._sampler.settings.group_size
+        self._room.is_short = False
+        while len(self._running) < self._share:
+            if self._num_asking and self._num_asking + size > self._room.size:
+                self._room.is_short = bool(self._tasks)
+                return
+            if self._drawn is None:
+                self._drawn = self._draw()
+            if self._drawn >= self._num_submitted:
+                return
+            number, self._drawn = self._drawn, None
+            if (task := self._tasks.pop(number, None)) is None:
+                # It was taken back.
+                continue
+            self._num_rollouts += size
+            self._count(size)
+            self._running[number] = self._loop.create_task(self._carry_out(number, task))
+
+    async def _carry_out(self, number: int, task: Task) -> None:
+        size = reserved = self._sampler.settings.group_size
+
+        async def ask(
+            prompt: Prompt, params: dict[str, Any], hear: Hear | None = None
+        ) -> Sequence[Completion]:
+            nonlocal reserved
+            self._count(params["n"] - reserved)
+            reserved = 0
+            try:
+                completions = await self._ask(prompt, params, hear)
+                num_tokens = sum(len(each.token_ids) for each in completions)
+                self._room.answered(num_tokens, time.monotonic())
+                return completions
+            finally:
+                self._num_asking -= params["n"]
+                # Not at once: with its last answer a group ends.
+                self._loop.call_soon(self._begin_more)
+
+        try:
+            outcome: Outcome = await self._sampler.sample(task, ask)
+        except VectorLMError as error:
+            outcome = error
+        except Exception as error:
+            outcome = EngineError(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}")
+        finally:
+            del self._running[number]
+            self._num_asking -= reserved
+            self._num_rollouts -= size
+            self._begin_more()
+        with self._news:
+            self._outcomes[number] = outcome
+            self._news.notify_all()
+
+    async def _ask(self, prompt: Prompt, params: dict[str, Any], hear: Hear | None) -> Sequence[Completion]:
+        future = self._requests.ask(encode(prompt, self._tokenizer), params, hear)
+        if not self._flush_is_due:
+            # What others ask in this round of the loop goes with it.
+            self._flush_is_due = True
+            self._loop.call_soon(self._flush)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._requests.take_back(future)
+            raise
+
+    async def _cancel(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._tasks.pop(number, None)
+        running = [self._running[number] for number in numbers if number in self._running]
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -1,0 +1,117 @@
+"""What makes rollouts with environments beside an engine, to train on or to evaluate."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vectorlm.ranks.workers.pool import WorkerPool
+from vectorlm.rl.environments.environment import AGENT
+from vectorlm.rl.environments.hosted import EnvironmentHost, HostedEnvironment
+from vectorlm.rl.rollout import Rollout
+from vectorlm.rl.rollouts.queue import GroupQueue
+from vectorlm.rl.rollouts.sampler import Agent, GroupSampler, Results, Task
+from vectorlm.rl.settings import CollectSettings
+from vectorlm.types import PromptRecord
+
+if TYPE_CHECKING:
+    from vectorlm.sampling.engine import SamplingEngine
+
+MAX_ENVIRONMENTS = 64
+"""Environments at once beside an engine: each has a process of its own, forked from one without torch."""
+
+
+class Environments:
+    """The environments of a run, by the sources of their prompts; nothing on ranks without an engine."""
+
+    def __init__(
+        self,
+        names: Mapping[str, str],
+        engine: SamplingEngine,
+        tokenizer: Any,
+        *,
+        max_model_len: int,
+        timeout_s: float | None,
+        stack: ExitStack,
+        log_path: Path | None = None,
+    ) -> None:
+        """Take their names; `stack` closes them, and what their processes print goes to `log_path`."""
+        self.names, self.engine, self.stack = names, engine, stack
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self._timeout_s = timeout_s
+        self._agents: dict[str, str] = {}
+        self._hosts: dict[str, EnvironmentHost] = {}
+        if not names or engine.local is None:
+            return
+        self._pool = stack.enter_context(WorkerPool(MAX_ENVIRONMENTS, log_path))
+        for source, name in names.items():
+            if name.startswith(AGENT):
+                self._agents[source] = name.removeprefix(AGENT)
+            else:
+                self._hosts[source] = EnvironmentHost(name, self._pool, timeout_s)
+        if self._agents:
+            from vectorlm.rl.agents.gateway import Gateway
+
+            self._gateway = stack.enter_context(Gateway(copy.deepcopy(tokenizer), max_model_len))
+
+    def sampler(
+        self,
+        settings: CollectSettings,
+        seed: int,
+        *,
+        needs_greedy: bool = False,
+        score: Callable[[Sequence[Rollout]], Awaitable[Results]] | None = None,
+        is_trained_on: bool = True,
+    ) -> GroupSampler:
+        """Return what samples groups, and has these environments played."""
+        agents: dict[str, Agent] = {}
+        for source, name in self._agents.items():
+            from vectorlm.rl.agents.agent import AgentHost
+
+            host = AgentHost(
+                name,
+                self._gateway,
+                self._pool,
+                sampling=settings.sampling,
+                timeout_s=self._timeout_s,
+                is_trained_on=is_trained_on,
+            )
+            agents[source] = host.rollout
+        return GroupSampler(
+            settings=settings,
+            seed=seed,
+            max_model_len=self.max_model_len,
+            tokenizer=self.tokenizer,
+            open_environment=self._open if self._hosts else None,
+            agents=agents,
+            needs_greedy=needs_greedy,
+            score=score,
+        )
+
+    def _open(self, record: PromptRecord) -> HostedEnvironment | None:
+        host = self._hosts.get(record.source)
+        return None if host is None else HostedEnvironment(host, record)
+
+    def player(
+        self, settings: CollectSettings, sampling_params: Mapping[str, Any], seed: int
+    ) -> Callable[[Sequence[PromptRecord]], list[Sequence[Rollout]]]:
+        """Return what plays held-out prompts with the sampling parameters of evaluations; all ranks call it alike.
+
+        The same prompts have the same seeds each time, drawn from `seed` where the parameters have none.
+        """
+        others = {name: value for name, value in sampling_params.items() if name not in ("n", "seed")}
+        settings = replace(settings, sampling_params=others, group_size=sampling_params.get("n") or 1)
+
+        @cache
+        def queue() -> GroupQueue:
+            sampler = self.sampler(settings, sampling_params.get("seed", seed), is_trained_on=False)
+            made = GroupQueue(self.engine, sampler)
+            self.stack.callback(made.close)
+            return made
+
+        return lambda records: queue().sample([Task(place, record) for place, record in enumerate(records)])

@@ -1,0 +1,148 @@
+"""The groups of rollouts in flight, as all ranks see them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from vectorlm.rl.rollout import Rollout
+from vectorlm.rl.rollouts.actor import Actor, Outcome
+from vectorlm.rl.rollouts.room import Room
+from vectorlm.rl.rollouts.sampler import GroupSampler, SampledGroup, Task
+from vectorlm.sampling.engine import WAIT_S, SamplingEngine
+
+FIRST_ROOM = 64
+"""Sequences that ask an engine at once where its rate says how many may."""
+MOST = ("in_flight", "asking", "room")
+
+
+class GroupQueue:
+    """Samples groups with an actor beside each engine; the actors draw from one queue.
+
+    Its calls are collective, with the same result on all ranks.
+    """
+
+    def __init__(self, engine: SamplingEngine, sampler: GroupSampler) -> None:
+        """Start this rank's actor, if it owns an engine; called on all ranks."""
+        max_num_seqs = engine.wait_until_ready().max_num_seqs
+        self._ranks = engine.engine_ranks
+        self._num_submitted = 0
+        self._open: set[int] = set()
+        self._most: tuple[int, ...] = (0, 0, 0)
+        self._actor: Actor | None = None
+        if engine.local is not None:
+            # As many groups as it samples sequences: its batch stays full while a few of each group go on.
+            # What waits for an environment takes no room, so slow ones are made up for by more rollouts.
+            asked, size = sampler.settings.rollouts_per_engine, sampler.settings.group_size
+            room = Room(max_num_seqs * size if asked == "auto" else asked)
+            if asked == "auto" and (sampler.open_environment or sampler.agents):
+                # By its rate. Single turns repeat bit for bit, so nothing of theirs may depend on the machine's speed.
+                room = Room(max(min(max_num_seqs, FIRST_ROOM), size), max_num_seqs * size)
+            self._actor = Actor(
+                engine.local,
+                sampler,
+                draw=self._draw(f"rollouts of {engine.next_name()}"),
+                # A copy: the ranks' own thread may encode at the same time.
+                tokenizer=functools.cache(lambda: copy.deepcopy(engine.tokenizer)),
+                room=room,
+            )
+
+    def submit(self, tasks: Sequence[Task]) -> Sequence[int]:
+        """Begin groups and return their numbers."""
+        numbers = range(self._num_submitted, self._num_submitted + len(tasks))
+        self._num_submitted += len(tasks)
+        self._open |= set(numbers)
+        if self._actor is not None:
+            # A share at most: what one engine has begun no other can take.
+            share = -(-len(self._open) // len(self._ranks.ranks))
+            self._actor.submit(dict(zip(numbers, tasks, strict=True)), self._open, share)
+        return numbers
+
+    def poll(self, timeout_s: float, at_least: int = 1) -> dict[int, SampledGroup]:
+        """Return what has finished on any rank by its number; wait `timeout_s` at most, for `at_least` groups.
+
+        The ranks meet every `WAIT_S`.
+
+        Raises:
+            VectorLMError: What a rollout raised.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        here: dict[int, Outcome] = {}
+
+        def look() -> tuple[int, tuple[int, ...], bool]:
+            nonlocal here
+            most: tuple[int, ...] = (0, 0, 0)
+            if self._actor is not None:
+                self._actor.wait(at_least, min(max(deadline_s - time.monotonic(), 0.0), WAIT_S))
+                here, most = self._actor.take()
+            return len(here), most, time.monotonic() >= deadline_s
+
+        while self._open:
+            notes = self._ranks.on_all_ranks("rollouts", look)
+            of_all = map(sum, zip(*(most for _, most, _ in notes), strict=True))
+            self._most = tuple(map(max, self._most, of_all))
+            # Ranks' clocks differ: the first decides for all.
+            if any(count for count, *_ in notes) or notes[0][2]:
+                break
+        else:
+            return {}
+        outcomes = dict(here)
+        for rank, (count, *_) in enumerate(notes):
+            if count and len(notes) > 1:
+                outcomes |= self._of_rank(rank, here)
+        found: dict[int, SampledGroup] = {}
+        for number, outcome in sorted(outcomes.items()):
+            if number in self._open:
+                self._open.discard(number)
+                if isinstance(outcome, Exception):
+                    raise outcome
+                found[number] = outcome
+        return found
+
+    def sample(self, tasks: Sequence[Task]) -> list[Sequence[Rollout]]:
+        """Return the rollouts of each group, in order; if one fails, the others are forgotten."""
+        numbers = self.submit(tasks)
+        found: dict[int, Sequence[Rollout]] = {}
+        try:
+            while len(found) < len(numbers):
+                found |= {number: group.rollouts for number, group in self.poll(WAIT_S).items()}
+        except BaseException:
+            self.cancel(numbers)
+            raise
+        return [found[number] for number in numbers]
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Forget groups in flight."""
+        self._open -= set(numbers)
+        if numbers and self._actor is not None:
+            self._actor.cancel(numbers)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the most rollouts at once: in flight, asking the engines, and that might have asked."""
+        most, self._most = self._most, (0, 0, 0)
+        return {f"rollout/{name}_max": float(each) for name, each in zip(MOST, most, strict=True)}
+
+    def close(self) -> None:
+        """Forget everything; not a collective."""
+        if self._actor is not None:
+            self._actor.close()
+
+    def _draw(self, name: str) -> Callable[[], int]:
+        if len(self._ranks.ranks) == 1:
+            # A lone engine need not ask what others have drawn.
+            return itertools.count().__next__
+        return functools.partial(self._ranks.collectives.ticket, name)
+
+    def _of_rank(self, rank: int, here: Mapping[int, Outcome]) -> Mapping[int, Outcome]:
+        """Return on every rank what has finished `here` on one."""
+        is_mine = rank == self._ranks.topology.rank
+        packed = [np.frombuffer(pickle.dumps(here), np.uint8)] if is_mine else []
+        _, (received,) = self._ranks.collectives.broadcast_object("rollouts", None, packed, root=rank)
+        found: Mapping[int, Outcome] = here if is_mine else pickle.loads(received.tobytes())
+        return found

@@ -1,0 +1,186 @@
+"""Stored rollouts, of this policy or any other, to train on again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vectorlm.data.encoding import is_messages
+from vectorlm.data.prompts import read_rows
+from vectorlm.errors import DatasetError
+from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.train.recorder import Timer
+from vectorlm.types import PromptRecord
+
+Group = list[Rollout]
+RULE = "every line must be as a run with rl.rollout.save_tokens: True writes it."
+
+
+def record_of(rollout: Rollout) -> dict[str, Any]:
+    """Return what `read_rollouts` needs besides ``prompt`` and ``completion``, as JSON values."""
+    measured = {"columns": dict(rollout.prompt_record.columns), "measured": dict(rollout.measured)}
+    return measured | row_of(rollout)
+
+
+def row_of(rollout: Rollout) -> dict[str, Any]:
+    """Return the tokens of a rollout's own row, as JSON values."""
+    return {
+        "prompt_token_ids": list(rollout.prompt_token_ids),
+        "token_ids": list(rollout.token_ids),
+        "policy_mask": [int(each) for each in rollout.policy_mask],
+        "sampler_logprobs": list(rollout.sampler_logprobs),
+        "versions": list(rollout.versions),
+        "turn_ends": list(rollout.turn_ends),
+        "turn_rewards": list(rollout.turn_rewards),
+        "messages": rollout.messages,
+        "turn_texts": list(rollout.turn_texts),
+        "policy_contents": list(rollout.policy_contents),
+    }
+
+
+def read_rollouts(path: str | Path, reads: Collection[str] = ()) -> list[Group]:
+    """Read the groups that a run with ``rl.rollout.save_tokens`` has left in its ``rollouts.jsonl``.
+
+    The lines of one group stand next to each other, with the same ``train_step`` and ``group``. `reads` names the
+    arguments that rewards read.
+
+    Raises:
+        DatasetError: A line cannot be read, or lacks what the rewards read of its turns.
+    """
+    if not Path(path).is_file():
+        raise DatasetError(f"rl.rollout.path={str(path)!r} is not a file: name the rollouts.jsonl of a run.")
+    groups: list[Group] = []
+    place: tuple[int, int] | None = None
+    for here, rollout in read_rows(path, lambda row: _placed_rollout_of(row, reads), RULE):
+        if here != place:
+            groups.append([])
+            place = here
+        groups[-1].append(rollout)
+    if not groups:
+        raise DatasetError(f"rl.rollout.path={str(path)!r} is empty: it must hold at least one rollout.")
+    return groups
+
+
+def replay_order(groups: Sequence[Group], group_size: int, seed: int) -> PromptOrder[Group]:
+    """Return the stored groups, each of `group_size`, in an order drawn from the seed, pass after pass."""
+    for index, group in enumerate(groups):
+        if len(group) != group_size:
+            raise DatasetError(
+                f"group {index} of rl.rollout.path has {len(group)} completions, and rl.group_size={group_size}: "
+                "they must be equal. Change rl.group_size, or name another file."
+            )
+    return PromptOrder(groups, seed)
+
+
+class RecordedGroups:
+    """A source of the groups that a run trained on, step by step, as its ``rollouts.jsonl`` has them."""
+
+    def __init__(self, path: Path, last_step: int, max_lag: int | None = None) -> None:
+        """Read the steps up to `last_step`; tokens that lag by more than `max_lag` steps are left out, as they were.
+
+        Raises:
+            DatasetError: The run was without ``rl.rollout.save_tokens``.
+        """
+        self._max_lag = max_lag
+        places: dict[tuple[int, int], list[tuple[Rollout, Mapping[str, Any]]]] = {}
+        for (place, rollout), row in read_rows(path, lambda row: (_placed_rollout_of(row), row), RULE):
+            if place[0] <= last_step:
+                places.setdefault(place, []).append((replace(rollout, is_replayed=False), row))
+        self._groups: dict[int, list[RolloutGroup]] = {}
+        for (step, _), group in places.items():
+            self._groups.setdefault(step, []).append(_scored(group))
+
+    @property
+    def group_size(self) -> int:
+        """Return G."""
+        return len(next(iter(self._groups.values()))[0].rollouts)
+
+    def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
+        """Return the groups that the step after `step` trained on; none if it dropped all of them."""
+        with timer.span("time/generate_s"), timer.span("time/score_s"):
+            return self._groups.get(step + 1, [])
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return nothing."""
+        return {}
+
+    def oldest_version(self, step: int) -> int | None:
+        """Return the first version whose tokens `step` trains on; None where it trains on all."""
+        return None if self._max_lag is None else step - self._max_lag
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Read nothing: the step says which groups are due."""
+
+
+def _scored(group: Sequence[tuple[Rollout, Mapping[str, Any]]]) -> RolloutGroup:
+    rows = [row for _, row in group]
+
+    def tensor(values: Sequence[float | None]) -> torch.Tensor:
+        return torch.tensor([math.nan if each is None else each for each in values])
+
+    by_name = {name: tensor([row["rewards"][name] for row in rows]) for name in rows[0]["rewards"]}
+    return RolloutGroup([rollout for rollout, _ in group], tensor([row["reward"] for row in rows]), by_name)
+
+
+def _placed_rollout_of(
+    row: Mapping[str, Any], reads: Collection[str] = ()
+) -> tuple[tuple[int, int], Rollout]:
+    """Return the place of a rollout, its step and group, and the rollout."""
+    of_turns = {"messages", "environment", *(("completions",) if is_messages(row["prompt"]) else ())}
+    lacks_turns = int(row["num_turns"]) > 1 and "messages" not in row
+    if lacks_turns and (asked := of_turns.intersection(reads)):
+        raise ValueError(f"a reward reads {min(asked)!r} of its turns, which files of earlier versions lack")
+    if int(row["num_turns"]) > 1 and "turn_texts" not in row and reads:
+        raise ValueError(
+            "rewards read what the policy wrote, which files of earlier versions do not tell from replies"
+        )
+    record = PromptRecord(row["prompt"], dict(row["columns"]), row.get("source", ""))
+    # Files of earlier versions lack "branches" too.
+    branches = tuple(_rollout_of(each, record) for each in row.get("branches", ()))
+    measured = {name: math.nan if each is None else each for name, each in row.get("measured", {}).items()}
+    rollout = replace(_rollout_of(row, record), branches=branches, measured=measured)
+    return (int(row["train_step"]), int(row["group"])), rollout
+
+
+def _rollout_of(row: Mapping[str, Any], record: PromptRecord) -> Rollout:
+    lengths = {len(row[name]) for name in ("token_ids", "policy_mask", "sampler_logprobs", "versions")}
+    if len(lengths) != 1:
+        raise ValueError("token_ids, policy_mask, sampler_logprobs and versions differ in length")
+    logprobs = _numbers(row, "sampler_logprobs", int, float)
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError("sampler_logprobs must be finite")
+    return Rollout(
+        record,
+        _numbers(row, "prompt_token_ids", int),
+        _numbers(row, "token_ids", int),
+        tuple(bool(each) for each in row["policy_mask"]),
+        logprobs,
+        _numbers(row, "versions", int),
+        str(row["completion"]),
+        row["finish_reason"],
+        int(row["num_turns"]),
+        # Files of earlier versions have none of these.
+        tuple(row.get("turn_ends", ())),
+        tuple(row.get("turn_rewards", ())),
+        messages=row.get("messages"),
+        turn_texts=tuple(row.get("turn_texts", ())),
+        policy_contents=tuple(row.get("policy_contents", ())),
+        is_replayed=True,
+    )
+
+
+def _numbers(row: Mapping[str, Any], name: str, *kinds: type) -> tuple[Any, ...]:
+    """Return a row's list of numbers; raise TypeError where one is of none of the `kinds`, or a list is none."""
+    if not isinstance(row[name], list) or not all(type(each) in kinds for each in row[name]):
+        raise TypeError(f"{name} must be a list of {kinds[-1].__name__}")
+    return tuple(row[name])

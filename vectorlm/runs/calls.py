@@ -1,0 +1,368 @@
+"""Whole runs from Python, without a config file: what `vectorlm.reinforce` and `vectorlm.finetune` do."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from vectorlm.data.prompts import without_added_nulls
+from vectorlm.errors import ConfigError, DatasetError, RankFailed
+from vectorlm.ranks.launcher import launch
+from vectorlm.ranks.placement import without_gc
+from vectorlm.ranks.topology import Topology
+from vectorlm.report.runs import read_lines
+from vectorlm.runs.config.load import config_from_keywords
+from vectorlm.runs.config.schema import Config
+from vectorlm.runs.preflight.checked import preflight
+from vectorlm.runs.preflight.local_model import with_download
+from vectorlm.runs.preflight.resume import content_of, find_resumption, say_finished
+from vectorlm.settings import as_path
+from vectorlm.train.checkpoint.folder import steps_in
+
+if TYPE_CHECKING:
+    from vectorlm.train.recorder import OnStep
+
+HELD_OUT = 0.05
+"""Share of the rows that `finetune` evaluates on if it is given no `eval_dataset`."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A finished run: its folder, its model and what it logged."""
+
+    output_dir: Path
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model, which `SamplingEngine` and transformers load."""
+        return self.output_dir / "final-model"
+
+    @property
+    def metrics(self) -> Any:
+        """A row of numbers for each step: a data frame if pandas is installed, else a list of dictionaries."""
+        return _table(self.output_dir / "metrics.jsonl")
+
+    @property
+    def rollouts(self) -> Any:
+        """A row for each completion that reinforcement learning trained on, in the same form."""
+        return _table(self.output_dir / "rollouts.jsonl")
+
+
+def reinforce(
+    model: str | os.PathLike[str],
+    prompts: Any,
+    rewards: Any,
+    *,
+    algorithm: str = "grpo",
+    lr: float = 1e-6,
+    prompts_per_step: int = 8,
+    output_dir: str | os.PathLike[str] | None = None,
+    world_size: int = 1,
+    on_step: OnStep | None = None,
+    **settings: Any,
+) -> FinishedRun:
+    """Train a model by rewards.
+
+    >>> run = vectorlm.reinforce("Qwen/Qwen3-0.6B", ["2 + 2 = "], lambda text: float("4" in text),
+    ...                          max_steps=10, max_seq_len=256, group_size=8)  # doctest: +SKIP
+
+    Args:
+        model: A folder, or a name on the Hugging Face Hub.
+        prompts: What ``rl.prompts`` of a config may be; or in memory a list of texts, of conversations (lists of
+            messages) or of rows with a ``prompt`` and the rewards' columns, or a ``datasets.Dataset`` or a data
+            frame of such rows.
+        rewards: A function, a reward's name as in a config, several of them in a list, or a mapping from them to
+            weights. Functions run in other processes, with what they refer to.
+        algorithm: A row of docs/algorithms.md, or ``file.py:NAME``.
+        lr: Learning rate.
+        prompts_per_step: Prompts of a step, each with ``group_size`` completions.
+        output_dir: Folder of the run; None makes a new one under ``runs``. An interrupted run resumes in its folder.
+        world_size: Number of ranks.
+        on_step: Called as ``on_step(step, metrics, rollouts)`` in the process of rank 0 after each step, with copies of
+            the step's lines in ``metrics.jsonl`` (without the seconds of its phases) and ``rollouts.jsonl``. If it
+            returns True, the run ends after this step as after its last one; if it raises, the run fails.
+        **settings: Other settings of a config, by the last part of their name (``group_size=8``). If several settings
+            have that name, it is the one nearest the top. Or whole sections
+            (``train_parameters={"optimizer": {"lr": 1e-6}}``).
+
+    Raises:
+        ConfigError: A setting is unknown or wrong; lists them all.
+        DatasetError: The prompts in memory are none.
+        RankFailed: Training failed on a rank.
+    """
+    folder = _folder(output_dir, algorithm)
+    given = {
+        "model": os.fspath(model),
+        "output_dir": str(folder),
+        "algorithm": algorithm,
+        "lr": lr,
+        "prompts_per_step": prompts_per_step,
+        "rl": {
+            **settings.pop("rl", {}),
+            "prompts": _prompts(prompts, folder),
+            "rewards": _rewards(rewards, folder),
+        },
+    }
+    start(with_download(config_from_keywords({**settings, **given}, "rl")), world_size, on_step)
+    return FinishedRun(folder)
+
+
+def finetune(
+    model: str | os.PathLike[str],
+    dataset: Any,
+    eval_dataset: Any = None,
+    *,
+    lr: float = 2e-5,
+    output_dir: str | os.PathLike[str] | None = None,
+    world_size: int = 1,
+    on_step: OnStep | None = None,
+    **settings: Any,
+) -> FinishedRun:
+    """Train a model on texts or chats.
+
+    >>> run = vectorlm.finetune("Qwen/Qwen3-0.6B", [{"messages": chat} for chat in chats], max_seq_len=1024,
+    ...                         dataset_preprocess={"assistant_only_loss": True})  # doctest: +SKIP
+
+    Args:
+        model: A folder, or a name on the Hugging Face Hub.
+        dataset: Rows with ``messages``, ``prompt`` and ``completion``, or ``text``: a list of dictionaries, of texts or
+            of conversations, a mapping of columns, a ``datasets.Dataset``, a data frame, or what
+            ``dataset_preprocess.load_path`` of a config may be.
+        eval_dataset: Rows for the held-out loss. None takes one of 20 rows of a `dataset` in memory, and measures no
+            held-out loss if `dataset` is a path or a single row.
+        lr: Learning rate.
+        output_dir: As for `reinforce`.
+        world_size: Number of ranks.
+        on_step: As for `reinforce`, without rollouts: the last argument is empty.
+        **settings: As for `reinforce`; ``dataset_preprocess={…}`` says how texts are tokenised.
+
+    Raises:
+        ConfigError: A setting is unknown or wrong; lists them all.
+        DatasetError: The rows cannot be tokenised.
+        RankFailed: Training failed on a rank.
+    """
+    from vectorlm.data.preprocess import preprocess
+    from vectorlm.data.summary import vocabulary_of
+    from vectorlm.train.load import load_tokenizer
+
+    folder = _folder(output_dir, "finetune")
+    rows = {"train": _rows_of(dataset, "dataset", "text", "messages")}
+    if eval_dataset is not None:
+        rows["eval"] = _rows_of(eval_dataset, "eval_dataset", "text", "messages")
+    elif not isinstance(rows["train"], str) and len(rows["train"]) > 1:
+        rows["train"], rows["eval"] = _split(rows["train"])
+    paths = {"load_path": str(folder / "data"), "save_path": str(folder / "data")}
+    given = {
+        "model": os.fspath(model),
+        "output_dir": str(folder),
+        "lr": lr,
+        "dataset": {
+            "train_bs": 1,
+            **({"eval_bs": 1} if "eval" in rows else {}),
+            **settings.pop("dataset", {}),
+            **{f"{part}_ds": str(folder / "data" / part) for part in rows},
+        },
+        "dataset_preprocess": {**settings.pop("dataset_preprocess", {}), **paths},
+    }
+    config = with_download(config_from_keywords({**settings, **given}, "train_parameters"))
+    tokenizer, how = load_tokenizer(config.model), config.dataset_preprocess
+    assert how is not None
+    for part, each in rows.items():
+        target, note = folder / "data" / part, folder / "data" / f"{part}.digest"
+        asked = replace(how, load_path=_saved(each, folder / "data" / f"{part}-rows"), save_path=str(target))
+        max_seq_len = config.train_parameters.max_seq_len
+        template = tokenizer.chat_template
+        made_of = repr((asked, max_seq_len, vocabulary_of(tokenizer), template, _digest(asked.load_path)))
+        digest = hashlib.sha256(made_of.encode(errors="replace")).hexdigest()
+        # The rows of an earlier call go on only if this call would make the same ones.
+        if not ((target / "state.json").exists() and note.exists() and note.read_text() == digest):
+            preprocess(asked, tokenizer, max_seq_len)
+            note.write_text(digest)
+    start(config, world_size, on_step)
+    return FinishedRun(folder)
+
+
+def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str | None:
+    """Check a config, then train on every rank: by rewards if it has a section ``rl``, else on a dataset.
+
+    Under torchrun or srun, which decide the number of ranks, rank 0 checks for all.
+
+    Args:
+        config: As `with_download` returns it.
+        world_size: Number of ranks.
+        on_step: As for `reinforce`.
+
+    Returns:
+        What to tell the user if an earlier run has already finished here; else None.
+
+    Raises:
+        ConfigError: As `preflight`.
+        RankFailed: Training failed on a rank.
+    """
+    num_started = Topology.from_environment().world_size
+    checked = None if num_started > 1 else preflight(config, world_size)
+    found = find_resumption(config, max(world_size, num_started)) if checked is None else checked.resumption
+    if found is not None and found.is_finished:
+        return say_finished(config, found)
+    with without_gc():
+        from vectorlm.runs.fine_tuning import finetune as on_dataset
+        from vectorlm.runs.reinforcement import reinforce as by_rewards
+
+    on_rank: Callable[..., None] = on_dataset if config.rl is None else by_rewards
+    try:
+        launch(partial(on_rank, on_step=on_step), checked or config, world_size=world_size)
+    except RankFailed as error:
+        steps = steps_in(Path(config.train_parameters.output_dir) / "checkpoints")
+        if steps and config.train_parameters.checkpointing_enabled:
+            error.add_note(f"The same command resumes from step {steps[-1]}.")
+        raise
+    return None
+
+
+def _folder(output_dir: str | os.PathLike[str] | None, name: str) -> Path:
+    if output_dir is None:
+        Path("runs").mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{name.rpartition(':')[2]}-", dir="runs"))
+    folder = Path(as_path(os.fspath(output_dir), "output_dir"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _prompts(prompts: Any, folder: Path) -> Any:
+    """Return what a config can say of prompts; those in memory are saved in the run's folder."""
+    if isinstance(prompts, Mapping) and not hasattr(prompts, "save_to_disk"):
+        return prompts
+    return _saved(_rows_of(prompts, "prompts", "prompt", "prompt"), folder / "prompts", keeps_tables=False)
+
+
+def _rows_of(given: Any, argument: str, text_name: str, list_name: str) -> Any:
+    """Return the rows of an argument: mappings in a list, a ``datasets.Dataset``, or the path that it is.
+
+    Raises:
+        DatasetError: There are no rows, or one of them is no row.
+    """
+    use = f"Use a path, or a list of rows, of texts or of lists of messages for {argument}."
+    if isinstance(given, str | os.PathLike):
+        return os.fspath(given)
+    if isinstance(given, Mapping) and hasattr(given, "save_to_disk"):
+        raise DatasetError(
+            f"{argument} has the splits {', '.join(given)}. Pass one of them, such as [{next(iter(given))!r}]."
+        )
+    if hasattr(given, "to_dict") and hasattr(
+        given, "columns"
+    ):  # a data frame, in which missing cells are NaN
+        records = given.to_dicts() if hasattr(given, "to_dicts") else given.to_dict("records")
+        given = [{str(name): cell for name, cell in row.items() if not _is_missing(cell)} for row in records]
+    elif isinstance(given, Mapping):
+        lengths = {name: len(column) for name, column in given.items() if isinstance(column, list | tuple)}
+        if len(lengths) < len(given) or len(set(lengths.values())) > 1:
+            raise DatasetError(f"{argument} must have columns that are lists of one length. {use}")
+        given = [dict(zip(given, cells, strict=True)) for cells in zip(*given.values(), strict=True)]
+    elif not hasattr(given, "save_to_disk"):
+        if isinstance(given, bytes) or not isinstance(given, Iterable):
+            raise DatasetError(f"{argument} is a {type(given).__name__}. {use}")
+        given = list(given)
+        for index, row in enumerate(given):
+            if isinstance(row, str):
+                given[index] = {text_name: row}
+            elif isinstance(row, Sequence) and not isinstance(row, bytes):
+                given[index] = {list_name: list(row)}
+            elif not isinstance(row, Mapping):
+                raise DatasetError(f"{argument}[{index}] is a {type(row).__name__}. {use}")
+    if not len(given):
+        raise DatasetError(f"{argument} is empty: it must hold at least one row.")
+    return given
+
+
+def _is_missing(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, float) and math.isnan(cell)) or str(cell) in ("NaT", "<NA>")
+
+
+def _split(rows: Any) -> tuple[Any, Any]:
+    """Take the held-out share out of rows in memory, the same rows whatever holds them."""
+    from datasets import Dataset
+
+    is_table = hasattr(rows, "save_to_disk")
+    table = rows if is_table else Dataset.from_dict({"index": range(len(rows))})
+    halves = table.train_test_split(test_size=HELD_OUT, seed=0)
+    parts = (halves["train"], halves["test"])
+    train, held_out = parts if is_table else ([rows[each] for each in part["index"]] for part in parts)
+    return train, held_out
+
+
+def _saved(rows: Any, path: Path, *, keeps_tables: bool = True) -> str:
+    """Write rows in memory to a file with a line for each, whose keys may differ, and return where they are."""
+    if isinstance(rows, str):
+        return rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if hasattr(rows, "save_to_disk"):
+        if keeps_tables:
+            rows.save_to_disk(path)
+            return str(path)
+        rows = map(without_added_nulls, rows)
+    path = path.with_suffix(".jsonl")
+    text = "".join(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    return str(path)
+
+
+def _as_json(value: Any) -> Any:
+    """Return a date as text, and numbers and arrays of numpy as Python's."""
+    for name in ("isoformat", "tolist"):
+        if hasattr(value, name):
+            return getattr(value, name)()
+    raise DatasetError(f"a row holds a {type(value).__name__}: use texts, numbers, lists and dictionaries.")
+
+
+def _digest(source: str) -> Any:
+    """Return a digest of a file or a saved dataset, or the names, sizes and times of the files in a folder."""
+    if (content := content_of(source)) is not None:
+        return content
+    pattern = os.path.join(glob.escape(source), "**") if os.path.isdir(source) else source
+    files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _rewards(rewards: Any, folder: Path) -> Mapping[str, Any]:
+    """Return the weight of each reward by its name; functions are pickled into the run's folder."""
+    if not isinstance(rewards, Mapping):
+        rewards = dict.fromkeys(rewards if isinstance(rewards, list | tuple) else [rewards], 1.0)
+    path = folder / "functions.pkl"
+    named: dict[str, Any] = {}
+    functions: dict[str, Callable[..., Any]] = {}
+    for reward, weight in rewards.items():
+        name = reward
+        if not isinstance(reward, str):
+            name = getattr(reward, "__name__", "")
+            if not callable(reward):
+                raise ConfigError(
+                    f"a reward is a {type(reward).__name__}: use a function, or the name of a reward."
+                )
+            if not name.isidentifier() or name in functions:
+                name = f"reward_{len(functions)}"
+            functions[name] = reward
+            name = f"{path}:{name}"
+        named[name] = weight
+    if functions:
+        path.write_bytes(cloudpickle.dumps(functions))
+    return named
+
+
+def _table(path: Path) -> Any:
+    lines = list(read_lines(path))
+    try:
+        import pandas
+    except ImportError:
+        return lines
+    return pandas.DataFrame(lines)

@@ -1,0 +1,303 @@
+"""A config file read into the schema, strictly, with overrides; written back; and the arguments that choose one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import asdict, replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import PydanticSchemaGenerationError
+
+from vectorlm.algorithms.settings import SETTINGS
+from vectorlm.errors import ConfigError
+from vectorlm.runs.config.foreign import FOREIGN
+from vectorlm.runs.config.schema import ALIASES, Config, RLSettings, SamplerSettings
+from vectorlm.runs.config.setting import Setting, all_settings, build_section, settings_of, start_of, to_plain
+from vectorlm.runs.config.source import Dumper, Entry, parse_yaml
+from vectorlm.runs.config.value import convert, describe_refusal, raise_problems
+from vectorlm.settings import closest
+from vectorlm.train.optimizers import accepted
+from vectorlm.train.settings import OptimizerSettings
+
+DEFAULT_PATH = "configs/config.yaml"
+"""The config file of a command that names none."""
+ARGUMENT = "an argument"
+"""The place of a setting that a call in Python gives."""
+
+
+def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Read a config file; touches no device and imports neither torch nor vLLM.
+
+    Your own algorithm (``rl.algorithm: file.py:NAME``) is imported, because its row has settings.
+
+    Args:
+        path: The YAML file.
+        overrides: Settings that win over the file's, each ``a.b=c`` with `c` read as YAML; the last one wins.
+
+    Returns:
+        The resolved config, with every default filled in.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is unknown, missing or of the wrong type; lists every such
+            setting with its place and a fix.
+    """
+    tree = _read_file(fspath(path))
+    _resolve_aliases(tree)
+    for override in overrides:
+        _apply_override(tree, override)
+    return _read_tree(tree)
+
+
+def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
+    """Read keyword arguments as a config file is read.
+
+    Args:
+        settings: Whole sections, and settings by the last part of their names: where several end alike it is the one
+            nearest the top, of those outside the section ``rl`` if that is not `section`.
+        section: Where names go that the schema does not have: of an algorithm, or unknown ones.
+
+    Raises:
+        ConfigError: As `load_config`.
+    """
+    tree: dict[str, Any] = {}
+    # A section of its own for each kind of training: `beta` of an algorithm is not that of a preference loss.
+    others = ("preference", "reward_model") if section == "rl" else ("rl",)
+    known = [path for path in all_settings() if path.split(".")[0] not in others]
+    # Single settings win over what sections say.
+    for name, value in sorted(settings.items(), key=lambda item: not isinstance(item[1], Mapping)):
+        paths = [path for path in known if path.rpartition(".")[2] == name]
+        *parents, last = min(paths, key=lambda path: path.count("."), default=f"{section}.{name}").split(".")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        both = isinstance(value, Mapping) and isinstance(place.get(last), Mapping)
+        place[last] = {**place[last], **value} if both else value
+    entry = _entry_of(tree, ARGUMENT)
+    _resolve_aliases(entry)
+    return _read_tree(entry)
+
+
+def _entry_of(value: Any, origin: str) -> Entry:
+    if isinstance(value, Mapping):
+        return Entry({key: _entry_of(each, origin) for key, each in value.items()}, origin)
+    if isinstance(value, list | tuple):
+        return Entry([_entry_of(each, origin) for each in value], origin)
+    return Entry(value, origin)
+
+
+def _read_tree(tree: Entry) -> Config:
+    problems: list[str] = []
+    config = _read_section(Config, tree, "", problems)
+    raise_problems(problems)
+    config = replace(config, origins=_origins(tree))
+    train = config.train_parameters
+    if config.rl is not None and train.sampler is None:
+        # Reinforcement learning cannot do without one.
+        config = replace(config, train_parameters=replace(train, sampler=SamplerSettings()))
+    return config
+
+
+def save_config(config: Config, path: str | PathLike[str]) -> None:
+    """Write every setting, defaults included, so that `load_config` reads an equal config back."""
+    text = yaml.dump(to_plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _read_file(path: str) -> Entry:
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except OSError as error:
+        hint = " It is the default: name the file to read." if path == DEFAULT_PATH else ""
+        raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}.{hint}") from error
+    tree = parse_yaml(text, lambda line: f"{path}:{line}")
+    if tree.value is None:
+        tree.value = {}
+    if not isinstance(tree.value, dict):
+        kind = type(tree.value).__name__
+        raise ConfigError(f"a config file must hold `key: value` lines, not a {kind} ({path}).")
+    return tree
+
+
+def _resolve_aliases(tree: Entry) -> None:
+    """Move each setting that stands in an older place to its own."""
+    for alias, place in ALIASES.items():
+        source = _section_of(tree, alias)
+        entry = source.pop(alias.rpartition(".")[2], None)
+        if entry is None or entry.value is None:
+            continue
+        section_name, _, key = place.rpartition(".")
+        section = tree.value.setdefault(section_name, Entry({}, entry.origin))
+        if not isinstance(section.value, dict):
+            continue  # reported as a wrong section later
+        other = section.value.get(key)
+        if other is not None and other.value is not None:
+            raise ConfigError(
+                f"'{alias}' ({entry.origin}) and '{place}' ({other.origin}) are the same setting. "
+                "Remove one of the two."
+            )
+        section.value[key] = entry
+
+
+def _section_of(tree: Entry, path: str) -> dict[str, Entry]:
+    section_name = path.rpartition(".")[0]
+    section = tree.value.get(section_name) if section_name else tree
+    return section.value if section is not None and isinstance(section.value, dict) else {}
+
+
+def _read_section(section: type, entry: Entry, prefix: str, problems: list[str]) -> Any:
+    """Return the section as its dataclass, or None after adding to `problems`."""
+    num_before = len(problems)
+    values: dict[str, Any] = {}
+    beside: dict[str, Any] = {}
+    own = _arguments_of_optimizer(entry, problems) if section is OptimizerSettings else set[str]()
+    known = settings_of(section)
+    if section is RLSettings:
+        known = {**known, **_settings_of_algorithm(entry, prefix, known, problems)}
+    for key, child in entry.value.items():
+        if key in known:
+            values[key] = _read_setting(known[key], child, prefix + key, problems)
+        elif key in own:
+            beside[key] = child.plain()
+        else:
+            problems.append(_describe_unknown(prefix, key, child.origin, [*known, *sorted(own)]))
+    if beside:
+        values["arguments"] = {**(values.get("arguments") or {}), **beside}
+    missing = [name for name, setting in known.items() if setting.is_required and name not in values]
+    if missing:
+        problems.append(_describe_missing(section, prefix, missing, entry.origin))
+    return build_section(section, values) if len(problems) == num_before else None
+
+
+def _arguments_of_optimizer(entry: Entry, problems: list[str]) -> Set[str]:
+    """Return the arguments of the optimizer that a section names, beyond the settings of all."""
+    name = entry.value.get("name")
+    if name is None or not isinstance(name.value, str):
+        return set()
+    try:
+        return accepted(name.value) - settings_of(OptimizerSettings).keys()
+    except ConfigError as error:
+        problems.append(f"{error} ({name.origin})")
+        return set()
+
+
+def _settings_of_algorithm(
+    entry: Entry, prefix: str, known: Mapping[str, Setting], problems: list[str]
+) -> dict[str, Setting]:
+    """Return what the algorithm of a section adds to the `known` settings, after refusing those of other algorithms."""
+    algorithm = entry.value.get("algorithm")
+    if algorithm is None or not isinstance(algorithm.value, str):
+        return {}
+    try:
+        start = start_of(algorithm.value)
+    except ConfigError as error:
+        problems.append(f"{error} ({algorithm.origin})")
+        return {}
+    kind: type = type(start)
+    own = settings_of(kind)
+    given = {key for key, child in entry.value.items() if child.value is not None}
+    for key in [] if algorithm.value in SETTINGS else own.keys() - given:
+        # A type that no YAML has, such as a tensor's, has no rule to break.
+        with suppress(PydanticSchemaGenerationError):
+            default = Entry(getattr(start, own[key].field), f"the default in {algorithm.value}")
+            _read_setting(own[key], default, prefix + key, problems)
+    # Those of all algorithms are in the schema twice, and may be null.
+    for key in [key for key in own if key in known and not known[key].null]:
+        problems.append(
+            f"{algorithm.value} declares '{prefix}{key}', which means something else: rename it. ({algorithm.origin})"
+        )
+    for key, child in list(entry.value.items()):
+        owners = [name for name, start in SETTINGS.items() if key in asdict(start)]
+        if owners and key not in own and child.value is not None:
+            rule = f"cannot be set: {algorithm.value} has no such setting ({', '.join(owners)} have it)"
+            fix = "Did you mean rl.kl_coef?" if key == "beta" else "Leave it out."
+            problems.append(describe_refusal(f"{prefix}{key}", child.plain(), rule, fix, child.origin))
+            # Its value breaks no rule that matters.
+            del entry.value[key]
+    return {key: replace(each, hint=each.hint | None) for key, each in own.items()}
+
+
+def _read_setting(setting: Setting, entry: Entry, path: str, problems: list[str]) -> Any:
+    if setting.section is not None and isinstance(entry.value, dict):
+        return _read_section(setting.section, entry, f"{path}.", problems)
+    if (item := setting.item_section) is not None and isinstance(entry.value, dict):
+        # Each is read as the value of a setting of its name.
+        return {
+            name: _read_setting(replace(setting, hint=item), child, f"{path}.{name}", problems)
+            for name, child in entry.value.items()
+        }
+    try:
+        return convert(setting.hint, entry, path)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+
+
+def _origins(tree: Entry, prefix: str = "") -> dict[str, str]:
+    origins = {}
+    for key, entry in tree.value.items():
+        origins[f"{prefix}{key}"] = entry.origin
+        if isinstance(entry.value, dict):
+            origins |= _origins(entry, f"{prefix}{key}.")
+    return origins
+
+
+def _apply_override(tree: Entry, text: str) -> None:
+    """Set one value, `a.b=c` with `c` read as YAML, in a tree whose aliases are resolved."""
+    origin = f"--set {text}"
+    name, equals, written = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"{origin!r} must name a setting and its value. Write --set name=value.")
+    parts = _canonical_path(name).split(".")
+    entry = tree
+    for depth, part in enumerate(parts[:-1], start=1):
+        child = entry.value.get(part)
+        if child is None or child.value is None:
+            child = entry.value[part] = Entry({}, origin)
+        elif not isinstance(child.value, dict):
+            path = ".".join(parts[:depth])
+            raise ConfigError(describe_refusal(path, child.plain(), "must be a mapping", "", child.origin))
+        entry = child
+    value = parse_yaml(written, lambda line: origin)
+    entry.value[parts[-1]] = value
+
+
+def _canonical_path(path: str) -> str:
+    """Return the place of a setting, also for an alias or a name below one."""
+    for alias, place in ALIASES.items():
+        if path == alias or path.startswith(alias + "."):
+            return place + path.removeprefix(alias)
+    return path
+
+
+def _describe_unknown(prefix: str, key: Any, origin: str, known: Sequence[str]) -> str:
+    """Say that a section has no such key, and name what it is called here, or the nearest one that exists."""
+    if (foreign := FOREIGN.get(str(key))) is not None:
+        return f"unknown setting '{prefix}{key}' ({origin}). {foreign.fix}"
+    near = closest(str(key), known)
+    candidates = [] if near is None else [prefix + near]
+    # A key of the right name in the wrong section: name the section where it belongs.
+    candidates += [path for path in all_settings() if path.rpartition(".")[2] == key]
+    if candidates:
+        fix = f"Did you mean '{candidates[0]}'?"
+    else:
+        place = f"'{prefix.removesuffix('.')}'" if prefix else "the top level"
+        few = f"The settings of {place} are: {', '.join(known)}."
+        fix = few if len(known) <= 12 else "No setting is like it; docs/config.md lists them all."
+    return f"unknown setting '{prefix}{key}' ({origin}). {fix}"
+
+
+def _describe_missing(section: type, prefix: str, names: Sequence[str], origin: str) -> str:
+    """Say which keys a section lacks, with what each of them means."""
+    settings = settings_of(section)
+    lacking = [f"'{prefix}{name}' ({settings[name].doc.rstrip('.')})" for name in names]
+    noun = "setting" if len(names) == 1 else "settings"
+    plain = [f"--set {prefix}{name}=VALUE" for name in names if settings[name].section is None]
+    fix = "Add it" if len(names) == 1 else "Add them"
+    if plain and origin != ARGUMENT:
+        fix += f", or give {' '.join(plain)}"
+    return f"missing {noun} {', '.join(lacking)} ({origin}). {fix}."

@@ -1,0 +1,217 @@
+"""Whether environments and agents can be called with what the prompts have; loads them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, takewhile
+from typing import Any
+
+from vectorlm.data.encoding import (
+    SPOKEN,
+    asked,
+    encode_reply,
+    end_tokens,
+    is_messages,
+    render_chat,
+    split_begun,
+)
+from vectorlm.errors import ConfigError
+from vectorlm.plugin import load_plugin
+from vectorlm.rl.environments.environment import AGENT, kind_of, tools_of
+from vectorlm.rl.environments.tools import (
+    CALL_ID_LENGTH,
+    ToolCall,
+    message_of,
+    parse_calls,
+    schemas_of,
+    tool_message,
+)
+from vectorlm.runs.config.schema import RLSettings
+from vectorlm.settings import nearest
+from vectorlm.types import PromptRecord
+
+CALLED: dict[str, dict[str, tuple[str, ...]]] = {
+    "step": {"reset": ("row",), "step": ("message",), "close": ()},
+    "respond": {"respond": ("text",), "close": ()},
+    "trl": {"close": (), "get_reward": ()},
+}
+"""By the form of an environment, the methods that are called, and what with; TRL's `reset` gets the columns by name."""
+
+
+def environment_problems(
+    rl: RLSettings,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
+) -> Iterator[str]:
+    """Yield what is wrong with each environment or agent; the prompts are those of each source."""
+    # Costs more than a minute: it is first called after models are loaded.
+    columns: dict[str, set[str] | None] = {}
+    for source in dict.fromkeys((*rl.by_source, *held_out)):
+        if (environment := rl.collect.environment_of(source)) is None:
+            continue
+        common = columns.setdefault(environment, None)
+        # An agent gets whole rows.
+        is_agent = environment.startswith(AGENT)
+        for record in () if is_agent else chain(prompts.get(source, ()), held_out.get(source, ())):
+            common = set(record.columns) if common is None else common & record.columns.keys()
+        columns[environment] = common
+    for environment, common in columns.items():
+        try:
+            require_environment(load_plugin(environment.removeprefix(AGENT)), environment, common)
+        except ConfigError as error:
+            yield str(error)
+
+
+def require_environment(make: Any, where: str, columns: Collection[str] | None = None) -> None:
+    """Raise `ConfigError` for what cannot be an environment, or an agent; what a function makes is not checked.
+
+    A class has methods that can be called, and tools that can be described; `columns` are those that all its prompts
+    have, and fill the parameters of the class or function.
+    """
+    if not callable(make):
+        raise ConfigError(
+            f"the environment {where!r} is a {type(make).__name__}: it must be a class or a function."
+        )
+    if where.startswith(AGENT):
+        _require_call(make, ("url", "key", "row"), where)
+        return
+    for name, each in inspect.signature(make).parameters.items():
+        is_open = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        if columns is not None and each.default is each.empty and not is_open and name not in columns:
+            fix = nearest(name, columns) or "Give it a default, or add the column."
+            if name == "prompt":
+                fix = "Let reset(row) read it."
+            has = f"all its prompts have are {', '.join(sorted(columns)) or 'none'}"
+            raise ConfigError(
+                f"the environment {where!r} asks for {name!r}, and the columns that {has}. {fix}"
+            )
+    if not isinstance(make, type):
+        return
+    kind = kind_of(make, where)
+    for name, arguments in CALLED[kind].items():
+        method = inspect.getattr_static(make, name, None)
+        if inspect.isfunction(method):
+            _require_call(method, ("self", *arguments), f"{where}.{name}")
+    _class_tools(make, where)
+
+
+def source_tools(rl: RLSettings | None, source: str) -> tuple[list[dict[str, Any]], bool]:
+    """Return the schemas of the tools that the class of a source's environment has, and whether it may tell of them.
+
+    A `reset` may put them into the prompt.
+    """
+    environment = None if rl is None else rl.collect.environment_of(source)
+    if environment is None or environment.startswith(AGENT):
+        return [], False
+    make = load_plugin(environment)
+    # TRL's form gives no more than an observation.
+    may_tell = callable(getattr(make, "step", None)) and hasattr(make, "reset")
+    return _class_tools(make, environment), may_tell
+
+
+def _class_tools(make: Any, where: str) -> list[dict[str, Any]]:
+    # What an object makes of itself is not seen here.
+    if not isinstance(make, type):
+        return []
+    kind = kind_of(make, where)
+    has_tools = kind == "trl" or isinstance(getattr(make, "tools", None), list | tuple)
+    return schemas_of(tools_of(make, kind), where) if has_tools else []
+
+
+def tool_notes(
+    record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], *, may_tell: bool, setting: str
+) -> Iterator[str]:
+    """Say that the chat template leaves out the tools of a prompt like those of `setting`.
+
+    Raises:
+        ConfigError: They are its environment's, which does not tell of them, and nor does the prompt.
+    """
+    prompt: Any = record.prompt
+    text = ""
+    if is_messages(prompt):
+        if (told := asked(record, own_tools)) == prompt:
+            return
+        try:
+            text = render_chat(tokenizer, prompt, tokenize=False)
+        except Exception:  # It needs tools.
+            return
+        if render_chat(tokenizer, prompt, tools=told["tools"], tokenize=False) != text:
+            return
+    elif not own_tools:
+        return
+    # Silent: the policy would call them by chance alone.
+    names = [tool["function"]["name"] for tool in own_tools]
+    if not may_tell and not all(name in text for name in names):
+        raise ConfigError(
+            f"{setting}: the policy would not be told of the environment's tools, {', '.join(names)}. That takes "
+            "messages, and a chat template that renders `tools`. Use both, or describe the tools in the messages."
+        )
+    yield f"{setting}: the chat template does not render the tools. Describe them in the prompts, or use another one"
+
+
+def call_notes(
+    environment: str | None, record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], *, setting: str
+) -> Iterator[str]:
+    """Say what the chat template makes of a call of a tool and of its result, if there may be tools.
+
+    Raises:
+        ConfigError: It refuses them, and the environment has tools.
+    """
+    is_agent = environment is not None and environment.startswith(AGENT)
+    if environment is None or not (is_agent or own_tools or _names_tools(load_plugin(environment))):
+        return
+    if is_agent and not tokenizer.chat_template:
+        yield (
+            f"{setting}: the model has no chat template, so chat requests of the agent will be refused. Let it ask for "
+            "/v1/completions, or add a chat_template.jinja to the model"
+        )
+        return
+    tools = [*own_tools] or [
+        {"type": "function", "function": {"name": "act", "parameters": {"type": "object"}}}
+    ]
+    call = ToolCall(tools[0]["function"]["name"], {"x": 1}, id="1" * CALL_ID_LENGTH)
+    called, told = message_of("", [call]), tool_message(call, "done")
+    prompt: Any = record.prompt
+    chat = split_begun(prompt)[0] if is_messages(prompt) else [{"role": "user", "content": "question"}]
+    try:
+        encode_reply([*chat, called, told], [told], (), tokenizer, tools)
+        with_text, with_call = (
+            render_chat(tokenizer, [*chat, last], tools=tools, tokenize=False)
+            for last in ({"role": "assistant", "content": SPOKEN}, called)
+        )
+    except Exception as error:  # Whatever the template's author chose.
+        why = f"{setting}: the chat template refuses calls of tools and their results ({type(error).__name__}: {error})"
+        if not is_agent:
+            raise ConfigError(f"{why}. Use another template, or an environment without tools.") from error
+        yield f"{why}. Requests of the agent that hold some will fail"
+        return
+    num_same = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(with_text, with_call, strict=False))
+    )
+    ids, ends = tokenizer.encode(with_call[num_same:], add_special_tokens=False), end_tokens(tokenizer)
+    # As engines return it.
+    text = tokenizer.decode([*takewhile(lambda each: each not in ends, ids)], skip_special_tokens=True)
+    if call.name in text and parse_calls(text, [call.name])[1] != [replace(call, id="")]:
+        yield (
+            f"{setting}: the chat template writes calls of tools as {with_call[num_same:][:200]!r}, which is not read: "
+            "such calls of the policy count as text. Describe a form that is read, or use another template"
+        )
+
+
+def _names_tools(make: Any) -> bool:
+    """Return whether the code of a class, which may give its objects tools, speaks of any."""
+    return any("tools" in each.__code__.co_names for _, each in inspect.getmembers(make, inspect.isfunction))
+
+
+def _require_call(function: Any, arguments: Sequence[str], where: str) -> None:
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*arguments)
+    except ValueError:
+        return  # It says nothing of its parameters.
+    except TypeError as error:
+        how = ", ".join(arguments)
+        raise ConfigError(
+            f"{where!r} cannot be called with ({how}): {error}. Give it these parameters."
+        ) from error

@@ -1,0 +1,319 @@
+"""The memory plan of a run, from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+from vectorlm.errors import ConfigError
+from vectorlm.ranks.placement import tensor_parallel_size
+from vectorlm.ranks.topology import has_gpu
+from vectorlm.rl.environments.environment import AGENT
+from vectorlm.rl.settings import CPU_PASS_TOKENS
+from vectorlm.runs.config.schema import Config, SamplerSettings, TrainSettings
+from vectorlm.runs.config.setting import to_plain, value_at, with_value
+from vectorlm.runs.preflight.container import container_limits
+from vectorlm.runs.preflight.memory_plan import (
+    GIB,
+    Demand,
+    EngineDemand,
+    MemoryPlan,
+    plan_memory,
+    sequence_kv_bytes,
+)
+from vectorlm.runs.preflight.memory_report import Change, find_shortage, memory_table
+from vectorlm.runs.preflight.settings import setting_problems
+from vectorlm.sampling.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
+from vectorlm.sampling.settings import BUCKET_BYTES
+from vectorlm.sampling.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
+from vectorlm.train.optimizers import state_bytes
+from vectorlm.train.settings import gathers_once
+
+MAX_NUM_SEQS = 64
+"""Completions that `inference: transformers` continues together."""
+
+
+def memory_report(
+    config: Config, world_size: int, *, device_bytes: int | None = None, ranks_per_node: int | None = None
+) -> str:
+    """Return the memory plan of a run as a table, or why there is none.
+
+    `device_bytes` is the memory of one CUDA device; None plans for CPU, with the memory of this machine. All ranks run
+    on one node unless `ranks_per_node` says otherwise.
+
+    Raises:
+        ConfigError: The plan does not fit, and the config does not say to ignore it. The text has the numbers and the
+            settings to change.
+    """
+    near = ranks_per_node or world_size
+    try:
+        plan = plan_of_config(config, world_size, device_bytes, near)
+    except (OSError, ValueError) as error:
+        return f"  no memory plan: {error}"
+    shortage = find_shortage(plan)
+    if shortage is None:
+        return memory_table(plan)
+    if config.ignore_memory_plan:
+        return (
+            f"  note: ignore_memory_plan: {shortage.text} The run starts all the same.\n{memory_table(plan)}"
+        )
+    fixes = shortage.advice(_changes(config, plan, world_size, near, device_bytes))
+    raise ConfigError(f"{shortage.text} {fixes} If you know that the run fits, add --ignore_memory_plan.")
+
+
+def plan_of_config(
+    config: Config, world_size: int, device_bytes: int | None = None, ranks_per_node: int | None = None
+) -> MemoryPlan:
+    """Plan the memory of a run; raises ValueError where the model's folder does not tell its size."""
+    is_cpu = device_bytes is None
+    train, near = config.train_parameters, ranks_per_node or world_size
+    model = read_model_size(config.model)
+    lora = train.lora_peft_config
+    shards = {"NO_SHARD": 1, "HYBRID_SHARD": near}.get(train.model.sharding_strategy, world_size)
+    trained_copies, frozen_copies = _other_models(config, model)
+    overlap = config.overlap
+    teacher = None if config.rl is None else config.rl.teacher
+    # An engine on separate CUDA devices does not share their memory; on CPU there is only one memory.
+    is_shared = is_cpu or overlap is None or overlap.placement == "shared"
+    num_trainable = model.num_parameters if lora is None else count_adapter_parameters(config.model, lora)
+    demand = Demand(
+        model=model,
+        num_trainable=num_trainable,
+        gathers_once=gathers_once(
+            model.num_parameters - (model.num_in_blocks if train.model.quantization else 0),
+            num_trainable,
+            world_size,
+        ),
+        is_quantized=train.model.quantization is not None,
+        num_ranks=near,
+        num_shards=shards,
+        keeps_gathered=train.model.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),
+        bytes_per_weight=2 if train.model.dtype == "bfloat16" else 4,
+        cpu_offload=train.model.cpu_offload,
+        loads_on_main=train.model.loads_on_main(world_size),
+        is_mixed=train.model.computes_in_bf16(not is_cpu),
+        packs=train.model.pack_rows and (is_cpu or not train.model.use_flash_attention),
+        num_averages=_num_averages(train, model),
+        recomputes=train.model.use_activation_checkpointing,
+        micro_batch_size=_micro_batch_size(
+            config, is_cpu, max(world_size // train.model.context_parallel, 1)
+        ),
+        context_parallel=train.model.context_parallel,
+        num_trained_copies=trained_copies,
+        num_frozen_copies=frozen_copies,
+        logit_bytes=_logit_bytes(config),
+        learns_distributions=teacher is not None and teacher.kind == "full",
+        sequence_tokens=train.max_seq_len,
+        engine=_engine_demand(config, train.sampler, model, device_bytes, near)
+        if train.sampler and is_shared
+        else None,
+        device_bytes=host_memory_bytes() if device_bytes is None else device_bytes,
+        is_cpu=is_cpu,
+        host_bytes=host_memory_bytes() if device_bytes == device_memory_bytes() else None,
+    )
+    return plan_memory(demand)
+
+
+def _num_averages(train: TrainSettings, model: ModelSize) -> float:
+    """Return the size of the optimizer's state, in sizes of the trained weights."""
+    is_whole = train.lora_peft_config is None
+    per_weight = 2 if is_whole and train.model.dtype == "bfloat16" else 4
+    outside = 1 - model.num_in_blocks / model.num_parameters if is_whole else 0.0
+    return state_bytes(train.optimizer, per_weight, outside) / per_weight
+
+
+def _logit_bytes(config: Config) -> int:
+    """Return the most bytes that each logit of a chunk takes; measured by the tests of what computes them."""
+    rl, most = config.rl, 12
+    if rl is not None and rl.update.entropy_coef > 0:
+        most += 9
+    if rl is not None and rl.teacher is not None and rl.teacher.kind == "full":
+        most += {0.0: 13, 1.0: 9}.get(rl.teacher.beta, 30)
+    return most
+
+
+def _micro_batch_size(config: Config, is_cpu: bool, num_shares: int) -> int:
+    """Return the most sequences of the longest length that a forward pass of one rank computes."""
+    train, rl = config.train_parameters, config.rl
+    if rl is None:
+        return config.text.train_bs * (2 if config.examples in ("pairs", "labels") else 1)
+    size, longest, tokens = rl.collect.group_size, train.max_seq_len, rl.update.max_tokens_per_micro_batch
+    if is_cpu:
+        # A group that is packed, and any that is compared as one, shares one forward pass.
+        tokens = min(tokens, max(CPU_PASS_TOKENS, size * longest))
+    environments = [each.environment for each in rl.by_source.values() if each.environment is not None]
+    if any(each.startswith(AGENT) for each in environments):
+        # An agent may make any number of rows of one rollout.
+        return max(tokens // longest, 1)
+    of_row = train.longest_rollout
+    of_group = size * of_row
+    if train.model.pack_rows and not environments:
+        # The group's prompt is computed once.
+        of_group = of_row + (size - 1) * min(rl.collect.sampling["max_tokens"] or of_row, of_row)
+    num_groups = -(-rl.collect.prompts_per_step // (rl.update.num_mini_batches * num_shares))
+    of_step = max(
+        num_groups * of_group, 0 if rl.sft is None else rl.sft.rows_per_step // num_shares * longest
+    )
+    return max(min(tokens // longest, -(-of_step // longest)), 1)
+
+
+def _other_models(config: Config, model: ModelSize) -> tuple[int, float]:
+    """Return the numbers of other trained and of frozen models, in sizes of `model`."""
+    rl = config.rl
+    if rl is None:
+        return 0, 0
+    # This imports torch, which the plan of a fine-tuning run does not need.
+    from vectorlm.algorithms.registry import get_algorithm
+
+    spec = get_algorithm(rl.algorithm)
+    is_whole = config.train_parameters.lora_peft_config is None
+    has_reference = (spec.needs_reference or rl.kl.kl_coef > 0) and is_whole
+    frozen: float = int(has_reference) + len(rl.reward.reward_models)
+    if rl.teacher is not None and rl.teacher.model is not None:
+        frozen += read_model_size(rl.teacher.model).num_parameters / model.num_parameters
+    return int(spec.needs_critic), frozen
+
+
+def _engine_demand(
+    config: Config, sampler: SamplerSettings, model: ModelSize, device_bytes: int | None, num_devices: int
+) -> EngineDemand:
+    is_cpu, is_vllm = device_bytes is None, sampler.engine.inference == "vllm"
+    arguments = config.engine_arguments(not is_cpu)
+    share = sampler.engine.gpu_memory_utilization
+    # By default, vLLM computes in bf16 on CUDA with weights that were saved in fp32.
+    per_weight = 4 if arguments.get("dtype", "float32") in ("float32", "float") else 2
+    size = arguments.get("tensor_parallel_size") or 1
+    step_tokens = step_sequences = 0
+    num_engines = 1
+    if device_bytes is not None and is_vllm:
+        step_tokens, step_sequences = step_sizes(device_bytes)
+        if not {"tensor_parallel_size", "data_parallel_size"} & set(arguments):
+            weight_bytes = per_weight * model.num_parameters
+            size = tensor_parallel_size(num_devices, model.num_heads, weight_bytes, share * device_bytes)
+        num_engines = max(num_devices // size, 1)
+    context = arguments.get("max_model_len") or model.max_length
+    kv_cache = arguments.get("kv_cache_memory_bytes")
+    if is_vllm and kv_cache is None and is_cpu:
+        kv_cache = CPU_KV_CACHE_BYTES
+    if not is_vllm:
+        kv_cache = (
+            2 * model.num_layers * model.kv_size * per_weight * _tokens_at_once(config, sampler, context)
+        )
+    staged = {"push": None, "pull": 0}.get(sampler.engine.transport, BUCKET_BYTES)
+    packs = sampler.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
+    is_server = sampler.engine.inference == "server"
+    return EngineDemand(
+        bytes_per_weight=per_weight,
+        tensor_parallel=size,
+        num_engines=0 if is_server else arguments.get("data_parallel_size") or num_engines,
+        step_tokens=arguments.get("max_num_batched_tokens") or step_tokens,
+        step_sequences=arguments.get("max_num_seqs") or step_sequences,
+        kv_cache_bytes=kv_cache,
+        reserves_kv_cache=is_vllm,
+        device_share=share,
+        max_model_len=context,
+        is_packed=is_cpu and is_vllm and sampler.engine.receiver != "live" and packs,
+        staged_bytes=staged if is_vllm else None,
+        sleep=sampler.turn.sleep,
+        offload_optimizer=sampler.turn.offload_optimizer,
+    )
+
+
+def _tokens_at_once(config: Config, sampler: SamplerSettings, context: int) -> int:
+    """Return the most tokens that an engine which reserves no KV cache holds at once, as far as a config tells."""
+    rl, num_sequences = config.rl, sampler.engine.engine_args.get("max_num_seqs") or MAX_NUM_SEQS
+    if rl is None:
+        return num_sequences * min(sampler.engine.sampling_params.get("max_tokens", 16) or context, context)
+    return min(num_sequences, rl.collect.prompts_per_step * rl.collect.group_size) * context
+
+
+def _changes(
+    config: Config, before: MemoryPlan, world_size: int, near: int, device_bytes: int | None
+) -> Iterator[Change]:
+    """Yield what a user can change, the cheapest first."""
+    known, plain = _problems(config, world_size, near), to_plain(config)
+
+    def change(text: str, changed: Config, times: int = 1) -> Change:
+        ranks = times * world_size, times * near
+        plan = plan_of_config(changed, ranks[0], device_bytes, ranks[1])
+        return Change(text, plan, lambda: _problems(changed, *ranks) <= known)
+
+    for path, value in _settings_to_change(config, before):
+        if path == "--world_size":
+            yield change(f"--world_size {2 * world_size}", config, 2)
+        elif value_at(plain, path) != value:
+            text = str(value).lower() if isinstance(value, bool) else value
+            yield change(f"{path}: {text}", with_value(config, path, value))
+
+
+def _problems(config: Config, world_size: int, near: int) -> set[str]:
+    found = {*setting_problems(config, world_size, world_size // near)}
+    if config.rl is None:
+        return found
+    # This imports torch.
+    from vectorlm.runs.preflight.rl import rl_problems
+
+    return found.union(rl_problems(config, config.rl))
+
+
+def _settings_to_change(config: Config, plan: MemoryPlan) -> Iterator[tuple[str, Any]]:
+    """Yield settings that may save memory, with a value; those that cost much time or change numbers come last."""
+    train, demand, engine = "train_parameters", plan.demand, plan.demand.engine
+    if engine is not None:
+        path = f"{train}.sampler"
+        yield f"{path}.sleep", "all"
+        yield f"{path}.offload_optimizer", not engine.offload_optimizer
+        yield f"{path}.transport", "auto"
+        needed = sequence_kv_bytes(demand, engine)
+        if not engine.reserves_kv_cache:
+            yield f"{path}.engine.max_num_seqs", max((engine.step_sequences or MAX_NUM_SEQS) // 2, 1)
+        elif engine.kv_cache_bytes is None:
+            yield f"{path}.gpu_memory_utilization", engine.device_share / 2
+            yield f"{path}.gpu_memory_utilization", min(2 * engine.device_share, 0.95)
+        else:
+            yield f"{path}.engine.kv_cache_memory_bytes", max(engine.kv_cache_bytes // 2, needed)
+        if engine.reserves_kv_cache and 0 < plan.kv_cache_bytes < needed:
+            yield f"{path}.engine.max_model_len", engine.max_model_len * plan.kv_cache_bytes // needed
+    recomputes = "offload" if demand.recomputes and not demand.is_cpu else True
+    yield f"{train}.use_activation_checkpointing", recomputes
+    if demand.recomputes == "offload":
+        yield f"{train}.use_activation_checkpointing", True
+    if config.rl is None:
+        yield "dataset.train_bs", max(config.text.train_bs // 2, 1)
+    else:
+        tokens = demand.micro_batch_size * demand.sequence_tokens // 2
+        yield "rl.max_tokens_per_micro_batch", max(tokens, demand.sequence_tokens)
+    if demand.packs:
+        yield f"{train}.context_parallel", 2 * demand.context_parallel
+    yield f"{train}.sharding_strategy", "FULL_SHARD"
+    yield f"{train}.low_cpu_mem_usage", True
+    if not demand.is_cpu:
+        yield "--world_size", None
+    yield f"{train}.cpu_offload", not demand.cpu_offload
+    yield f"{train}.dtype", "bfloat16"
+
+
+def step_sizes(device_bytes: int) -> tuple[int, int]:
+    """Return the most tokens and sequences of a step of vLLM; an A100 of 80 GiB has those of smaller devices."""
+    return (16384, 1024) if device_bytes >= 70 * GIB else (8192, 256)
+
+
+def host_memory_bytes() -> int:
+    """Return the memory of this machine, or of its container where that is less."""
+    total = psutil.virtual_memory().total
+    limit = container_limits().memory_bytes
+    return total if limit is None else min(total, limit)
+
+
+def device_memory_bytes() -> int | None:
+    """Return the memory of the smallest CUDA device; None without one, and then torch is not loaded."""
+    if not has_gpu():
+        return None
+    import torch
+
+    totals = [
+        torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
+    ]
+    return min(totals, default=None)

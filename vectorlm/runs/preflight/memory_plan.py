@@ -1,0 +1,350 @@
+"""The estimated memory of a run while it trains and while it samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vectorlm.sampling.weights.model_size import ModelSize
+from vectorlm.train.settings import Recomputation, chunk_tokens
+
+GIB = 1 << 30
+
+CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 500 << 20
+NF4_BYTES = 1 / 2 + (1 + 4 / 256) / 64
+"""Of a weight in NF4: 4 bits, and for each 64 of them a scale in 8 bits, which share a scale in fp32 by 256."""
+CUDA_PROCESS_BYTES, CUDA_HOST_PROCESS_BYTES = 1 * GIB, 3 * GIB
+"""Memory of a process besides tensors: on CPU measured (docs/log.md), on CUDA devices and their hosts assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDemand:
+    """The engine's demand."""
+
+    bytes_per_weight: int
+    """2 or 4."""
+    tensor_parallel: int = 1
+    """Devices that share one engine's weights and KV cache."""
+    num_engines: int = 1
+    """Engines that the run starts on this node; 0 for a server, which runs already."""
+    step_tokens: int = 0
+    """Most tokens of one engine step; not used on CPU."""
+    step_sequences: int = 0
+    """Most sequences of one engine step; not used on CPU."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache on each device; None derives it from `device_share`."""
+    reserves_kv_cache: bool = True
+    """Whether the engine allocates its KV cache when it starts; it must then hold one sequence."""
+    device_share: float = 0.35
+    """Share of the device that the engine takes; not used on CPU."""
+    max_model_len: int
+    """Longest sequence, in tokens."""
+    is_packed: bool = False
+    """Whether the weights are held twice, plain and in oneDNN's layout (CPU)."""
+    staged_bytes: int | None = None
+    """The most that new weights take on a CUDA node's host on their way; None for a whole copy."""
+    sleep: str = "none"
+    """What sleeps during training: `none`, `kv_cache` or `all`."""
+    offload_optimizer: bool = False
+    """Whether the optimizer leaves the device during sampling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """The demand of trainer and engine on one node."""
+
+    model: ModelSize
+    num_trainable: int
+    """Parameters that have gradients and optimizer state."""
+    num_averages: float = 2
+    """Size of the optimizer's state, in sizes of these parameters."""
+    bytes_per_weight: int = 4
+    """2 or 4; those of adapters are 4."""
+    is_quantized: bool = False
+    """Whether the blocks are frozen in NF4, whole on each rank."""
+    cpu_offload: bool = False
+    """Whether weights, gradients and optimizer state stay on the host."""
+    loads_on_main: bool = False
+    """Whether one rank alone reads the weights; else each reads all of them."""
+    num_ranks: int
+    """Ranks on this node."""
+    num_shards: int
+    """Ranks that share one copy of weights, gradients and optimizer state."""
+    keeps_gathered: bool
+    """Whether a block's gathered weights stay between forward and backward (``SHARD_GRAD_OP``, ``NO_SHARD``)."""
+    gathers_once: bool = False
+    """Whether whole weights and gradients stay on every rank during an optimizer step (`train.settings`)."""
+    is_mixed: bool
+    """Whether the model computes in bfloat16."""
+    packs: bool = True
+    """Whether rows are laid end to end."""
+    recomputes: Recomputation
+    """Which blocks' activations the backward pass computes again."""
+    micro_batch_size: int
+    """Sequences in one forward pass."""
+    context_parallel: int = 1
+    """Ranks that share its tokens."""
+    sequence_tokens: int
+    """Tokens of the longest sequence."""
+    num_trained_copies: int = 0
+    """Other trained models of the same size: a critic."""
+    num_frozen_copies: float = 0
+    """Frozen models in sizes of the policy: a reference and reward models 1 each, a teacher its own."""
+    logit_bytes: int = 12
+    """Of a logit of a chunk: three fp32 numbers, and more with an entropy bonus or a teacher's distributions."""
+    learns_distributions: bool = False
+    """Whether the loss compares whole distributions with a teacher's."""
+    engine: EngineDemand | None
+    """None trains without an engine."""
+    device_bytes: int
+    """Memory of one device; on CPU of the machine, which all ranks and the engine share."""
+    is_cpu: bool
+    host_bytes: int | None = None
+    """Memory of a CUDA node's host; None if it is not known."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """One kind of memory, in bytes, on one device (on CPU: on the machine)."""
+
+    name: str
+    training: int
+    """During an optimizer step."""
+    sampling: int
+    """While the engine works."""
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """One kind of memory, in bytes, on the host of a CUDA node."""
+
+    name: str
+    loading: int
+    """While the ranks read the model."""
+    running: int
+    """Afterwards, at most."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """An estimate of the memory of the fullest device."""
+
+    demand: Demand
+    rows: tuple[MemoryUse, ...]
+    kv_cache_bytes: int
+    """The engine's KV cache while it samples; 0 without an engine."""
+    host: tuple[HostUse, ...] = ()
+    """What the processes of a CUDA node hold on its host; nothing on CPU, where the rows say it."""
+
+    @property
+    def loading_host(self) -> int:
+        """Total bytes on the host while the model is read."""
+        return sum(row.loading for row in self.host)
+
+    @property
+    def running_host(self) -> int:
+        """Total bytes on the host afterwards."""
+        return sum(row.running for row in self.host)
+
+    @property
+    def training(self) -> int:
+        """Total bytes while training."""
+        return sum(row.training for row in self.rows)
+
+    @property
+    def sampling(self) -> int:
+        """Total bytes while sampling."""
+        return sum(row.sampling for row in self.rows)
+
+
+def plan_memory(demand: Demand) -> MemoryPlan:
+    """Estimate the memory of a run.
+
+    With P parameters of w bytes, of which T of t bytes are trained (adapters: 4, else w), in S shards, and c bytes per
+    computed number (bf16: 2, fp32: 4)::
+
+        weights w P / S     gradients t T / S     optimizer a t T / S (a: `state_bytes` / t; of AdamW 2)
+        gathered: c (everything outside the blocks + 2 blocks), or c P where blocks stay gathered;
+                  and 4 (everything outside the blocks, or one block) for the gradients of the largest group;
+                  c P + 4 T of a small model (`train.settings.gathers_once`)
+        critic: (2 + a) w P / S   reference and reward models: w P / S each, assumed as large as the policy
+        teacher: w P_t / S of its own P_t parameters
+        engine: its bytes per weight x P / tensor_parallel, and `engine_step_bytes`
+        quantised: `NF4_BYTES` of each weight in the blocks, not sharded; the largest matrix of a block is gathered
+
+    With `cpu_offload` weights, gradients and optimizer state are on the host, which `host_memory` adds up.
+    Activations are `activation_bytes`. On CPU all ranks and the engine add up, and neither sleep nor offload frees
+    memory; on CUDA this is the device that holds a rank and (a part of) an engine. Rows that are 0 in both phases are
+    left out.
+    """
+    ranks = demand.num_ranks if demand.is_cpu else 1
+    weights, trained = sharded_bytes(demand)
+    on_device = 0 if demand.cpu_offload and not demand.is_cpu else ranks
+    weights, trained = on_device * weights, on_device * trained
+    engine, state = demand.engine, int(demand.num_averages * trained)
+    leaves = engine is not None and engine.offload_optimizer and not demand.is_cpu
+    rows = [
+        MemoryUse("weights", weights, weights),
+        MemoryUse("gradients", trained, 0),
+        MemoryUse("optimizer state", state, 0 if leaves else state),
+        MemoryUse("gathered weights", ranks * gathered_bytes(demand), 0),
+        MemoryUse("activations", ranks * activation_bytes(demand), 0),
+    ]
+    # Weights, gradients and averages; only the policy's optimizer leaves the device, and only the policy is quantised.
+    plain = on_device * sharded_bytes(replace(demand, is_quantized=False))[0]
+    critic = int((2 + demand.num_averages) * plain) * demand.num_trained_copies
+    frozen = int(plain * demand.num_frozen_copies)
+    rows += [MemoryUse("critic", critic, critic), MemoryUse("frozen models", frozen, frozen)]
+    processes = CPU_LAUNCHER_BYTES + ranks * CPU_RANK_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES
+    kv_cache = 0
+    if engine is not None and engine.num_engines:
+        # On CPU, the memory of all workers of all engines adds up.
+        copies = engine.num_engines * engine.tensor_parallel if demand.is_cpu else 1
+        kv_cache = kv_cache_bytes(demand, engine)
+        held, reserved = copies * engine_weight_bytes(demand, engine), copies * kv_cache
+        sleep = "none" if demand.is_cpu else engine.sleep
+        rows.append(MemoryUse("engine weights", 0 if sleep == "all" else held, held))
+        rows.append(MemoryUse("KV cache", reserved if sleep == "none" else 0, reserved))
+        step = 0 if demand.is_cpu else copies * engine_step_bytes(demand, engine)
+        rows.append(MemoryUse("engine step", step if sleep == "none" else 0, step))
+        processes += copies * (CPU_SAMPLER_BYTES if demand.is_cpu else CUDA_PROCESS_BYTES)
+    rows.append(MemoryUse("processes", processes, processes))
+    rows = [row for row in rows if row.training or row.sampling]
+    return MemoryPlan(demand, tuple(rows), kv_cache, () if demand.is_cpu else host_memory(demand))
+
+
+def sharded_bytes(demand: Demand) -> tuple[int, int]:
+    """Return one rank's bytes of the policy's weights, and of those weights that are trained."""
+    is_whole = demand.num_trainable == demand.model.num_parameters
+    per_trained = demand.bytes_per_weight if is_whole else 4
+    quantized = demand.model.num_in_blocks if demand.is_quantized else 0
+    weights = demand.bytes_per_weight * (demand.model.num_parameters - quantized) // demand.num_shards
+    weights += int(NF4_BYTES * quantized)
+    return weights, per_trained * demand.num_trainable // demand.num_shards
+
+
+def host_memory(demand: Demand) -> tuple[HostUse, ...]:
+    """Estimate what a node's processes hold on the host: what they read, share with the engine and offload."""
+    ranks, engine = demand.num_ranks, demand.engine
+    weights, trained = (ranks * each for each in sharded_bytes(demand))
+    whole = demand.bytes_per_weight * demand.model.num_parameters
+    others = (2 + demand.num_averages) * demand.num_trained_copies + demand.num_frozen_copies
+    offloaded = int(weights * (1 + others) + (1 + demand.num_averages) * trained) if demand.cpu_offload else 0
+    if engine is not None and engine.offload_optimizer and not demand.cpu_offload:
+        offloaded = int(demand.num_averages * trained)
+    shared = 0 if engine is None else engine.bytes_per_weight * demand.model.num_parameters
+    if engine is not None and engine.staged_bytes is not None:
+        shared = min(shared, engine.staged_bytes)
+    workers = 0 if engine is None else engine.num_engines * engine.tensor_parallel
+    processes = CPU_LAUNCHER_BYTES + (ranks + workers) * CUDA_HOST_PROCESS_BYTES
+    rows = [
+        HostUse("the model as it is read", whole * (1 if demand.loads_on_main else ranks), 0),
+        HostUse("weights for the engine", 0, shared),
+        HostUse("offloaded", 0, offloaded),
+        HostUse("activations", 0, ranks * block_input_bytes(demand) if demand.recomputes == "offload" else 0),
+        HostUse("processes", processes, processes),
+    ]
+    return tuple(row for row in rows if row.loading or row.running)
+
+
+def gathered_bytes(demand: Demand) -> int:
+    """Estimate the whole weights and gradients that FSDP2 holds at a time on one rank."""
+    model, number = demand.model, 2 if demand.is_mixed else 4
+    outside = model.num_parameters - model.num_in_blocks
+    if demand.is_quantized:
+        # One matrix at a time, in the dtype that it was loaded in and the one that it computes in.
+        matrix = (demand.bytes_per_weight + number) * model.hidden_size * model.intermediate_size
+        return number * outside + matrix + 4 * demand.num_trainable
+    if demand.gathers_once:
+        return number * model.num_parameters + 4 * demand.num_trainable
+    held = model.num_parameters if demand.keeps_gathered else outside + 2 * model.num_block_parameters
+    trained_share = demand.num_trainable / model.num_parameters
+    # In the dtype that they are summed in.
+    gradients = 4 * max(outside, model.num_block_parameters) * trained_share
+    return number * held + int(gradients)
+
+
+def activation_bytes(demand: Demand) -> int:
+    """Estimate the activations that a Llama-like decoder keeps from one forward pass for its backward.
+
+    For n tokens of a rank, hidden size h, feed-forward i, queries q and keys k, with c bytes per number, each block
+    keeps ``n (c (6 h + 3 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32; 4 h beside adapters, as frozen
+    norms do not keep what they multiply. The output layer is computed in chunks (`chunk_tokens`), forward and backward:
+    ``logit_bytes V`` for each token.
+    Blocks that are computed again keep only their input, on the host with `offload`, and one at a time, when logits are
+    gone, the rest and gradients of its feed-forward, ``2 c i``; with `keep_attention` its output and the sums of its
+    heads too.
+    Attention matrices are not kept (SDPA). Rows that are padded keep their logits too, in c bytes. Ranks that share a
+    pass have a key head each at least.
+    """
+    model, number, ranks = demand.model, 2 if demand.is_mixed else 4, demand.context_parallel
+    tokens = num_tokens(demand)
+    keys = max(model.kv_size, ranks * model.query_size // max(model.num_heads, 1))
+    is_whole = demand.num_trainable == model.num_parameters
+    wide = (
+        (6 if is_whole else 4) * model.hidden_size
+        + 3 * model.query_size
+        + 2 * keys
+        + 4 * model.intermediate_size
+    )
+    block = number * wide + 2 * (4 - number) * model.hidden_size
+    kept = (model.num_layers - num_recomputed(demand)) * block
+    if demand.recomputes == "keep_attention":
+        kept += model.num_layers * (number * model.query_size + 4 * model.num_heads)
+    logits = min(tokens, chunk_tokens(model.vocab_size)) * demand.logit_bytes * model.vocab_size
+    if not demand.packs:
+        kept += number * model.vocab_size * (2 if demand.learns_distributions else 1)
+    inputs = 0 if demand.recomputes == "offload" and not demand.is_cpu else block_input_bytes(demand)
+    again = 0
+    if demand.recomputes:
+        # Blocks that are kept behind the last one that is computed again are gone then.
+        behind = (model.num_layers - 1) % (demand.recomputes if isinstance(demand.recomputes, int) else 1)
+        again = (1 - behind) * block + 2 * number * model.intermediate_size
+    return tokens * kept + inputs + max(logits, tokens * again)
+
+
+def num_recomputed(demand: Demand) -> int:
+    """Return how many blocks the backward pass computes again."""
+    every = demand.recomputes if isinstance(demand.recomputes, int) else 1
+    return -(-demand.model.num_layers // every) if every else 0
+
+
+def num_tokens(demand: Demand) -> int:
+    """Return the tokens of a rank in one pass."""
+    return -(-demand.micro_batch_size * demand.sequence_tokens // demand.context_parallel)
+
+
+def block_input_bytes(demand: Demand) -> int:
+    """Return what blocks that are computed again keep: their input, in the dtype that they compute in."""
+    number = 2 if demand.is_mixed else 4
+    return num_tokens(demand) * num_recomputed(demand) * number * demand.model.hidden_size
+
+
+def engine_weight_bytes(demand: Demand, engine: EngineDemand) -> int:
+    """Return the engine's weights on one device; packed weights are held twice."""
+    once = engine.bytes_per_weight * demand.model.num_parameters // engine.tensor_parallel
+    return 2 * once if engine.is_packed else once
+
+
+def kv_cache_bytes(demand: Demand, engine: EngineDemand) -> int:
+    """Return the configured KV cache of one device, or what the engine's share leaves for it."""
+    if engine.kv_cache_bytes is not None:
+        return engine.kv_cache_bytes
+    share = int(engine.device_share * demand.device_bytes)
+    used = engine_weight_bytes(demand, engine) + engine_step_bytes(demand, engine) + CUDA_PROCESS_BYTES
+    return max(0, share - used)
+
+
+def engine_step_bytes(demand: Demand, engine: EngineDemand) -> int:
+    """Estimate what vLLM keeps free on one device for its largest step: one block's activations, and fp32 logits.
+
+    With n tokens, m sequences, t devices: ``c n (4 h + 3 i / t) + 3 x 4 m V``.
+    """
+    model = demand.model
+    wide = 4 * model.hidden_size + 3 * model.intermediate_size // engine.tensor_parallel
+    return engine.bytes_per_weight * engine.step_tokens * wide + 12 * engine.step_sequences * model.vocab_size
+
+
+def sequence_kv_bytes(demand: Demand, engine: EngineDemand) -> int:
+    """Return the KV cache of one sequence of the longest length: keys and values of every block."""
+    per_token = 2 * demand.model.num_layers * demand.model.kv_size * engine.bytes_per_weight
+    return per_token * engine.max_model_len // engine.tensor_parallel

@@ -1,0 +1,182 @@
+"""The end of a run, carried out before its start, with the names and shapes of its weights alone."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import tempfile
+import warnings
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import save_file
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModel, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
+
+from vectorlm.errors import ConfigError, VectorLMError
+from vectorlm.ranks.topology import Topology
+from vectorlm.report.card import card_of
+from vectorlm.runs.config.schema import Config
+from vectorlm.runs.config.setting import refuse
+from vectorlm.sampling.weights.lora_source import merged_source
+from vectorlm.sampling.weights.module_source import manifest_of
+from vectorlm.sampling.weights.plan import require_same
+from vectorlm.train.checkpoint.export import saved_tensors, write_model
+from vectorlm.train.language_model import inner_model
+from vectorlm.train.load import load_model, load_pretrained, load_scorer, load_tokenizer
+from vectorlm.train.lora.folder import merged
+from vectorlm.train.lora.load import add_lora, is_still, unmatched_names
+
+REHEARSAL = ".rehearsal-"
+"""How the name of the folder begins that a rehearsal removes again."""
+
+
+def rehearse(config: Config) -> list[str]:
+    """Export and merge what a run will train, in a folder that is removed again; return notes about the model.
+
+    Raises:
+        ConfigError: What the run trains could not be exported, merged or sampled from; the text says why.
+    """
+    train = config.train_parameters
+    output = Path(train.output_dir).absolute()
+    existing = next(each for each in (output, *output.parents) if each.exists())
+    disable_progress_bar()
+    with _naming(config), warnings.catch_warnings(action="ignore"), ExitStack() as stack:
+        tokenizer = load_tokenizer(config.model)
+
+        def load() -> Any:
+            if config.reward_model is not None:
+                base = load_scorer(config.model, tokenizer, dtype=train.model.dtype, is_empty=True)
+            else:
+                base = load_model(config.model, dtype=train.model.dtype, is_empty=True)
+                with suppress(OSError):  # A model without one gets transformers' own.
+                    base.generation_config = GenerationConfig.from_pretrained(config.model)
+            return base if train.lora_peft_config is None else add_lora(base, train.lora_peft_config)
+
+        model = load()
+        notes = [*_crowded(config, model), *_untrained(config, model)]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=REHEARSAL, dir=existing)))
+        stack.enter_context(patch("transformers.modeling_utils.safe_save_file", _save_names))
+        card = card_of(output, 0, is_adapter=train.lora_peft_config is not None)
+        weights = saved_tensors(model)
+        if train.lora_peft_config is not None:
+            stack.enter_context(patch("peft.peft_model.safe_save_file", _save_names))
+            whole = merged(load())
+            write_model(whole, saved_tensors(whole), tokenizer, folder / "merged", card)
+            if config.reward_model is None:
+                # As `vectorlm sample` sends them.
+                held = manifest_of(load_model(config.model, is_empty=True))
+                require_same(merged_source(model, Topology()).manifest(), held)
+        write_model(model, weights, tokenizer, folder / "final-model", card)
+        needed, free = sum(each.nbytes for each in weights.values()), shutil.disk_usage(existing).free
+        if needed > free:
+            rule = f"is on a disk with {free:,} bytes left, and the exported model takes {needed:,}"
+            fix = "Make room, or name another folder."
+            raise ConfigError(refuse(config, "train_parameters.output_dir", rule, fix))
+    return notes
+
+
+def _crowded(config: Config, policy: Any) -> Iterator[str]:
+    """Refuse models that compute short rows in another way beside a long one; where texts are trained on, say so."""
+    rl, train = config.rl, config.train_parameters
+    longest = train.max_seq_len if rl is None else train.longest_rollout
+    models = {"model": policy}
+    if rl is not None:
+        teacher = None if rl.teacher is None else rl.teacher.model
+        paths = {"rl.critic.model": rl.critic.model, "rl.teacher.model": teacher}
+        paths |= {f"rl.reward_models.{path}": path for path in rl.reward.reward_models}
+        for name, path in paths.items():
+            if path is not None and (Path(path) / "config.json").is_file():
+                models[name] = load_pretrained(AutoModel, path, train.model.dtype, is_empty=True)
+    for name, model in models.items():
+        if (border := rows_apart(model, longest)) is None:
+            continue
+        setting = "max_seq_len" if longest == train.max_seq_len else "sampler.engine_args.max_model_len"
+        rule = (
+            f"lets rows be longer than {border} tokens, where the rotary position embeddings of {name} change for all "
+            "rows of a batch"
+        )
+        if config.examples == "texts" and rl is None:
+            yield f"train_parameters.max_seq_len={train.max_seq_len} {rule}: a row's loss depends on those beside it"
+        else:
+            fix = f"Use {border} at most, or a model without such a scaling (longrope, dynamic)."
+            raise ConfigError(refuse(config, f"train_parameters.{setting}", rule, fix, longest))
+
+
+def _untrained(config: Config, model: Any) -> Iterator[str]:
+    """Refuse names of adapters that no layer has; say what is not trained though the files suggest it."""
+    options, text = config.train_parameters.lora_peft_config, inner_model(model).config.get_text_config()
+    if options is not None:
+        if unmatched := [*unmatched_names(model, options)]:
+            rule = f"names what the model does not have: {', '.join(unmatched)}"
+            fix = "Correct these names, or leave them out."
+            raise ConfigError(refuse(config, "train_parameters.lora_peft_config", rule, fix))
+        if is_still(model):
+            yield (
+                "train_parameters.lora_peft_config: no weight will move: lora_alpha is 0, or lora_dropout 1, and "
+                "gradients of the adapters are exactly 0"
+            )
+    coefficients = (name for name in vars(text) if "aux_loss" in name or "z_loss" in name)
+    lost = [name for name in coefficients if isinstance(value := getattr(text, name), float) and value > 0]
+    if lost and getattr(text, "output_router_logits", False):
+        yield f"model: the loss of the router ({', '.join(lost)} in config.json) is not trained on"
+
+
+def rows_apart(model: Any, longest: int) -> int | None:
+    """Return up to which length a row leaves the positions of others as they are; None where `longest` does.
+
+    The modules that turn positions into embeddings, without weights of their own, are tried.
+    """
+
+    def embedded(last: int) -> list[torch.Tensor]:
+        positions = torch.cat([torch.arange(8), torch.tensor([last])])[None]
+        found = []
+        for module in model.modules():
+            taken = inspect.signature(module.forward).parameters
+            if "position_ids" not in taken or any(True for _ in module.parameters()):
+                continue
+            kinds = set(module.config.layer_types) if "layer_type" in taken else {None}
+            for kind in sorted(kinds, key=str):
+                more = {} if kind is None else {"layer_type": kind}
+                # Modules of several kinds may take positions of another shape; they show nothing here.
+                with suppress(Exception):
+                    found += tree_leaves(module(torch.zeros(1, 9, 1), position_ids=positions, **more))
+        return [each[..., :8, :].clone() for each in found]
+
+    def are_apart(length: int) -> bool:
+        return all(map(torch.equal, embedded(8), embedded(length - 1)))
+
+    if longest <= 9 or are_apart(longest):
+        return None
+    return bisect_left(range(longest), True, lo=9, key=lambda length: not are_apart(length)) - 1
+
+
+@contextmanager
+def _naming(config: Config) -> Iterator[None]:
+    """Say what an error means, which the end of a run would raise."""
+    try:
+        yield
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except OSError as error:
+        rule = f"cannot take the exported model ({error})"
+        fix = "Make it writable, or name another folder."
+        raise ConfigError(refuse(config, "train_parameters.output_dir", rule, fix)) from error
+    except Exception as error:
+        if "allocate memory" in str(error):  # torch on CPU, whose error no file or adapter would mend.
+            raise
+        what = "" if isinstance(error, VectorLMError) else f"{type(error).__name__}: "
+        raise ConfigError(
+            f"what this run trains could not be exported, merged or sampled from at its end ({what}{error}). Change "
+            f"train_parameters.lora_peft_config, or the files in model={config.model!r}."
+        ) from error
+
+
+def _save_names(tensors: Mapping[str, torch.Tensor], path: Any, metadata: dict[str, str]) -> None:
+    save_file({name: torch.empty(0) for name in tensors}, path, metadata)

@@ -1,0 +1,246 @@
+"""Whether a config may go on from the checkpoints in its output_dir, and what has changed since they were written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vectorlm.errors import CheckpointError
+from vectorlm.packages import versions_of_rank
+from vectorlm.plugin import is_plugin
+from vectorlm.report.runs import flat
+from vectorlm.rl.environments.environment import AGENT
+from vectorlm.rl.rewards.registry import without_arguments
+from vectorlm.runs.config.schema import Config
+from vectorlm.runs.config.setting import all_settings, to_plain
+from vectorlm.runs.config.value import show
+from vectorlm.settings import PromptSettings
+from vectorlm.train.checkpoint.folder import newest
+from vectorlm.train.lora.folder import ADAPTER_CONFIG
+from vectorlm.train.optimizers import OPTIMIZERS
+
+FIXED = (
+    "train_parameters.seed",
+    "train_parameters.lora_peft_config",
+    "train_parameters.optimizer.amsgrad",
+    "train_parameters.optimizer.arguments",
+    "train_parameters.optimizer.name",
+    "train_parameters.quantization",
+    "preference.loss",
+    "rl.algorithm",
+    "rl.critic.model",
+    "rl.num_epochs",
+    "rl.num_mini_batches",
+    "rl.reference_sync_every",
+    "rl.rollout.source",
+)
+"""What decides which tensors a checkpoint holds, the order of the data, or how its optimizer steps are counted."""
+OUTPUTS = ("train_parameters.sampler.output_jsonl_path", "trackers.", "wandb_config.")
+"""Where settings begin that name what rank 0 writes."""
+DESCRIPTIONS = ("config.json", ADAPTER_CONFIG)
+"""The files that describe a model, or adapters."""
+NUM_PIECES, PIECE_BYTES = 64, 4096
+"""What is read of each file of weights: two models of one size differ nearly everywhere, and 10 GB take a minute."""
+REWARDS = re.compile(r"rl\.(sources\.[^.]*\.)?rewards\.")
+"""Where the settings begin whose keys are rewards."""
+STOPS_EARLY = (
+    "train_parameters.early_stopping_patience",
+    "train_parameters.early_stopping_min_delta",
+)
+"""What decides whether a run that stopped early goes on."""
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a run goes on from its newest checkpoint."""
+
+    step: int
+    changes: tuple[str, ...]
+    """Settings that are no longer what they were, such as ``train_parameters.epochs=4 (was 2)``."""
+    is_finished: bool
+    """Nothing is left to do: the checkpoint is of the run's last step, and the model was exported."""
+    stopped_early: bool = False
+    """Whether it was the last step because training no longer improved."""
+
+
+def identity_of(config: Config, world_size: int, num_examples: int | None = None) -> dict[str, Any]:
+    """Return what a checkpoint notes of its run, as JSON values; `num_examples` are the training dataset's rows."""
+    train, text, rl = config.train_parameters, config.dataset, config.rl
+    contents = {"model": _model_digest(Path(config.model))}
+    if train.adapters is not None:
+        contents["train_parameters.adapters"] = _model_digest(Path(train.adapters))
+    fixed: dict[str, Any] = {}
+    if rl is not None:
+        for name, each in rl.by_source.items():
+            path = each.prompts.path if isinstance(each.prompts, PromptSettings) else None
+            contents[f"rl.sources.{name}.prompts" if name else "rl.prompts"] = _digest(path or each.prompts)
+        if rl.sft is not None:
+            contents["rl.sft.dataset"] = _fingerprint(Path(rl.sft.dataset))
+    elif text is not None:
+        contents |= {"dataset.train_ds": _fingerprint(Path(text.train_ds))}
+        fixed["global batch"] = config.rows_per_step(world_size)
+        fixed["rows of dataset.train_ds"] = num_examples
+        for section in ("reward_model", "preference"):
+            if getattr(config, section) is not None:
+                fixed["section that trains"] = section
+    optimizer = train.optimizer.name
+    if optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].per_rank_blocks:
+        fixed[f"number of ranks (of {optimizer}, each keeps its shard in blocks of its own)"] = world_size
+    settings = {**_settings(config), "world_size": world_size}
+    identity = {"settings": settings, "contents": contents, "fixed": fixed}
+    return json.loads(json.dumps(identity))
+
+
+def settings_of_rank(config: Config) -> dict[str, Any]:
+    """Return what every rank must have alike: all settings, digests of the files that they name, and versions."""
+    settings = _settings(config)
+    named = {
+        each: content_of(each.removeprefix(AGENT).rpartition(":")[0] if is_plugin(each) else each)
+        for name, value in settings.items()
+        if not name.startswith(OUTPUTS)
+        # Rewards are keys.
+        for each in map(without_arguments, (REWARDS.sub("", name), *_texts(value)))
+        if each
+    }
+    contents = {f"content of {name}": content for name, content in named.items() if content is not None}
+    return {**settings, **contents, **versions_of_rank()}
+
+
+def find_resumption(config: Config, world_size: int, num_examples: int | None = None) -> Resumption | None:
+    """Return how this run goes on from the newest checkpoint in its output_dir; None where it starts from the start.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or belongs to a run that this config cannot go on with.
+    """
+    path = Path(config.train_parameters.output_dir) / "checkpoints"
+    found = newest(path) if config.train_parameters.checkpointing_enabled else None
+    if found is None:
+        return None
+    now = identity_of(config, world_size, num_examples)
+    if "contents" not in found.identity:
+        raise CheckpointError(f"{found.path} was written by an earlier version of vectorlm. Delete {path}.")
+    refused, changes = _compare(found.identity, now)
+    if refused:
+        final = path.with_name("final-model")
+        start = f": a run there may start from these weights with model={final}" if final.is_dir() else ""
+        raise CheckpointError(
+            f"cannot resume from {found.path}: {'; '.join(refused)}. The weights of the checkpoint and its place in "
+            f"the data depend on this. Restore it, or choose another output_dir{start}. To start over, delete {path}."
+        )
+    length = _length_setting(config)
+    # A longer run would stop again at its next evaluation.
+    decisive = STOPS_EARLY if found.stopped_early else ()
+    before = found.identity["settings"]
+    is_over = found.stopped_early or now["settings"][length] <= before[length]
+    is_over &= all(now["settings"].get(name) == before.get(name) for name in decisive)
+    return Resumption(found.step, tuple(changes), found.is_finished and is_over, found.stopped_early)
+
+
+def say_finished(config: Config, found: Resumption) -> str:
+    """Say that a run is over, and how to train longer."""
+    output = config.train_parameters.output_dir
+    setting = STOPS_EARLY[0] if found.stopped_early else _length_setting(config)
+    return (
+        f"{output} {'stopped early' if found.stopped_early else 'is finished'} at step {found.step}; its model is "
+        f"{output}/final-model. To train longer, raise {setting}; to start over, delete {output}/checkpoints."
+    )
+
+
+def _length_setting(config: Config) -> str:
+    """Return the setting that says how long a run is."""
+    return "train_parameters.epochs" if config.rl is None else "rl.max_steps"
+
+
+def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the differences that a run cannot go on with, and the others."""
+    refused: list[str] = []
+    changes: list[str] = []
+    for name in sorted(before["settings"].keys() | now["settings"].keys()):
+        # A version that did not know a setting did what is its default now.
+        old, new = before["settings"].get(name, _default(name)), now["settings"].get(name)
+        if old != new:
+            is_fixed = any(name == each or name.startswith(f"{each}.") for each in FIXED)
+            (refused if is_fixed else changes).append(f"{name}={show(new)} (was {show(old)})")
+    for name, new in now["contents"].items():
+        if new != before["contents"].get(name):
+            is_start = name in ("model", "train_parameters.adapters")
+            (refused if is_start else changes).append(f"the content of {name} is another")
+    for name, new in now["fixed"].items():
+        # `vectorlm check` counts no rows.
+        if new is not None and new != (old := before["fixed"].get(name)):
+            product = " (world_size / context_parallel x train_bs x gradient_accumulation_steps)"
+            more = product if name == "global batch" else ""
+            refused.append(f"{name}={new}{more} (was {old})")
+    return refused, changes
+
+
+def _default(name: str) -> Any:
+    """Return a setting's default as JSON holds it; None where it has none, or is not a plain value."""
+    setting = all_settings().get(name)
+    is_plain = setting is not None and not setting.is_required and setting.section is None
+    return json.loads(json.dumps(setting.default)) if setting is not None and is_plain else None
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    settings = dict(flat(to_plain(config)))
+    # A folder that was moved, or that another machine knows by another path, is still the same run.
+    del settings["train_parameters.output_dir"]
+    return settings
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a setting's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(each)
+
+
+def content_of(name: str) -> Any:
+    """Return a digest of a model, a saved dataset or a file; None for any other path."""
+    if os.path.isfile(name):  # Not of `Path`, which raises for long texts.
+        return _digest(name)
+    is_model = any(os.path.isfile(os.path.join(name, each)) for each in DESCRIPTIONS)
+    return _model_digest(Path(name)) if is_model else _fingerprint(Path(name))
+
+
+def _model_digest(folder: Path) -> str:
+    """Tell models apart by their description, and by the sizes of their files and some bytes of these."""
+    files = sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin"))
+    parts: list[Any] = [_digest(str(path)) for name in DESCRIPTIONS if (path := folder / name).is_file()]
+    for path in files:
+        size = path.stat().st_size
+        parts.append((path.name, size))
+        with path.open("rb") as file:
+            for index in range(NUM_PIECES):
+                file.seek(index * max(size - PIECE_BYTES, 0) // (NUM_PIECES - 1))
+                parts.append(file.read(PIECE_BYTES))
+    return _digest(parts)
+
+
+def _fingerprint(dataset: Path) -> Any:
+    """Return what the datasets library calls the content of a saved dataset."""
+    try:
+        return json.loads((dataset / "state.json").read_text(encoding="utf-8"))["_fingerprint"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _digest(source: Any) -> str:
+    """Return a digest of a file's content, of a saved dataset's fingerprint, or of any other value."""
+    digest = hashlib.blake2b(digest_size=8)
+    path = Path(source) if isinstance(source, str) else None
+    if path is not None and path.is_file():
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    else:
+        digest.update(repr(_fingerprint(path) if path is not None and path.is_dir() else source).encode())
+    return digest.hexdigest()

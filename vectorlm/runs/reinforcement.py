@@ -1,0 +1,335 @@
+"""A whole reinforcement learning run, from its config to the final model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.algorithms.support import WHOLE, Support
+from vectorlm.data.encoding import end_tokens
+from vectorlm.data.tasks import Tasks
+from vectorlm.errors import ConfigError, RewardError
+from vectorlm.ranks.topology import Topology
+from vectorlm.report.step_lines import Timeline
+from vectorlm.rl.correction import correction_of
+from vectorlm.rl.demonstrations import Demonstrations
+from vectorlm.rl.loop import RLLoop, Source
+from vectorlm.rl.models import (
+    Critic,
+    Reference,
+    RLModels,
+    disable_dropout,
+    load_critic,
+    load_reference,
+    num_logits,
+    require_quiet,
+)
+from vectorlm.rl.prompts import Curriculum, PromptMixture
+from vectorlm.rl.rewards.registry import get_reward, short_name
+from vectorlm.rl.rewards.reward_model import RewardModel
+from vectorlm.rl.rewards.scorer import RewardScorer
+from vectorlm.rl.rewards.signature import COMPLETIONS, RewardSignature
+from vectorlm.rl.rollouts.logger import RolloutLogger
+from vectorlm.rl.rollouts.playing import Environments
+from vectorlm.rl.rollouts.queue import GroupQueue
+from vectorlm.rl.rollouts.replay import read_rollouts, replay_order
+from vectorlm.rl.rollouts.scoring import GroupScorer
+from vectorlm.rl.rollouts.source import RolloutSource
+from vectorlm.rl.settings import CPU_PASS_TOKENS, StepSettings
+from vectorlm.rl.teacher import ServerTeacher, Teacher
+from vectorlm.runs.config.schema import Config, RLSettings
+from vectorlm.runs.output import finish, open_recorder
+from vectorlm.runs.preflight.checked import CheckedConfig
+from vectorlm.runs.start import Run, open_run
+from vectorlm.train.grammar import Grammar
+from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.load import load_model
+from vectorlm.train.lora.folder import start_alone
+from vectorlm.train.objective import NextTokens
+from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.train.recorder import OnStep
+from vectorlm.types import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from vectorlm.sampling.engine import SamplingEngine
+
+
+def reinforce(
+    config: Config | CheckedConfig,
+    topology: Topology | None = None,
+    engine: SamplingEngine | None = None,
+    on_step: OnStep | None = None,
+    recorded: Source | None = None,
+) -> None:
+    """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
+
+    The folder then holds ``final-model``, ``metrics.jsonl``, ``rollouts.jsonl``, ``samples.jsonl``, ``run.png``,
+    ``correction.jsonl``, ``correction.png``, ``timeline.jsonl``, ``timeline.png``, ``config.yaml``,
+    ``run.json`` and, with checkpointing, ``checkpoints``. A run that was killed resumes from its latest checkpoint.
+
+    Args:
+        config: The whole run, with a section ``rl``; one that was not checked is checked by rank 0 for all.
+        topology: This rank, read from the environment when None.
+        engine: An engine to sample with, which stays open; None starts the one that the config describes. It must
+            return log-probabilities of what it draws from, as engines do unless told otherwise.
+        on_step: As for `vectorlm.reinforce`.
+        recorded: Where rollouts come from in place of the engine.
+
+    Raises:
+        ConfigError: The config cannot be carried out, or needs more memory than there is.
+        CheckpointError: The checkpoints in ``output_dir`` are of another run, or a node does not see them.
+        NonFiniteLoss: Training diverged.
+        RewardError: A reward function failed, and the run is set to stop then; or no completion had a reward.
+        WorkersDied: The processes that run reward functions die one after the other.
+        RolloutError: An environment failed.
+        EngineError: The teacher's server does not answer.
+    """
+    settings = config.config.rl if isinstance(config, CheckedConfig) else config.rl
+    if settings is None:
+        raise ConfigError("there is no section 'rl': reinforcement learning needs one.")
+    with open_run(config, topology, engine) as run:
+        rl = run.config.rl
+        assert rl is not None
+        loop = _build(run, rl, get_algorithm(rl.algorithm), on_step, recorded)
+        loop.run()
+        finish(run, loop.models.policy.model, loop.recorder, loop.step)
+        if loop.is_unscored:
+            raise RewardError(
+                f"no completion of this run had a reward, so {run.output / 'final-model'} holds the weights that it "
+                f"started with. {loop.why_unscored}"
+            )
+
+
+def _build(
+    run: Run, rl: RLSettings, spec: AlgorithmSpec, on_step: OnStep | None, recorded: Source | None
+) -> RLLoop:
+    models = _models(run, rl, spec)
+    turn = run.make_turn(models.policy.model, models.policy_step.optimizer)
+    assert turn is not None
+    environments = _environments(run, rl)
+    sampler = run.config.train_parameters.sampler
+    assert sampler is not None
+    play = environments.player(rl.collect, sampler.engine.sampling_params, run.config.train_parameters.seed)
+    recorder = open_recorder(
+        run,
+        turn,
+        num_steps=rl.max_steps,
+        save_every=rl.save_every,
+        play=dict.fromkeys(environments.names, play),
+        on_step=on_step,
+    )
+    recorder.say_padded(models.why_padded)
+    rollout_log = RolloutLogger(
+        run.output if run.topology.is_main else None,
+        resume_step=recorder.resume_step,
+        show_every=rl.show_every,
+        saves_tokens=rl.rollout.save_tokens,
+        min_ess=rl.correction.mismatch.min_ess,
+        say=recorder.say,
+    )
+    return RLLoop(
+        models,
+        spec,
+        recorded or _source(run, rl, spec, environments),
+        _step_settings(run, rl, spec),
+        turn,
+        recorder,
+        rollout_log=rollout_log,
+        timeline=Timeline(
+            run.output / "timeline.jsonl" if run.topology.is_main else None, recorder.resume_step
+        ),
+        topology=run.topology,
+        demonstrations=_demonstrations(run, rl, models.policy),
+    )
+
+
+def _demonstrations(run: Run, rl: RLSettings, policy: LanguageModel) -> Demonstrations | None:
+    if (sft := rl.sft) is None:
+        return None
+    longest, rows = run.config.train_parameters.max_seq_len, sft.rows_per_step // run.topology.num_data_shares
+    most = rl.update.max_tokens_per_micro_batch
+    if not run.topology.is_cuda:
+        most = min(most, CPU_PASS_TOKENS)
+    # Passes of equally many rows.
+    per_pass = max(
+        size for size in range(1, rows + 1) if rows % size == 0 and (size * longest <= most or size == 1)
+    )
+    loader = run.make_loader(sft.dataset, NextTokens.ignore_index, per_pass, rows // per_pass, shuffle=True)
+    return Demonstrations(policy.untruncated(temperature=1.0), loader, sft, rl.max_steps)
+
+
+def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
+    settings = run.config.train_parameters
+    path = run.config.model
+    warmup_steps = rl.critic.warmup_steps if spec.needs_critic else 0
+
+    def optimizer_step(
+        model: Any, num_batches: int, max_norm: float, name: str, lr: float | None
+    ) -> OptimizerStep:
+        optimizer = run.make_optimizer(model, lr)
+        schedule = run.make_schedule(optimizer, num_batches * rl.update.steps_per_batch)
+        return OptimizerStep(model, optimizer, schedule, max_norm, run.topology, name)
+
+    # Losses that learn from completions of any policy learn about all tokens.
+    support = Support.of(rl.collect.sampling) if spec.samples_from_policy else WHOLE
+    has_reference = spec.needs_reference or rl.kl.kl_coef > 0
+    model = disable_dropout(run.load_model(keeps_start=has_reference))
+    sampling, grammar = rl.collect.sampling, None
+    if sampling.get("structured_outputs") and spec.samples_from_policy:
+        ends = end_tokens(run.tokenizer) | set(sampling.get("stop_token_ids") or ())
+        grammar = Grammar(sampling["structured_outputs"], run.tokenizer, num_logits(model), ends)
+    policy = LanguageModel(
+        model,
+        float(sampling["temperature"]),
+        support=support,
+        grammar=grammar,
+        packs=settings.model.pack_rows,
+        device=run.topology.device,
+        context=run.context,
+    )
+    require_quiet("policy", model, policy.untruncated())
+    num_batches = max(rl.max_steps - warmup_steps, 1)
+    policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
+    reference = critic = critic_step = None
+    if has_reference:
+        # With LoRA the reference is the policy with the adapters that it began with.
+        is_copy = settings.lora_peft_config is None
+        copy = load_reference(run.read_model, run.load_sharded) if is_copy else None
+        reference = Reference(policy, copy, start_alone)
+    if spec.needs_critic:
+        critic_model = load_critic(rl.critic.model or path, run.load_sharded, settings.model.dtype)
+        critic = Critic(critic_model, policy)
+        require_quiet("critic", critic_model, critic)
+        critic_step = optimizer_step(
+            critic.model, rl.max_steps, rl.critic.max_grad_norm, "critic", rl.critic.lr
+        )
+    teacher = _teacher(run, rl, policy)
+    return RLModels(policy, policy_step, reference, critic, critic_step, teacher)
+
+
+def _teacher(run: Run, rl: RLSettings, policy: LanguageModel) -> Teacher | ServerTeacher | None:
+    settings = run.config.train_parameters.model
+    if rl.teacher is None:
+        return None
+    if rl.teacher.model is None:
+        # This imports the HTTP client, which other runs do without.
+        from vectorlm.sampling.backends.server.scoring import ScoringServer
+
+        assert rl.teacher.server is not None
+        server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
+        return ServerTeacher(server.logprobs, run.topology)
+    read = partial(
+        load_model, rl.teacher.model, flash_attention=settings.use_flash_attention, dtype=settings.dtype
+    )
+    return Teacher(policy, load_reference(read, run.load_sharded, num_logits(policy.model)))
+
+
+def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSettings:
+    settings = run.config.train_parameters
+    peak_tflops = settings.loop.device_peak_tflops
+    return StepSettings(
+        hparams=rl.hyperparameters,
+        correction=correction_of(rl.correction, spec),
+        mismatch=rl.correction.mismatch,
+        update=rl.update,
+        kl=rl.kl,
+        critic=rl.critic,
+        teacher=rl.teacher,
+        # Without a limit, a completion may fill the sequence.
+        max_tokens=rl.collect.sampling["max_tokens"] or settings.max_seq_len,
+        seed=settings.seed,
+        pad_token_id=run.tokenizer.pad_token_id or 0,
+        peak_flops=peak_tflops and peak_tflops * 1e12 * run.topology.world_size,
+    )
+
+
+def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environments) -> RolloutSource:
+    seed = run.config.train_parameters.seed
+    assert run.engine is not None
+    replay = None
+    if rl.rollout.path is not None:
+        signatures = [RewardSignature.of(get_reward(name)) for name in rl.all_rewards]
+        reads = {name for each in signatures for name in (*each.kinds, *[COMPLETIONS] * each.takes_lists)}
+        stored = read_rollouts(rl.rollout.path, reads)
+        replay = replay_order(stored, rl.collect.group_size, seed)
+    scorer = _scorer(run, rl)
+    sampler = environments.sampler(rl.collect, seed, needs_greedy=spec.needs_greedy, score=scorer.score_group)
+    prompts = run.checked.prompts
+    curricula = {
+        name: Curriculum(tasks, each.curriculum)
+        for name, each in rl.by_source.items()
+        if each.curriculum is not None and isinstance(tasks := prompts[name], Tasks)
+    }
+    groups = GroupQueue(run.engine, sampler)
+    run.stack.callback(groups.close)
+    return RolloutSource(
+        groups,
+        GroupScorer(
+            scorer=scorer,
+            settings=rl.collect,
+            drops_constant_groups=rl.hyperparameters.dynamic_sampling,
+            by_turn=spec.learns_from_turns,
+        ),
+        PromptMixture(
+            prompts, seed, {name: each.weight or 0.0 for name, each in rl.by_source.items()}, curricula
+        ),
+        curricula=curricula,
+        overlap=rl.async_,
+        replay=replay,
+        replayed_share=rl.rollout.replayed_share,
+    )
+
+
+def _environments(run: Run, rl: RLSettings) -> Environments:
+    assert run.engine is not None
+    # Held-out questions without a source are played as prompts without one are.
+    names = {source: rl.collect.environment_of(source) for source in ("", *rl.by_source)}
+    return Environments(
+        {source: name for source, name in names.items() if name is not None},
+        run.engine,
+        # A copy: the actors encode in threads of their own.
+        copy.deepcopy(run.tokenizer),
+        max_model_len=run.config.train_parameters.longest_rollout,
+        timeout_s=rl.collect.environment_timeout_s,
+        stack=run.stack,
+        log_path=run.output / "rewards.log",
+    )
+
+
+def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
+    train = run.config.train_parameters
+
+    def weights_of(rewards: Mapping[str, Any], environment: str | None) -> dict[str, float]:
+        both = {**rewards, **rl.reward.reward_models}
+        of_environment = {} if environment is None else {ENVIRONMENT: 1.0}
+        return {short_name(name): float(weight) for name, weight in both.items()} | of_environment
+
+    return RewardScorer(
+        functions={short_name(name): name for name in rl.all_rewards},
+        weights=weights_of(rl.reward.rewards, rl.collect.environment_of("")),
+        of_source={
+            name: weights_of(each.rewards, each.environment) for name, each in rl.by_source.items() if name
+        },
+        models={
+            short_name(path): RewardModel(
+                path,
+                run.load_sharded,
+                # Each rank scores rows of its own.
+                replace(run.topology, context_parallel=1),
+                max_tokens=rl.update.max_tokens_per_micro_batch,
+                max_length=train.max_seq_len,
+                dtype=train.model.dtype,
+                step_reward=rl.reward.step_reward,
+            )
+            for path in rl.reward.reward_models
+        },
+        pool=run.reward_workers,
+        timeout_s=rl.reward.reward_timeout_s,
+        on_error=rl.reward.on_reward_error,
+        topology=run.topology,
+    )

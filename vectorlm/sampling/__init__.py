@@ -1,0 +1,74 @@
+"""The engine that ranks sample from, and VectorLM's names for it.
+
+The modules here run in the ranks; `sampler` holds the process that samples, `weights` the way of the weights into it.
+Importing this package loads neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vectorlm.sampling.engine import SamplingEngine
+
+GONE = {
+    "AbstractSamplingEngine": "annotate with vectorlm.types.Engine, or subclass vectorlm.sampling.contract.Backend",
+    "ManagedLLM": "SamplingEngine starts vLLM in a process of its own",
+    "ManagedMultiProcGPUExecutor": "SamplingEngine starts vLLM in a process of its own",
+    "SampleOutput": "SamplingEngine.sample returns completions, vectorlm.types.Completion",
+    "SamplingEngineProvider": "vectorlm.launch(loop, path, world_size=2) starts ranks; each builds a SamplingEngine",
+    "SynchronizationBarriers": "every call of SamplingEngine keeps the ranks in step",
+    "batch_process": "SamplingEngine.sample takes all prompts at once",
+    "handle_sample": "SamplingEngine.sample returns completions; train_parameters.sampler writes samples.jsonl",
+    "multiprocess_wrap": "every method of SamplingEngine returns the same result on every rank",
+}
+"""Names of VectorLM's module that were removed, and what to use instead."""
+
+__all__ = ["LoRASamplingEngine", "SamplingEngine"]
+
+
+def LoRASamplingEngine(
+    model: str | Path | None = None, *, max_lora_rank: int = 16, **arguments: Any
+) -> SamplingEngine:
+    """Return a `SamplingEngine` with room for adapters; deprecated.
+
+    VectorLM's class took a ``vllm.LLM``, barriers and a folder for adapters. The engine is now started from a model's
+    folder, keeps the ranks in step by itself, and swaps adapters in memory.
+
+    Args:
+        model: A Hugging Face model folder.
+        max_lora_rank: The largest rank of an adapter that `update` will send.
+        **arguments: Of `SamplingEngine`.
+
+    Raises:
+        TypeError: An argument of VectorLM's class that is gone.
+    """
+    new = f"SamplingEngine(model, enable_lora=True, max_lora_rank={max_lora_rank})"
+    from vectorlm.sampling.engine import SamplingEngine
+
+    warnings.warn(f"LoRASamplingEngine is now {new}.", DeprecationWarning, stacklevel=2)
+    for name in ("vllm_llm", "synchronization_barriers", "adapter_temp_folder"):
+        if name in arguments:
+            raise TypeError(f"{name} is not an argument any more. Leave it out: {new} does without.")
+    if not isinstance(model, str | Path):
+        raise TypeError(
+            f"LoRASamplingEngine takes the folder of a model, not a {type(model).__name__}. Write {new}: it starts "
+            "vLLM itself (docs/from_vectorlm.md)."
+        )
+    return SamplingEngine(model, enable_lora=True, max_lora_rank=max_lora_rank, **arguments)
+
+
+def __getattr__(name: str) -> Any:
+    """Load the engine on first use; explain what replaces a name of VectorLM's module.
+
+    Removed names raise ImportError because `from vectorlm.sampling import NAME` hides the text of an AttributeError.
+    """
+    if name == "SamplingEngine":
+        from vectorlm.sampling.engine import SamplingEngine
+
+        return SamplingEngine
+    if name in GONE:
+        raise ImportError(f"vectorlm.sampling has no {name}: {GONE[name]} (docs/from_vectorlm.md).")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,244 @@
+"""What another inference engine, or another trainer, must implement to replace ours.
+
+A training loop calls a `vectorlm.types.Engine` on all ranks. Behind `vectorlm.SamplingEngine` runs a `Backend`, driven
+from one thread; on every rank a `WeightSource` sends the weights. docs/howto/own_backend.md and docs/contracts.md show
+how to write either, and `vectorlm.sampling.testing` holds the checks that both must pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from vectorlm.types import Completion
+
+if TYPE_CHECKING:
+    from vectorlm.sampling.weights.exports import Export
+    from vectorlm.sampling.weights.plan import Layout, TensorSpec
+
+BACKENDS = {
+    "vllm": "vectorlm.sampling.backends.vllm.backend:VLLM",
+    "transformers": "vectorlm.sampling.backends.transformers.backend:Transformers",
+    "server": "vectorlm.sampling.backends.server.backend:VLLMServer",
+}
+"""The implementations of `Backend` in this library, by their names in `SamplingEngine` and configs."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The end of one request."""
+
+    name: str
+    """The name that it was submitted under."""
+    completions: Sequence[Completion]
+    """The sampling parameters' `n` completions, in the order of their seeds."""
+    error: Exception | None = None
+    """Why there are no completions; it ends the caller's batch and no other."""
+    raw: Any = None
+    """vLLM's own ``RequestOutput``, if there is one; `SamplingEngine.generate` returns it."""
+    is_part: bool = False
+    """Whether the request goes on; the one completion is then what was sampled since the last part."""
+
+
+class Backend(Protocol):
+    """An inference engine as one process drives it, from one thread.
+
+    `vectorlm.sampling.sampler.scheduler.Scheduler` makes the calls in a fixed order: it submits only to an engine
+    that is awake, not paused and holds whole weights; weights are written only between `pause` and `resume`; after
+    `poll` raised it submits nothing more. An implementation is built as ``Class(model, receiver=…, **engine_args)``
+    in the process that samples: the sampler process or, on the inline channel, rank 0's.
+
+    Errors that are not of `vectorlm.errors` reach the ranks as `EngineError`, with their traceback.
+
+    Answers are checked before the ranks get them (`vectorlm.sampling.sampler.answers`); one that breaks a rule ends
+    its batch with an `EngineError`, and the engine goes on. Each name that was submitted, and not cancelled, is
+    answered once, with exactly `n` completions. A completion repeats the token ids of its prompt, has at most
+    `max_tokens` tokens, a finish reason that vLLM has, and for each token its version and, with `logprobs`, its
+    log-probability. Versions are of weights that were loaded since the request was submitted, or last before that, in
+    the order of their loads. Log-probabilities are finite, at most 0, and of what was drawn from: after penalties,
+    temperature, `top_k`, `top_p` and `min_p`; at temperature 0 after penalties alone. What is marked optional may be
+    missing.
+    """
+
+    @property
+    def receiver(self) -> str:
+        """How the engine holds weights: `live`, or `packed` for its own kernels."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are sampled at the same time; more requests wait inside the engine."""
+
+    @property
+    def version(self) -> int:
+        """The version of the last `load`; -1 before."""
+
+    def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
+        """Queue one prompt.
+
+        Args:
+            name: Unique among the requests in flight.
+            prompt: Its token ids, each below `vocab_size`: `SamplingEngine` has encoded texts and chat messages.
+            sampling_params: A mapping with the names of ``vllm.SamplingParams``, one of these, or None for defaults.
+
+        Raises:
+            EngineError: The engine cannot sample this prompt and does not queue it; the text says why.
+        """
+
+    def poll(self) -> Sequence[RequestOutput]:
+        """Sample for a fraction of a second at most, and return what has finished since the last call.
+
+        Raises:
+            Exception: The engine is broken; every request in flight is lost.
+        """
+
+    def cancel(self, names: Iterable[str]) -> None:
+        """Forget requests; unknown and finished names are ignored."""
+
+    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, weight_set: str) -> Layout:
+        """Match the trainer's tensors with the engine's, and give each a place in the arena.
+
+        Args:
+            manifest: The tensors that the trainer will send, whole.
+            arena_path: Arena of another engine of this node, to be shared; None creates one.
+            weight_set: `base`: the model's own tensors; `adapter`: LoRA factors on top of them.
+
+        Returns:
+            A file that every rank of this node can map, and the place of each tensor in it.
+
+        Raises:
+            WeightMismatch: Trainer and engine do not hold the same model; nothing has changed.
+        """
+
+    def pause(self) -> None:
+        """Stop: until `resume` no token is sampled and no weight is read."""
+
+    def load(
+        self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
+    ) -> float:
+        """Take over what the ranks wrote into the arena, while paused; return the seconds it took.
+
+        From here on every token is of `version`, also in requests in flight, and no new request finds KV blocks of
+        older weights.
+
+        Args:
+            version: The training step of these weights.
+            checksums: Of all written tensors, one weight set after the other; None to skip the proof.
+            weight_sets: What was written, `base` before `adapter`.
+            recompute: Recompute the KV cache of requests in flight with the new weights; otherwise they keep it.
+
+        Raises:
+            ChecksumMismatch: The engine does not hold what was sent.
+        """
+
+    def resume(self) -> None:
+        """Continue the requests in flight."""
+
+    def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
+        """Free the memory of `parts` (`weights`, `kv_cache`); those in `asleep` sleep already.
+
+        An engine that cannot free memory only forgets its KV cache.
+
+        Raises:
+            EngineError: The engine cannot sleep; nothing has changed.
+        """
+
+    def wake_up(self, parts: frozenset[str]) -> None:
+        """Take back the memory of `parts`; weights are garbage until the next `load`."""
+
+    def close(self) -> None:
+        """End what this object started."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Optional: token ids are below it; without it, that of the model folder's config counts."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Optional: what encodes texts and chat messages, by ``encode`` and ``apply_chat_template``; it is pickled.
+
+        Without it the tokenizer of the model's folder does.
+        """
+
+    @property
+    def progress(self) -> int:
+        """Optional: a number that grows while tokens are sampled.
+
+        Without it something must finish within the ranks' `timeout_s`, or they take the engine for stuck.
+        """
+
+    @property
+    def transports(self) -> Sequence[str]:
+        """Optional: `push`, and what else it takes: `bucketed`, an arena filled in rounds; `pull`, by handle.
+
+        With one of these `connect` takes `arena_bytes`, the most that the arena may take; 0 is none, and a path of
+        ``""``.
+        """
+
+    def submit_streamed(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
+        """Optional: do what `submit` does with an `n` of 1, and return parts from `poll` before the whole.
+
+        The texts and tokens of the parts are the beginning of the whole's, in order. Without this, or without parts, a
+        streamed answer comes whole.
+        """
+
+    def copy_round(self, rounds: Mapping[str, int]) -> None:
+        """With `bucketed`: copy these rounds of the arenas, by weight set, while paused; `load` copies the last."""
+
+    def open_handles(self, weight_set: str, exports: Sequence[Export]) -> None:
+        """With `pull`: open what the ranks of this node export instead of earlier exports; `load` copies from there.
+
+        Raises:
+            StaleHandle: A rank does not hold any more what it exported; `load` raises it too.
+        """
+
+    def expect_nan(self) -> None:
+        """Optional: note that the weights may hold NaN; the next `load` leaves no KV block that poisons others."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Weights that `Engine.update` takes instead of a ``torch.nn.Module``; all ranks call both methods alike.
+
+    A source may also have ``inspect(layout, with_checksums, check_finite) -> Inspection``, called before `publish`
+    (`vectorlm.sampling.weights.inspection`). Without it nobody can see whether ranks hold different weights, or
+    weights change under one step, so that each update sends them; and numbers that are not finite are found only when
+    they have been written: the engine then samples nothing until the next update.
+    """
+
+    def manifest(self) -> Sequence[TensorSpec]:
+        """List the whole tensors by their names in the trainer; the same on every rank, at every version."""
+
+    def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
+        """Write this rank's rows of every tensor of `layout` into the arena there, cast to each slot's dtype.
+
+        Together the ranks of one node write every byte of every slot. A layout lists all tensors, or with the transport
+        `bucketed` some: then one call after the other brings the rest.
+
+        Returns:
+            One sum per slot: over the ranks, modulo 2^64, they add up to
+            `vectorlm.sampling.weights.checksum.checksum` of the whole tensor. Empty unless `with_checksums`.
+        """
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """Tensors that an update replaces together; an engine holds one or several sets."""
+
+    name: str
+    """`base`: the model's own tensors; `adapter`: LoRA factors on top of them."""
+    source: WeightSource
+    fingerprint: object = None
+    """Equal to the fingerprint at an earlier update if nothing has changed since; with None every update sends it."""
+
+
+@runtime_checkable
+class Trainer(WeightSource, Protocol):
+    """A trainer that an engine follows: ``engine.update(trainer, trainer.version)``."""
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken."""
+
+    def step(self, batch: Any) -> Mapping[str, float]:
+        """Take one optimizer step on this rank's `batch`; return metrics, equal on all ranks."""

@@ -1,0 +1,547 @@
+"""An inference engine, called from every rank of a training loop, with weights that follow the training."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vectorlm.data import encoding
+from vectorlm.errors import EngineError, EngineTimeout
+from vectorlm.ranks.collectives import Collectives
+from vectorlm.ranks.engine_ranks import EngineRanks, capture, comparable, require_equal
+from vectorlm.ranks.process_end import require_own_process
+from vectorlm.ranks.topology import Topology
+from vectorlm.sampling import arguments, messages
+from vectorlm.sampling.contract import WeightSource
+from vectorlm.sampling.handle import BatchHandle, exchange_results
+from vectorlm.sampling.hot_swap import HotSwap
+from vectorlm.sampling.inline_channel import InlineChannel
+from vectorlm.sampling.last_error import let_go_of_last_error
+from vectorlm.sampling.local_requests import LocalRequests
+from vectorlm.sampling.process_channel import ProcessChannel
+from vectorlm.sampling.sampler.scheduler import require_room_for_sleep
+from vectorlm.sampling.settings import Channels, EngineSettings
+from vectorlm.settings import require_choice
+from vectorlm.types import Completion, InFlight, Prompt, SamplingRequest, UpdateReport
+
+if TYPE_CHECKING:
+    import torch
+    import vllm
+
+
+WAIT_S = 0.05
+"""Longest wait of a rank for its own engine before it looks at the other ranks again."""
+_STARTED: weakref.WeakSet[SamplingEngine] = weakref.WeakSet()
+"""The engines of this process that have a sampler process."""
+
+
+class SamplingEngine:
+    """An inference engine on the training devices, vLLM by default, called from all ranks alike.
+
+    Rank 0 starts the engine in a separate process (on several nodes the first rank of each does). On CPU the
+    constructor returns at once and the first call waits; on CUDA it waits itself, as the engine measures the free
+    memory. Every method is a collective: all ranks call it, in the same order and with the same arguments (except the
+    prompts of the sharded methods), and get the same result. Without a launcher it is an ordinary object:
+
+    >>> with SamplingEngine("path/to/model", dtype="float32") as engine:  # doctest: +SKIP
+    ...     engine.update(model, train_step=10)
+    ...     print(engine.generate_text(["2 + 2 ="]))
+
+    Args:
+        model: A Hugging Face model folder.
+        settings: How the engine samples and takes new weights. Each field is a keyword too, as in ``timeout_s=60``.
+        topology: This rank's place in the run; read from the environment when omitted.
+        data_parallel_size: Engines per node; it divides the node's ranks. They divide the node's devices, take prompts
+            from a common queue and swap weights together. When omitted, 1 on CPU; on CUDA all devices sample.
+        devices: Devices of the node that only its engines use: CUDA devices as the ranks count them, cores on CPU.
+            The ranks' own devices when omitted.
+        channel: `process`: the engine samples in a separate process, while the ranks do something else. `inline`: it
+            samples in the process of the rank that owns it, inside the calls that ask for results (not with vLLM).
+        start_timeout_s: Longest time that the engine may take to load, in seconds.
+        log_path: A file for the sampler process's output.
+        **engine_args: Fields of `settings`; vLLM's ``EngineArgs`` (``dtype``, ``max_model_len``,
+            ``tensor_parallel_size`` …), or arguments of another `inference`.
+
+    Raises:
+        FileNotFoundError: `model` looks like a path and does not exist.
+        TypeError: An argument is unknown.
+        ValueError: An argument is out of range, or the folder has two sets of weights.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        settings: EngineSettings | None = None,
+        *,
+        topology: Topology | None = None,
+        data_parallel_size: int | None = None,
+        devices: Sequence[int] | None = None,
+        channel: Channels = "process",
+        start_timeout_s: float = 1800.0,
+        log_path: str | Path | None = None,
+        **engine_args: Any,
+    ) -> None:
+        let_go_of_last_error()
+        settings = arguments.merge(settings or EngineSettings(), engine_args, SamplingEngine.__init__)
+        arguments.require_channel(channel, devices=devices, log_path=log_path)
+        arguments.require_folder(model, settings.inference)
+        self._topology = topology = Topology.from_environment() if topology is None else topology
+        engine_args = dict(settings.engine_args)
+        self._tokenizer_of = arguments.tokenizer_of(model, engine_args)
+        if settings.inference == "vllm" and data_parallel_size is None and devices is None:
+            engine_args |= arguments.parallel_sizes(engine_args, topology, model)
+        elif settings.inference == "server":
+            engine_args = arguments.with_deadlines(engine_args, settings.timeout_s, start_timeout_s)
+        data_parallel_size = engine_args.pop("data_parallel_size", data_parallel_size or 1)
+        devices = arguments.share_of_engine(devices, data_parallel_size, engine_args, topology)
+        self._model = str(model)
+        self._settings = settings
+        self._start_timeout_s = start_timeout_s
+        self._collectives = Collectives(topology, settings.timeout_s)
+        self.engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
+        """The ranks that own an engine, and their meetings with the others."""
+        self._ready: messages.Ready | None = None
+        self._start_error: EngineError | None = None
+        self._closed = False
+        self._names = itertools.count()
+        self._pid = os.getpid()
+        self._open: weakref.WeakValueDictionary[str, BatchHandle] = weakref.WeakValueDictionary()
+        """What `submit` returned, by name, as long as somebody keeps it."""
+        own_args = engine_args
+        if settings.inference == "vllm" and (index := topology.rank // self.engine_ranks.ranks_per_engine):
+            # Engines with one seed would draw the same random numbers for requests without a seed.
+            own_args = {**engine_args, "seed": (engine_args.get("seed") or 0) + index}
+        start = messages.Start(str(model), own_args, settings.receiver, settings.inference)
+        self._channel = self._open_channel(start, channel, devices, log_path)
+        self.local = None if self._channel is None else LocalRequests(self._channel, settings.timeout_s)
+        """What a thread of this rank asks the engine with that the rank owns; None where it owns none."""
+        # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
+        self._swap = HotSwap(self.engine_ranks, self._channel, settings)
+        # The same on all ranks, which compare it before the engine starts.
+        same = arguments.same_on_ranks(settings, engine_args)
+        self._same = comparable({**same, "data_parallel_size": data_parallel_size, "channel": channel})
+        if isinstance(self._channel, ProcessChannel):
+            if other := next((each for each in _STARTED if not each._closed), None):
+                warnings.warn(
+                    f"another engine of this process is open, with {other._model}: both hold weights and a KV cache. "
+                    "If you do not need it any more, call its close() first. A notebook also keeps what a cell has "
+                    "displayed: `%reset out` drops it.",
+                    stacklevel=2,
+                )
+            _STARTED.add(self)
+        if topology.is_cuda:
+            self.wait_until_ready()
+
+    def _open_channel(
+        self, start: messages.Start, channel: str, devices: Sequence[int] | None, log_path: str | Path | None
+    ) -> Any:
+        """Return this rank's `messages.Channel` to its engine; None where another rank owns it."""
+        if not self.engine_ranks.owns_an_engine:
+            return None
+        if channel == "inline":
+            return InlineChannel(start, while_waiting=self._collectives.show_life)
+        log = None if log_path is None else Path(log_path)
+        if log is not None and not self._topology.is_main:
+            # Engines that share a folder must not write into one file.
+            log = log.with_suffix(f".{self._topology.rank}{log.suffix}")
+        return ProcessChannel(
+            start,
+            self._topology,
+            ranks_per_engine=self.engine_ranks.ranks_per_engine,
+            devices=devices,
+            log_path=log,
+            while_waiting=self._collectives.show_life,
+        )
+
+    @property
+    def version(self) -> int:
+        """The training step of the engine's weights; -1 for the checkpoint that it was started from."""
+        return self._swap.version
+
+    @property
+    def sampling_params(self) -> Any:
+        """What is sampled with where a call gives none."""
+        return self._settings.sampling_params
+
+    @property
+    def receiver(self) -> str:
+        """How the engine holds its weights, `live` or `packed`; waits until the engine is loaded."""
+        return self.wait_until_ready().receiver
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """What encodes texts and chat messages: the backend's own, or that of ``tokenizer=…`` or the folder."""
+        if (own := self.wait_until_ready().tokenizer) is not None:
+            return own
+        name, options = self._tokenizer_of
+        return encoding.load_tokenizer(name, **options)
+
+    def wait_until_ready(self) -> messages.Ready:
+        """Wait until the engine has loaded; every other call does so by itself.
+
+        Raises:
+            EngineError: The engine is closed, could not be built (the text says why), or died.
+        """
+        require_own_process(self._pid)
+        if self._start_error is not None:
+            # Each cell of a notebook raises it again, and would add its own frames.
+            raise self._start_error.with_traceback(None)
+        if self._closed:
+            raise EngineError("the engine is closed.")
+        if self._ready is None:
+            require_equal(self._collectives.all_gather_object("start the engine", self._same))
+            try:
+                self._ready = self.engine_ranks.on_engine_ranks(
+                    "load the engine",
+                    lambda: self._channel.answer(0, self._start_timeout_s, "loading the model"),
+                )[0]
+            except EngineError as error:
+                # The sampler sends it once, and every later call raises it again; silence may end.
+                self._start_error = None if isinstance(error, EngineTimeout) else error
+                raise
+        return self._ready
+
+    def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
+        """Return the completions of each prompt, in the order of the prompts.
+
+        Args:
+            prompts: Text, chat messages or token ids; the same on every rank.
+            sampling_params: A mapping, ``vllm.SamplingParams``, or one of these per prompt; the engine's own when
+                omitted. Log-probabilities are reported if it asks for them (``logprobs=0``: the sampled token's).
+
+        Raises:
+            RankMismatch: A rank passed other prompts or parameters than rank 0.
+            EngineError: The engine raised (the text holds its traceback), died, or fell silent.
+            HandoffTimeout: A rank did not make this call within the deadline.
+        """
+        return self._submit("sample", [(prompts, sampling_params)])[0].complete()
+
+    def sample_sharded(
+        self, local_prompts: Sequence[Prompt], sampling_params: Any = None
+    ) -> list[list[Completion]]:
+        """Return the completions of this rank's prompts; the engine samples the prompts of all ranks as one batch.
+
+        Args:
+            local_prompts: This rank's prompts; may be empty.
+            sampling_params: As for `sample`, for this rank's prompts; may differ between ranks.
+
+        Raises:
+            EngineError, HandoffTimeout: As for `sample`; all ranks raise.
+        """
+        return self._submit_sharded(local_prompts, sampling_params).complete()
+
+    def generate(
+        self, prompts: Sequence[Prompt] | str, sampling_params: Any = None, use_tqdm: bool = False
+    ) -> list[vllm.RequestOutput]:
+        """Do what ``vllm.LLM.generate`` does, on every rank; takes what `sample` takes and raises as it does.
+
+        Args:
+            use_tqdm: Print on rank 0 how long it took; there is no progress bar.
+
+        Returns:
+            vLLM's own objects, equal on all ranks. They cost a vLLM import in each rank; `sample` does not.
+        """
+        start = time.perf_counter()
+        prompts = encoding.as_list(prompts)
+        (batch,) = self._submit("generate", [(prompts, sampling_params)], as_request_outputs=True)
+        outputs = _with_texts(batch.complete(), prompts)
+        if use_tqdm and self._topology.is_main:
+            print(f"generated in {time.perf_counter() - start:.1f} s", flush=True)
+        return outputs
+
+    def generate_sharded(
+        self, local_prompts: Sequence[Prompt], sampling_params: Any = None
+    ) -> list[vllm.RequestOutput]:
+        """Do what `sample_sharded` does, and return vLLM's own objects."""
+        prompts = list(local_prompts)
+        outputs = self._submit_sharded(prompts, sampling_params, as_request_outputs=True).complete()
+        return _with_texts(outputs, prompts)
+
+    def generate_text(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
+        """Return the first completion of each prompt as text; raises as `sample` does."""
+        return [completions[0].text for completions in self.sample(prompts, sampling_params)]
+
+    def generate_text_only(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[str]:
+        """Do what `generate_text` does, under the name that VectorLM has for it; deprecated."""
+        warnings.warn("generate_text_only is now generate_text.", DeprecationWarning, stacklevel=2)
+        return self.generate_text(prompts, sampling_params)
+
+    def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> BatchHandle:
+        """Start sampling and return at once; the engine samples while the ranks do something else.
+
+        Takes what `sample` takes, and returns the batch: `done()`, `result(timeout_s)` and `cancel()`. Every rank keeps
+        it: a batch that one of them lets go of is cancelled, with a warning. An `update` while it is not done needs
+        `in_flight`.
+
+        Raises:
+            RankMismatch, HandoffTimeout: As for `sample`. Errors of the engine are raised by `result`.
+        """
+        return self.submit_many([(prompts, sampling_params)])[0]
+
+    def submit_many(self, requests: Sequence[SamplingRequest]) -> list[BatchHandle]:
+        """Do what `submit` does for several pairs of prompts and sampling parameters, in one exchange between ranks."""
+        batches = self._submit("submit", requests)
+        self._open.update((batch.name, batch) for batch in batches)
+        return batches
+
+    def poll(self, timeout_s: float = 0.0) -> list[BatchHandle]:
+        """Return the batches that have finished, each once, in the order of their submission, with their results.
+
+        Batches that were cancelled, whose result was read, or that nobody keeps are left out.
+
+        Args:
+            timeout_s: If none has finished, wait for one, this many seconds at most; does not wait if nothing is in
+                flight.
+        """
+        self.wait_until_ready()
+        deadline_s = time.monotonic() + timeout_s
+        kept = {name: batch for name, batch in self._open.items() if not batch.is_settled}
+
+        def here() -> dict[str, bool]:
+            return {name: batch.is_finished_here() for name, batch in kept.items()}
+
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0) if kept else 0.0
+            of_ranks = self._look(
+                "poll",
+                lambda: (here(), deadline_s <= time.monotonic()),
+                lambda: any(here().values()),
+                left_s,
+            )
+            # A rank lets go of a batch when Python collects it; the others could not read its result alone.
+            for name in [name for name in kept if any(name not in flags for flags, _ in of_ranks)]:
+                warnings.warn(
+                    "another rank does not keep a batch, which is cancelled here too.", RuntimeWarning, 2
+                )
+                kept.pop(name).cancel()
+            finished = [batch for name, batch in kept.items() if all(flags[name] for flags, _ in of_ranks)]
+            # Ranks' clocks differ: the first decides for all.
+            if finished or not kept or of_ranks[0][1]:
+                break
+        exchange_results(finished)
+        for batch in finished:
+            self._open.pop(batch.name, None)
+        return finished
+
+    def update(
+        self, model: torch.nn.Module | WeightSource, train_step: int, in_flight: InFlight = "refuse"
+    ) -> UpdateReport:
+        """Hot-swap the weights of `model` into the running engine, unless it holds them under `train_step` already.
+
+        Every rank sends its own shard (`transport`); none returns, to write to its weights, before the engine has all.
+        No later request finds cached blocks of the old ones. For modules, FSDP2, tied weights and LoRA (`lora_mode`).
+
+        Args:
+            model: The trained model, on every rank, or a `vectorlm.sampling.contract.WeightSource`.
+            train_step: The version of its weights, at least 0; it may be below the last one.
+            in_flight: What happens to requests in flight. `refuse`: the update raises. `keep`: they go on at once with
+                a KV cache of both weights. `recompute`: they go on once their KV cache is recomputed with the new
+                weights. `drain`: the update waits until they end.
+
+        Raises:
+            WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
+            ConfigError: The engine's `lora_mode` cannot express the model's LoRA options, or `transport` is impossible.
+            TypeError, ValueError: An argument has the wrong type, or is out of range.
+            ChecksumMismatch: The engine does not hold what was sent; it samples nothing until an update succeeds.
+            RankMismatch: Ranks passed different steps.
+            EngineError, HandoffTimeout: As for `sample`.
+        """
+        import torch
+
+        if not isinstance(model, torch.nn.Module | WeightSource):
+            raise TypeError(
+                f"update takes the model itself, a torch.nn.Module, or a WeightSource, not a {type(model).__name__}."
+            )
+        if isinstance(train_step, bool) or not isinstance(train_step, int):
+            raise TypeError(f"train_step={train_step!r} is not a version: it must be an integer.")
+        if not 0 <= train_step < 2**31:
+            raise ValueError(
+                f"train_step={train_step} is not a version: it must be at least 0 and below 2^31."
+            )
+        require_choice("in_flight", in_flight, InFlight)
+        ready = self.wait_until_ready()
+        with nullcontext() if self.local is None else self.local.held():
+            if in_flight == "drain":
+                self._drain()
+            return self._swap.update(model, train_step, in_flight, ready.transports, self._num_in_flight)
+
+    def next_name(self) -> str:
+        """Return a name that nothing else of this engine has, the same on all ranks."""
+        return str(next(self._names))
+
+    def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
+        """Free the device memory of weights or KV cache; until `wake_up` the engine samples nothing.
+
+        No rank returns before the memory is free. Weights that slept are lost until the next `update`, and the prefix
+        cache is emptied. On CUDA the engine must have been built with ``enable_sleep_mode=True``; on CPU the memory
+        stays where it is, under the same rules.
+
+        Raises:
+            EngineError: Requests are running, or the engine was built without sleep mode; nothing sleeps then.
+        """
+        self.wait_until_ready()
+        require_room_for_sleep(self._num_in_flight())
+        if weights:
+            self._swap.forget()  # Before the call: it may fail half way.
+        self._rest(messages.Sleep(weights, kv_cache), "put the engine to sleep")
+
+    def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
+        """Take back the memory that `sleep` gave away; weights that slept are lost until the next `update`.
+
+        No memory is taken before every rank has called. `update` wakes the weights by itself, so the order that needs
+        the least memory is: sleep, train, update, wake the KV cache, sample.
+
+        Raises:
+            EngineError: The device has too little free memory; what could not be woken sleeps on.
+        """
+        self._rest(messages.WakeUp(weights, kv_cache), "wake the engine up")
+
+    def close(self) -> None:
+        """End the engine; safe to call twice, and not a collective."""
+        if self._pid != os.getpid():
+            return  # A fork has a copy of this object, and the engine is its parent's.
+        self._closed = True
+        self._swap.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._collectives.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a SamplingEngine cannot be sent to another process: build it in the process that calls it."
+        )
+
+    def __repr__(self) -> str:
+        pid = f", sampler process {self._channel.pid}" if isinstance(self._channel, ProcessChannel) else ""
+        state = "closed" if self._closed else f"version {self.version}{pid}"
+        return f"<SamplingEngine of {self._model!r} with {self._settings.inference}: {state}>"
+
+    def __enter__(self) -> SamplingEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A notebook cell that runs again drops the old engine without closing it.
+        try:  # noqa: SIM105 (`contextlib.suppress` may be gone already when the interpreter ends)
+            self.close()
+        except Exception:
+            pass
+
+    def _submit(
+        self, place: str, requests: Sequence[SamplingRequest], as_request_outputs: bool = False
+    ) -> list[BatchHandle]:
+        """Queue prompts that are the same on every rank, a batch for each request."""
+        pairs = [
+            (encoding.as_list(prompts), self.sampling_params if params is None else params)
+            for prompts, params in requests
+        ]
+        for prompts, params in pairs:
+            arguments.one_each(params, len(prompts))
+        self.wait_until_ready()
+        encoded, error = capture(lambda: [(self._encode(prompts), params) for prompts, params in pairs])
+        asked = [prompt for prompts, _ in pairs for prompt in prompts]
+        first = f", the first {str(asked[0])[:60]!r}" if asked else ""
+        self.engine_ranks.check_same_args(place, (encoded, repr(error)), f"{len(asked)} prompts{first}")
+        if error is not None:
+            raise error
+        commands = [messages.Generate(ids, params, as_request_outputs) for ids, params in encoded]
+        return [self._begin(command) for command in commands]
+
+    def _submit_sharded(
+        self, local_prompts: Sequence[Prompt], params: Any, as_request_outputs: bool = False
+    ) -> BatchHandle:
+        """Queue one batch of all ranks' prompts; its result holds this rank's."""
+        self.wait_until_ready()
+
+        def mine() -> tuple[list[list[int]], list[Any]]:
+            token_ids = self._encode(encoding.as_list(local_prompts))
+            each = self.sampling_params if params is None else params
+            return token_ids, arguments.one_each(each, len(token_ids))
+
+        of_ranks = self.engine_ranks.on_all_ranks("sample sharded", mine)
+        first = sum(len(token_ids) for token_ids, _ in of_ranks[: self._topology.rank])
+        everything = messages.Generate(
+            [each for token_ids, _ in of_ranks for each in token_ids],
+            [each for _, params in of_ranks for each in params],
+            as_request_outputs,
+        )
+        return self._begin(everything, range(first, first + len(of_ranks[self._topology.rank][0])))
+
+    def _look(
+        self, place: str, look: Callable[[], Any], until: Callable[[], bool], wait_s: float
+    ) -> list[Any]:
+        """Look at the batches in flight on every rank, once this rank's engine has something to tell."""
+        if self._channel is not None:
+            self._channel.advance(until, min(wait_s, WAIT_S))
+        return self.engine_ranks.on_all_ranks(place, look)
+
+    def _num_in_flight(self) -> int:
+        """Return what is in flight on all engines, chunks that none has drawn included; 0 of one, which counts itself.
+
+        Each engine knows its own requests alone: without this, one would refuse what another has begun.
+        """
+        if len(self.engine_ranks.ranks) == 1:
+            return 0
+
+        def here() -> int:
+            waiting = 0 if self.local is None else self.local.num_in_flight
+            return waiting + sum(not batch.is_finished_here() for batch in self._open.values())
+
+        return sum(self.engine_ranks.on_all_ranks("count the requests in flight", here))
+
+    def _drain(self) -> None:
+        """Wait until nothing is in flight any more."""
+
+        def ended() -> bool:
+            is_idle = self.local is None or not self.local.num_in_flight
+            return is_idle and all(batch.look() for batch in self._open.values())
+
+        def look() -> bool:
+            if self.local is not None:
+                self.local.advance()
+            return ended()
+
+        while not all(self._look("drain", look, lambda: capture(ended) != (False, None), WAIT_S)):
+            pass
+
+    def _rest(self, command: messages.Sleep | messages.WakeUp, place: str) -> None:
+        self.wait_until_ready()
+        self.engine_ranks.check_same_args(place, command, str(command))
+        self.engine_ranks.on_engine_ranks(
+            place, lambda: self._channel.call(command, self._settings.timeout_s)
+        )
+
+    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        return encoding.encode_all(prompts, lambda: self.tokenizer)
+
+    def _begin(self, command: messages.Generate, places: range | None = None) -> BatchHandle:
+        ready = self.wait_until_ready()
+        if ready.warning and self.version < 0 and self._topology.is_main:
+            warnings.warn(ready.warning, stacklevel=4)
+        return BatchHandle(
+            self.next_name(),
+            command,
+            places=range(len(command.prompts)) if places is None else places,
+            engine_ranks=self.engine_ranks,
+            channel=self._channel,
+            max_num_seqs=ready.max_num_seqs,
+            silence_s=self._settings.timeout_s,
+        )
+
+
+def _with_texts(outputs: list[vllm.RequestOutput], prompts: Sequence[Prompt]) -> list[vllm.RequestOutput]:
+    """Give vLLM's objects the prompts that were texts, as vLLM does; its engine has seen token ids alone."""
+    for output, prompt in zip(outputs, prompts, strict=True):
+        if isinstance(prompt, str):
+            output.prompt = prompt
+    return outputs

@@ -1,0 +1,310 @@
+"""An engine in a sampler process: start it, talk to it, notice when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import pickle
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from vectorlm.errors import EngineDied, EngineError, EngineTimeout
+from vectorlm.ranks.process_end import how_it_ended, require_own_process, write_fault
+from vectorlm.ranks.topology import Topology
+from vectorlm.ranks.wait import report_wait
+from vectorlm.sampling import messages
+from vectorlm.sampling.environment import sampler_environment
+
+POLL_S = 0.5
+ASLEEP_S = 5.0
+"""A thread that ticks every `POLL_S` and has not for this long was stopped with its process."""
+KEPT_LINES = 40
+GRACE_S = 2.0
+"""How long the caller may fail to notice a dead sampler before the rank is ended."""
+
+
+class ProcessChannel:
+    """Keeps `vectorlm.sampling.messages.Channel` with a sampler process.
+
+    The process is a fresh interpreter, neither a fork nor a multiprocessing child: the trainer's ``__main__`` is not
+    imported again, and nothing that vLLM does to its process reaches the trainer. Two threads move the messages, so
+    that a Ctrl-C, which only the main thread gets, never leaves half a message in the socket.
+    """
+
+    def __init__(
+        self,
+        start: messages.Start,
+        topology: Topology,
+        *,
+        ranks_per_engine: int | None = None,
+        devices: Sequence[int] | None = None,
+        log_path: Path | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the process and send it `start`.
+
+        The engine shares the devices and cores of `ranks_per_engine` ranks (all of the node's when omitted), or has
+        `devices` to itself. `while_waiting` is called every half second while an answer is awaited.
+        """
+        self._topology, self._pid = topology, os.getpid()
+        self._num_workers = start.engine_args.get("tensor_parallel_size", 1)
+        self._start_is = f"waiting for {start.engine_args.get('url', 'the engine')}"
+        self._while_waiting = while_waiting
+        self._count = itertools.count()
+        self._closing = threading.Event()
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._answers: dict[int, messages.Answer | messages.Failed] = {}
+        self._awaited: dict[int, float] = {}
+        """When each command was sent that still has no answer."""
+        self._tell: dict[int, messages.TakeAnswer] = {}
+        self._heard_at = self._ticked_at = time.monotonic()
+        self._is_cut = False
+        log = open(log_path, "a") if log_path else None  # noqa: SIM115 (the reader thread closes it)
+        self._scratch = tempfile.mkdtemp(prefix="vectorlm-sampler-")
+        dtype = str(start.engine_args.get("dtype", "auto"))
+        environment = sampler_environment(
+            os.environ, self._scratch, topology, ranks_per_engine, self._num_workers, devices, dtype
+        )
+        ours, theirs = socket.socketpair()
+        arguments = [str(theirs.fileno()), str(os.getpid()), self._scratch]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "vectorlm.sampling.sampler.process", *arguments],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C is for the launcher, which ends the ranks; the sampler ends with its rank.
+            start_new_session=True,
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._reader = self._thread("sampler-output", self._keep_output, log)
+        self._receiver = self._thread("sampler-receive", self._receive_all)
+        self._sender = self._thread("sampler-send", self._send_all)
+        if topology.error_file is not None:
+            self._thread("sampler-watch", self._end_rank_with_sampler)
+        self.send(start)
+
+    @property
+    def pid(self) -> int:
+        """The sampler's process id."""
+        return self._process.pid
+
+    def send(self, command: Any) -> int:
+        """Send a command."""
+        require_own_process(self._pid)
+        if self._is_cut:
+            raise self._death()
+        number = next(self._count)
+        # Not in the sending thread: what cannot be pickled is the caller's error. Apart from the number: what the
+        # sampler cannot read is then an answer.
+        message = pickle.dumps((number, pickle.dumps(command)))
+        self._awaited[number] = time.monotonic()
+        self._outbox.put(message)
+        return number
+
+    def ask(self, commands: Sequence[messages.Generate], tell: messages.TakeAnswer) -> list[int]:
+        """Send commands as one message; the receiving thread tells their answers."""
+        require_own_process(self._pid)
+        numbers = [next(self._count) for _ in commands]
+        message = pickle.dumps(
+            [(number, pickle.dumps(each)) for number, each in zip(numbers, commands, strict=True)]
+        )
+        with self._news:
+            if not self._is_cut:
+                self._awaited |= dict.fromkeys(numbers, time.monotonic())
+                self._tell |= dict.fromkeys(numbers, tell)
+                self._outbox.put(message)
+                return numbers
+        raise self._death()
+
+    def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
+        """Wait: the process works by itself."""
+        require_own_process(self._pid)
+        with self._news:
+            self._news.wait_for(until, timeout_s)
+
+    def has_answer(self, number: int, silence_s: float) -> bool:
+        """Return whether the answer is there; raise where the sampler is dead or silent."""
+        require_own_process(self._pid)
+        with self._news:
+            if number not in self._answers:
+                self._require_life(number, silence_s, "sampling")
+            return number in self._answers
+
+    def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
+        """Wait for an answer; rank 0 says so where the engine takes long to start."""
+        require_own_process(self._pid)
+        is_start = number == 0 and self._topology.is_main
+        with report_wait(self._start_is, is_on=is_start, detail=self._size), self._news:
+            while number not in self._answers:
+                now = time.monotonic()
+                if not self._is_cut and deadline_s is not None and now >= deadline_s:
+                    raise EngineTimeout(f"the sampler process (pid {self.pid}) is still {waiting_for}.")
+                self._require_life(number, silence_s, waiting_for)
+                left = POLL_S if deadline_s is None else min(POLL_S, deadline_s - now)
+                if not self._news.wait(left):
+                    self._while_waiting()
+            message = self._answers.pop(number)
+        if isinstance(message, messages.Failed):
+            raise self._explained(message.error) if number == 0 else message.error
+        return message.value
+
+    def call(self, command: Any, silence_s: float) -> Any:
+        """Send a command and wait for its answer."""
+        number = self.send(command)
+        try:
+            return self.answer(number, silence_s, f"answering {type(command).__name__}")
+        except (KeyboardInterrupt, EngineTimeout):
+            self._awaited.pop(number, None)
+            raise
+
+    def cancel(self, number: int) -> None:
+        """Abort a `Generate`, and drop its answer."""
+        if self._pid != os.getpid():
+            return  # The lock may be held for ever by a thread that the fork does not have.
+        with self._news:
+            self._awaited.pop(number, None)
+            self._answers.pop(number, None)
+            self._tell.pop(number, None)
+        if not self._is_cut:
+            # It is never answered.
+            self._awaited.pop(self.send(messages.Abort(number)), None)
+
+    def close(self) -> None:
+        """End the sampler process and remove what it left."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._outbox.put(pickle.dumps((None, pickle.dumps(messages.Stop()))))
+        self._outbox.put(None)
+        try:
+            self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread in (self._reader, self._receiver, self._sender):
+            thread.join(timeout=1.0)
+        self._connection.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _thread(self, name: str, work: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _send_all(self) -> None:
+        # The receiving thread notices a cut connection.
+        with contextlib.suppress(OSError):
+            while (message := self._outbox.get()) is not None:
+                self._connection.send_bytes(message)
+
+    def _receive_all(self) -> None:
+        """Keep every answer that is still awaited."""
+        try:
+            while True:
+                has_news = self._connection.poll(POLL_S)
+                with self._news:
+                    # After Ctrl-Z and `fg` the silence of that time was this process's own.
+                    if self._slept():
+                        self._heard_at = time.monotonic()
+                    self._ticked_at = time.monotonic()
+                if not has_news:
+                    continue
+                number, message = self._connection.recv()
+                with self._news:
+                    self._heard_at = time.monotonic()
+                    if isinstance(message, messages.Part):
+                        tell = self._tell.get(number)
+                    else:
+                        tell = self._tell.pop(number, None)
+                        if self._awaited.pop(number, None) is not None and tell is None:
+                            self._answers[number] = message
+                    self._news.notify_all()
+                if tell is not None:
+                    tell(number, message)
+        except (EOFError, OSError):
+            pass
+        finally:
+            with self._news:
+                self._is_cut = True
+                self._news.notify_all()
+            for number, tell in self._tell.items():
+                tell(number, messages.Failed(self._death()))
+
+    def _size(self) -> str:
+        """Say how much memory the process holds: it grows while weights are read."""
+        try:
+            return f"process {self.pid} holds {psutil.Process(self.pid).memory_info().rss / 2**30:.1f} GiB"
+        except psutil.Error:
+            return ""
+
+    def _slept(self) -> bool:
+        return time.monotonic() - self._ticked_at > ASLEEP_S
+
+    def _require_life(self, number: int, silence_s: float, waiting_for: str) -> None:
+        """Raise where the sampler is dead, or has said nothing for `silence_s` since it was sent the command."""
+        if self._is_cut:
+            raise self._death()
+        sent_at = self._awaited.get(number, math.inf)
+        if not self._slept() and time.monotonic() - max(sent_at, self._heard_at) > silence_s:
+            raise EngineTimeout(
+                f"the sampler process (pid {self.pid}) said nothing for {silence_s:g} s while {waiting_for}.\n"
+                f"{self._last_output()}"
+            )
+
+    def _death(self) -> EngineDied:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=GRACE_S)
+        self._reader.join(timeout=1.0)
+        code = self._process.returncode
+        how = "closed its connection" if code is None else how_it_ended(code)
+        return EngineDied(f"the sampler process (pid {self.pid}) {how}.\n{self._last_output()}")
+
+    def _explained(self, error: Exception) -> Exception:
+        """Add what the workers of a parallel engine printed: vLLM says only that one could not start."""
+        return EngineError(f"{error}\n{self._last_output()}") if self._num_workers > 1 else error
+
+    def _last_output(self) -> str:
+        if not self._lines:
+            return "It printed nothing."
+        return "Its last output:\n" + "".join(f"  {line}" for line in self._lines)
+
+    def _keep_output(self, log: TextIO | None) -> None:
+        """Read all that the sampler prints, or its pipe would fill up and stop it."""
+        assert self._process.stdout is not None
+        with log or contextlib.nullcontext():
+            for line in self._process.stdout:
+                text = line.decode(errors="replace")
+                self._lines.append(text)
+                with contextlib.suppress(OSError):
+                    if log is not None:
+                        log.write(text)
+                        log.flush()
+
+    def _end_rank_with_sampler(self) -> None:
+        """End a supervised rank when its sampler dies while the rank is busy elsewhere: nobody else would notice."""
+        self._process.wait()
+        if self._closing.wait(GRACE_S):
+            return
+        assert self._topology.error_file is not None
+        write_fault(self._topology.error_file, self._topology.rank, self._death())
+        os._exit(1)

@@ -1,0 +1,114 @@
+"""The sampler process: a backend, its step loop, and the commands that arrive between two steps.
+
+`ProcessChannel` starts it as ``python -m vectorlm.sampling.sampler.process <descriptor> <parent> <scratch>``.
+
+A backend's module may define hooks: ``prepare_process(scratch)`` runs before the backend is built, with a folder
+that is removed with the process; ``start_worker()`` runs first in every process that multiprocessing spawns from this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from vectorlm.errors import EngineError
+from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.ranks.placement import set_affinity, without_gc
+from vectorlm.ranks.process_end import follow_parent, remove_folder
+from vectorlm.sampling import messages
+from vectorlm.sampling.contract import BACKENDS
+from vectorlm.sampling.environment import CORES_VARIABLE
+from vectorlm.sampling.sampler.scheduler import Scheduler, open_backend, portable, ready
+
+ALIVE_EVERY_S = 1.0
+BACKEND_VARIABLE = "VECTORLM_SAMPLER_BACKEND"
+"""Tells spawned processes which backend they belong to."""
+
+
+def call_hook(inference: str, name: str, *args: Any) -> None:
+    """Call a function of the backend's module, or of the module of a class that it derives from, if there is one."""
+    plugin = BACKENDS.get(inference, inference)
+    if not is_plugin(plugin):
+        return  # `open_backend` refuses such a name.
+    backend = load_plugin(plugin)
+    for kind in getattr(backend, "__mro__", (backend,)):
+        hook = getattr(sys.modules.get(kind.__module__), name, None)
+        if hook is not None:
+            hook(*args)
+            return
+
+
+def _unreadable(error: Exception) -> EngineError:
+    return EngineError(
+        f"the sampler process cannot read this call: {type(error).__name__}: {error}. It imports no script or "
+        "notebook, so prompts and sampling parameters may not have types that are defined there."
+    )
+
+
+def serve(connection: Connection, scratch: str) -> None:
+    """Answer commands until `Stop` or the end of the connection."""
+    began = time.perf_counter()
+    number, message = connection.recv()
+    try:
+        start = pickle.loads(message)
+        os.environ[BACKEND_VARIABLE] = start.inference
+        with without_gc():
+            call_hook(start.inference, "prepare_process", scratch)
+            backend = open_backend(start)
+    except Exception as error:
+        connection.send((number, messages.Failed(portable(error))))
+        # Rank 0 might see the end of this process before the answer: stay until it says Stop.
+        while not isinstance(pickle.loads(connection.recv()[1]), messages.Stop):
+            pass
+        return
+    scheduler = Scheduler(backend, start.model)
+    connection.send((number, messages.Answer(ready(backend, time.perf_counter() - began))))
+    last_sign = time.monotonic()
+    while True:
+        while not scheduler.busy or connection.poll():
+            received = connection.recv()
+            for number, message in received if isinstance(received, list) else [received]:
+                try:
+                    command = pickle.loads(message)
+                except Exception as error:
+                    connection.send((number, messages.Failed(portable(_unreadable(error)))))
+                    continue
+                if isinstance(command, messages.Stop):
+                    scheduler.close()
+                    return
+                for numbered in scheduler.carry_out(number, command):
+                    connection.send(numbered)
+        for told in scheduler.step():
+            connection.send(told)
+        if scheduler.has_progressed and time.monotonic() - last_sign > ALIVE_EVERY_S:
+            connection.send((None, None))  # A sign of life.
+            last_sign, scheduler.has_progressed = time.monotonic(), False
+
+
+def run(arguments: list[str]) -> None:
+    """Run the sampler process with these arguments."""
+    descriptor, parent, scratch = int(arguments[0]), int(arguments[1]), arguments[2]
+    if cores := os.environ.get(CORES_VARIABLE):
+        set_affinity([int(core) for core in cores.split(",")])
+    follow_parent(parent, scratch)
+    # If the other end is gone, nobody is left to tell.
+    with Connection(descriptor) as connection, contextlib.suppress(EOFError, ConnectionError):
+        serve(connection, scratch)
+    # Rank 0 removes this too, unless it was killed.
+    remove_folder(Path(scratch))
+    # vLLM's own teardown can take seconds and has nothing to save.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
+elif __name__ == "__mp_main__":
+    call_hook(os.environ[BACKEND_VARIABLE], "start_worker")

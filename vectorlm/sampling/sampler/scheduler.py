@@ -1,0 +1,391 @@
+"""The rules of an engine: what may be asked of its backend, and when. One copy for every backend and channel."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.sampling import messages
+from vectorlm.sampling.arguments import one_each
+from vectorlm.sampling.contract import BACKENDS, Backend, RequestOutput
+from vectorlm.sampling.packed import pack
+from vectorlm.sampling.sampler.answers import AnswerRules
+from vectorlm.settings import nearest
+from vectorlm.types import InFlight
+
+BREAK_S = 0.01
+"""A shorter break between two steps does not cut a busy span in two."""
+
+PARTS = ("weights", "kv_cache")
+"""What can sleep by itself; vLLM's own names for the two."""
+
+Parts = frozenset[str]
+Numbered = tuple[int, messages.Answer | messages.Failed]
+"""A message for the command with this number."""
+NumberedPart = tuple[int, messages.Part]
+
+
+def backend_class(inference: str) -> Any:
+    """Return the class of the backend of this name; raises `EngineError` or `ConfigError` if there is none."""
+    name = BACKENDS.get(inference, inference)
+    if not is_plugin(name):
+        raise EngineError(
+            f"inference={inference!r} is not known: it must be one of {', '.join(BACKENDS)}, or a class as "
+            f"module:Class or file.py:Class. {nearest(inference, BACKENDS)}".rstrip()
+        )
+    return load_plugin(name)
+
+
+def open_backend(start: messages.Start) -> Backend:
+    """Build the backend that `start` names; raises as `backend_class`, and `EngineError` for wrong arguments."""
+    make = backend_class(start.inference)
+    try:
+        inspect.signature(make).bind(start.model, receiver=start.receiver, **start.engine_args)
+    except TypeError as error:
+        raise EngineError(f"inference={start.inference!r} cannot be built: {error}.") from error
+    backend: Backend = make(start.model, receiver=start.receiver, **start.engine_args)
+    return backend
+
+
+def ready(backend: Backend, load_s: float) -> messages.Ready:
+    """Return what the ranks must know of a backend that was built in `load_s` seconds."""
+    return messages.Ready(
+        backend.receiver,
+        load_s,
+        backend.max_num_seqs,
+        getattr(backend, "transports", ("push",)),
+        getattr(backend, "tokenizer", None),
+        getattr(backend, "warning", ""),
+    )
+
+
+def portable(error: BaseException) -> Exception:
+    """Return an error that unpickles without vLLM, with this process's traceback in its text."""
+    if isinstance(error, VectorLMError):
+        return error
+    trace = "".join(traceback.format_exception(error))
+    return EngineError(f"{type(error).__name__}: {error}\n\nIn the sampler process:\n{trace}")
+
+
+def require_room_for_update(num_in_flight: int, in_flight: InFlight) -> None:
+    """Raise EngineError for requests in flight that the caller of `update` did not expect."""
+    if num_in_flight and in_flight == "refuse":
+        raise EngineError(
+            f"{num_in_flight} requests are in flight: wait for them, take them back with handle.cancel(), or pass "
+            "update(in_flight='keep'), 'recompute' or 'drain'."
+        )
+
+
+def require_room_for_sleep(num_in_flight: int) -> None:
+    """Raise EngineError for requests that sleeping would lose."""
+    if num_in_flight:
+        raise EngineError(
+            f"the engine cannot sleep while {num_in_flight} requests are running: wait for their result, or "
+            "cancel them, first."
+        )
+
+
+class SleepState:
+    """Keeps the order of sleeping, waking, updating and sampling, on CPU as on CUDA.
+
+    A part that sleeps frees its device memory and loses what it held: the KV cache comes back empty, the weights come
+    back as garbage that may not be sampled from before an update has filled them.
+    """
+
+    def __init__(self, free: Callable[[Parts, Parts], None], take_back: Callable[[Parts], None]) -> None:
+        """Take `Backend.sleep` and `Backend.wake_up`."""
+        self._free, self._take_back = free, take_back
+        self._weights_are_lost = False
+        self.asleep: Parts = frozenset()
+        """The parts that sleep."""
+
+    def sleep(self, parts: Parts, num_requests: int) -> None:
+        """Put `parts` to sleep that are awake; refused while requests run."""
+        require_room_for_sleep(num_requests)
+        if not (new := parts - self.asleep):
+            return
+        before = self.asleep, self._weights_are_lost
+        # Set before the call: if it fails half way, what is left must not be sampled from.
+        self.asleep |= new
+        self._weights_are_lost |= "weights" in new
+        try:
+            self._free(new, before[0])
+        except EngineError:
+            self.asleep, self._weights_are_lost = before
+            raise
+
+    def wake_up(self, parts: Parts) -> None:
+        """Wake those of `parts` that sleep; if that fails they sleep on, and may be woken again."""
+        if due := parts & self.asleep:
+            self._take_back(due)
+            self.asleep -= due
+
+    def finish_update(self) -> None:
+        """Take note that the weights hold what was sent."""
+        self._weights_are_lost = False
+
+    def check_sampling(self) -> None:
+        """Raise `EngineError` if the engine has nothing to sample with; the text says what to call."""
+        if self.asleep:
+            parts = sorted(self.asleep, key=PARTS.index)
+            calls = f"wake_up({', '.join(f'{part}=True' for part in parts)})"
+            if self._weights_are_lost:
+                calls += " and update()"
+            raise EngineError(f"the engine sleeps ({' and '.join(parts)}): call {calls} before sampling.")
+        if self._weights_are_lost:
+            raise EngineError(
+                "the engine's weights slept and hold nothing since: call update() before sampling."
+            )
+
+
+@dataclass
+class _Batch:
+    """The prompts of one `Generate`, in flight."""
+
+    command: messages.Generate
+    sampling_params: list[Any]
+    num_loads: int
+    """How many weights the engine had held when it was submitted."""
+    outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
+    """By name, in the order of the prompts; None for what is in flight."""
+    error: Exception | None = None
+    """The first error, which ends the whole batch."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.error is not None or None not in self.outputs.values()
+
+    @property
+    def unfinished(self) -> list[str]:
+        return [name for name, output in self.outputs.items() if output is None]
+
+
+class Scheduler:
+    """Drives one `Backend`: carries out commands between two of its steps, and says what to answer."""
+
+    def __init__(self, backend: Backend, model: str | None = None) -> None:
+        """Drive `backend`, which was built for the folder `model`."""
+        self._backend = backend
+        self._rules = AnswerRules(backend, model)
+        self._sleep_state = SleepState(backend.sleep, backend.wake_up)
+        self._batches: dict[int, _Batch] = {}
+        self._newest = -1
+        """The number of the last `Generate`."""
+        self._busy: list[tuple[float, float]] = []
+        self.has_progressed = True
+        """Whether the backend has sampled or answered since somebody set this to False."""
+        self._progress: int | None = None
+        self._update: messages.BeginUpdate | None = None
+        self._paused_at = 0.0
+        self._obstacle: Exception | None = None
+        """Why nothing may be sampled: the last update failed, or the engine did."""
+        self._is_broken = False
+        self._lost: list[Numbered] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a step to take."""
+        return self._update is None and bool(self._batches)
+
+    def carry_out(self, number: int, command: Any) -> list[Numbered]:
+        """Carry out one command; return its answer, unless it has none yet, and those of requests that it lost."""
+        try:
+            match command:
+                case messages.Generate():
+                    self._generate(number, command)
+                    return []
+                case messages.Abort():
+                    self._abort(command.generate)
+                    return []
+            answer: messages.Answer | messages.Failed = messages.Answer(self._value_of(command))
+        except Exception as error:
+            answer = messages.Failed(portable(error))
+        lost, self._lost = self._lost, []
+        return [*lost, (number, answer)]
+
+    def _value_of(self, command: Any) -> Any:
+        backend: Any = self._backend
+        match command:
+            case messages.Connect():
+                # Loaders that are recorded may write, if only zeros behind the last row of a vocabulary.
+                self._sleep_state.wake_up(frozenset({"weights"}))
+                # A backend that takes whole arenas alone need not know of others.
+                more = {} if command.arena_bytes is None else {"arena_bytes": command.arena_bytes}
+                return backend.connect(command.manifest, command.arena_path, command.weight_set, **more)
+            case messages.OpenHandles():
+                backend.open_handles(command.weight_set, command.exports)
+            case messages.CopyRound():
+                assert self._update is not None, "begin_update comes first"
+                backend.copy_round(command.rounds)
+            case messages.FinishUpdate():
+                return self._finish_update(command)
+            case messages.BeginUpdate():
+                self._begin_update(command)
+            case messages.RequireWhole():
+                self._require_whole()
+            case messages.Sleep():
+                self._sleep_state.sleep(_parts_of(command), num_requests=len(self._batches))
+            case messages.WakeUp():
+                self._sleep_state.wake_up(_parts_of(command))
+            case _:
+                raise EngineError(f"the sampler knows no command {type(command).__name__}.")
+        return None
+
+    def step(self) -> Sequence[Numbered | NumberedPart]:
+        """Let the backend sample for a moment; return parts of answers, and the answers that are complete."""
+        start = time.perf_counter()
+        try:
+            outputs = self._backend.poll()
+        except Exception as error:
+            return self._give_up(error)
+        finally:
+            self._note_busy(start, time.perf_counter())
+        progress = getattr(self._backend, "progress", None)
+        if outputs or progress != self._progress:
+            self.has_progressed, self._progress = True, progress
+        parts: list[NumberedPart] = []
+        for output in outputs:
+            if not output.is_part:
+                self._take(output)
+            elif (number := int(output.name.partition("-")[0])) in self._batches:
+                parts.append((number, messages.Part(output.completions[0])))
+        ended = [number for number, batch in self._batches.items() if batch.has_ended]
+        return [*parts, *((number, self._answer(self._batches.pop(number))) for number in ended)]
+
+    def close(self) -> None:
+        """End the backend."""
+        self._backend.close()
+
+    def _require_whole(self) -> None:
+        """Raise where the backend has failed for good."""
+        if self._is_broken and self._obstacle is not None:
+            raise self._obstacle
+
+    def _take(self, output: RequestOutput) -> None:
+        """Give an output to its batch; one for a batch that was cancelled or has ended is dropped."""
+        number, _, index = output.name.partition("-")
+        batch = self._batches.get(int(number)) if number.isdecimal() else None
+        if batch is not None and output.name in batch.outputs:
+            if batch.outputs[output.name] is not None:
+                batch.error = batch.error or self._rules.error(int(index), "twice")
+            batch.outputs[output.name] = output
+            batch.error = batch.error or output.error
+        elif batch is not None or not number.isdecimal() or int(number) > self._newest:
+            for each in self._batches.values():
+                each.error = each.error or self._rules.unknown(output.name)
+
+    def _generate(self, number: int, command: messages.Generate) -> None:
+        """Queue the prompts of one command: all of them, or none if one is refused."""
+        if self._obstacle is not None:
+            raise self._obstacle
+        if self._update is not None:
+            raise EngineError(
+                "an update is in progress, or was begun and never finished: wait for it, or update again, before "
+                "sampling."
+            )
+        self._sleep_state.check_sampling()
+        params = one_each(command.sampling_params, len(command.prompts))
+        batch = self._batches[number] = _Batch(command, params, len(self._rules.loaded))
+        self._newest = number
+        submit = self._backend.submit
+        if command.as_request_outputs:
+            submit = getattr(self._backend, "submit_raw", submit)
+        elif command.is_streamed:
+            submit = getattr(self._backend, "submit_streamed", submit)
+        try:
+            for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
+                name = f"{number}-{index}"
+                self._rules.check_prompt(index, prompt)
+                try:
+                    submit(name, prompt, each)
+                except VectorLMError:
+                    raise
+                except Exception as error:
+                    raise EngineError(
+                        f"prompt {index} cannot be sampled: {type(error).__name__}: {error}"
+                    ) from error
+                batch.outputs[name] = None
+        except BaseException:
+            self._abort(number)
+            raise
+
+    def _abort(self, number: int) -> None:
+        if batch := self._batches.pop(number, None):
+            self._backend.cancel(batch.unfinished)
+
+    def _give_up(self, error: Exception) -> list[Numbered]:
+        """Fail every request after a step that raised: nobody knows the backend's state from here on."""
+        self._is_broken = True
+        self._obstacle = EngineError(
+            f"the engine failed in an earlier step and must be started again: {error}"
+        )
+        failed: list[Numbered] = [(number, messages.Failed(portable(error))) for number in self._batches]
+        self._batches.clear()
+        return failed
+
+    def _begin_update(self, command: messages.BeginUpdate) -> None:
+        """Pause: the ranks are about to write into memory that the engine computes with."""
+        self._require_whole()
+        require_room_for_update(len(self._batches), command.in_flight)
+        self._sleep_state.wake_up(frozenset({"weights"}))
+        self._paused_at = time.perf_counter()
+        self._backend.pause()
+        self._update = command
+
+    def _finish_update(self, command: messages.FinishUpdate) -> messages.Updated:
+        """Load the new weights; after a failed update nothing is sampled until one succeeds."""
+        assert self._update is not None, "begin_update comes first"
+        recompute = self._update.in_flight == "recompute"
+        num_running = len(self._batches)
+        try:
+            load_s = self._backend.load(command.version, command.checksums, command.weight_sets, recompute)
+            if command.may_hold_nan and hasattr(self._backend, "expect_nan"):
+                self._backend.expect_nan()
+        except BaseException as error:
+            self._fail_update(error)
+            raise
+        finally:
+            self._update = None
+            self._backend.resume()
+        if not self._is_broken:
+            self._obstacle = None
+        self._sleep_state.finish_update()
+        self._rules.loaded.append(command.version)
+        stall_s = time.perf_counter() - self._paused_at if num_running else 0.0
+        busy, self._busy = tuple(self._busy), []
+        return messages.Updated(load_s, stall_s, busy)
+
+    def _fail_update(self, error: BaseException) -> None:
+        """Fail the requests in flight: nobody knows which weights they would go on with."""
+        if not self._is_broken:
+            interrupted = EngineError("a weight update was interrupted: update again before sampling.")
+            self._obstacle = error if isinstance(error, Exception) else interrupted
+        for number in list(self._batches):
+            self._abort(number)
+            self._lost.append((number, messages.Failed(EngineError(f"a weight update failed: {error}"))))
+
+    def _answer(self, batch: _Batch) -> messages.Answer | messages.Failed:
+        try:
+            if batch.error is not None:
+                self._backend.cancel(batch.unfinished)
+                raise batch.error
+            outputs = [output for output in batch.outputs.values() if output is not None]
+            self._rules.check(batch.command.prompts, batch.sampling_params, outputs, batch.num_loads)
+            return messages.Answer(pack(outputs, batch.command.as_request_outputs))
+        except Exception as error:
+            return messages.Failed(portable(error))
+
+    def _note_busy(self, start: float, end: float) -> None:
+        if self._busy and start - self._busy[-1][1] < BREAK_S:
+            start = self._busy.pop()[0]
+        self._busy.append((start, end))
+
+
+def _parts_of(command: messages.Sleep | messages.WakeUp) -> Parts:
+    return frozenset(part for part in PARTS if getattr(command, part))

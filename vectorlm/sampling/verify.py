@@ -1,0 +1,137 @@
+"""Proof that an engine which somebody else runs holds a model's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vectorlm.errors import ConfigError, WeightMismatch
+from vectorlm.ranks.engine_ranks import results_or_first_error
+from vectorlm.sampling.backends.server.scoring import ScoringServer
+from vectorlm.sampling.backends.server.serve import TOKEN_VARIABLE
+from vectorlm.sampling.backends.vllm.extension import WeightExtension
+from vectorlm.sampling.weights.held import Held, require_held, sum_of
+from vectorlm.sampling.weights.model_tensors import adapter_prefixes, trainer_tensors
+from vectorlm.sampling.weights.module_source import manifest_of
+from vectorlm.sampling.weights.plan import TensorSpec
+
+SENT_DTYPES = ("float32", "bfloat16", "float16")
+"""What an engine may hold a tensor in."""
+
+EXTENSION = "vectorlm.sampling.backends.server.extension.ServerExtension"
+HOW = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+
+ROWS, ROW_TOKENS = 4, 64
+"""The texts that a server without checksums is asked about: tokens drawn at random, so that many embeddings count."""
+
+ROUNDINGS = 4.0
+"""The distance of log-probabilities, in roundings to bfloat16, from which on they are of other weights."""
+
+
+def verify_server(url: str, load: Callable[[], torch.nn.Module]) -> str:
+    """Prove that a vLLM server holds the weights of a whole transformers model; return how it was proven.
+
+    `load` returns the model, once the server has answered. Checksums of all tensors prove it where the server has our
+    extension; elsewhere the log-probabilities of some texts are compared, which show no change smaller than rounding.
+    ``VECTORLM_SERVER_TOKEN`` holds the server's token or API key.
+
+    Raises:
+        ConfigError: The model has adapters beside its weights.
+        WeightMismatch: The server holds other weights, or another model; the text names the tensors.
+        EngineError: The server does not answer.
+    """
+    server = ScoringServer(url, token_variable=TOKEN_VARIABLE)
+    room = server.max_model_len()
+    model = load()
+    if adapter_prefixes(model):
+        raise ConfigError(
+            "the model has adapters, which would not be compared: return model.merge_and_unload() instead."
+        )
+    manifest, tensors = manifest_of(model), trainer_tensors(model)
+    try:
+        held = server.held(manifest)
+        if held is None:
+            return _by_logprobs(server, model, min(ROW_TOKENS, room - 1))
+        dtypes = require_held(manifest, lambda name, dtype: sum_of(tensors[name], dtype), held)
+    except WeightMismatch as error:
+        raise type(error)(f"at {url}: {error}") from error
+    kinds = ", ".join(sorted({*dtypes.values()}))
+    return (
+        f"the same weights, proven by the checksums of all {len(dtypes)} tensors, which it holds in {kinds}"
+    )
+
+
+@torch.no_grad()
+def _by_logprobs(server: ScoringServer, model: Any, num_tokens: int) -> str:
+    size = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(size, (ROWS, num_tokens), generator=torch.Generator().manual_seed(0))
+    there = torch.tensor(server.logprobs(ids.tolist()))[:, 1:]
+    model.eval()
+    exact, rounded = (_logprobs(model.to(dtype), ids) for dtype in (torch.float32, torch.bfloat16))
+    distance, rounding = ((exact - each).abs().mean().item() for each in (there, rounded))
+    found = (
+        f"the log-probabilities of {there.numel()} tokens differ by {distance:.2g} in the mean, where rounding to "
+        f"bfloat16 makes {rounding:.2g}"
+    )
+    if not distance <= ROUNDINGS * rounding:
+        raise WeightMismatch(f"the server computes with other weights: {found}.")
+    limit = "A smaller change of the weights would not show"
+    return f"probably the same weights, and not proven: {found}. {limit}. For checksums {HOW}"
+
+
+def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logprobs = model(ids).logits[:, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def verify_each_sync(trainer: Any) -> None:
+    """Have a trainer of TRL (1.16) prove after each weight sync that vLLM holds what was sent; call it before training.
+
+    >>> verify_each_sync(trainer)  # doctest: +SKIP
+
+    With ``vllm_mode="server"`` the server needs `EXTENSION` as its ``--worker-extension-cls``.
+
+    Raises:
+        ConfigError: The trainer generates without vLLM.
+        ChecksumMismatch: In training: a tensor is not what was sent, or nothing was sent for one; the text names it.
+    """
+    generation: Any = getattr(trainer, "vllm_generation", None)
+    if generation is None:
+        raise ConfigError("the trainer generates without vLLM: set use_vllm=True.")
+    sync, iterate = generation.sync_weights, generation._iter_named_params
+    sent: dict[str, tuple[TensorSpec, dict[str, int]]] = {}
+
+    def noted() -> Iterator[tuple[str, torch.Tensor]]:
+        """Note what passes on its way: adapters are merged into the weights only for so long."""
+        sent.clear()
+        for name, tensor in iterate():
+            sums = {dtype: sum_of(tensor, dtype) for dtype in SENT_DTYPES}
+            sent[name] = TensorSpec(name, tuple(tensor.shape)), sums
+            yield name, tensor
+
+    def proven_sync() -> None:
+        sync()
+        manifest = [spec for spec, _ in sent.values()]
+        held: Sequence[Held] | None
+        if generation.mode == "colocate":
+            worker: Any = WeightExtension()
+            worker.model_runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
+            results = [worker.vectorlm_held(manifest)]
+            if generation.tensor_parallel_size > 1:
+                results *= generation.tensor_parallel_size
+                dist.all_gather_object(results, results[0], group=generation.tp_group)
+            held = results_or_first_error(results)
+        elif generation.accelerator.is_main_process:
+            held = ScoringServer(generation.vllm_client.base_url).held(manifest)
+            if held is None:
+                raise ConfigError(
+                    f"the server at {generation.vllm_client.base_url} gives no checksums: {HOW}."
+                )
+        else:
+            return
+        require_held(manifest, lambda name, dtype: sent[name][1].get(dtype), held)
+
+    generation._iter_named_params, generation.sync_weights = noted, proven_sync

@@ -1,0 +1,203 @@
+"""What a rank exports of a weight set: handles of its tensors, which the engines of its node open to read in place."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vectorlm.errors import HandleRefused, StaleHandle
+from vectorlm.sampling.weights.arena import path_of
+from vectorlm.sampling.weights.checksum import row_sums
+from vectorlm.sampling.weights.device_memory import export_memory, map_memory, unmap_memory
+from vectorlm.sampling.weights.module_source import HeldRows, ModuleSource
+from vectorlm.sampling.weights.plan import Layout, dtype_name, dtype_of
+
+
+@dataclass(frozen=True)
+class FileHandle:
+    """A tensor in host memory, as a piece of a file without a name that its process holds open."""
+
+    path: str
+    """The file's entry in ``/proc``."""
+    identity: tuple[int, int]
+    """Its device and inode: a process uses descriptors again, so the path may come to lead elsewhere."""
+    num_bytes: int
+    """Size of the file."""
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> FileHandle:
+        """Move the storage of a contiguous tensor into shared memory, in place, unless it is there; point at it.
+
+        All tensors on that storage stay the same objects and see the same values at another address. torch keeps one
+        descriptor for each storage.
+        """
+        descriptor, num_bytes = tensor.untyped_storage()._share_fd_cpu_()
+        status = os.fstat(descriptor)
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        return cls(
+            path_of(descriptor),
+            (status.st_dev, status.st_ino),
+            num_bytes,
+            start,
+            tuple(tensor.shape),
+            dtype_name(tensor.dtype),
+        )
+
+    def check(self) -> None:
+        """Raise `StaleHandle` where the process is gone, or its descriptor has become another file's."""
+        try:
+            status = os.stat(self.path)
+        except OSError as error:
+            raise StaleHandle(f"{self.path} is closed: its rank is gone, or has let go of it.") from error
+        if (status.st_dev, status.st_ino) != self.identity:
+            raise StaleHandle(f"{self.path} is another file than the one that was exported.")
+
+    def open(self) -> torch.Tensor:
+        """Map the memory; raise `StaleHandle` as `check` does. The tensor is the other process's own."""
+        self.check()
+        with open(self.path, "rb+", buffering=0) as file:
+            # The file that is open now cannot be exchanged any more.
+            mine = replace(self, path=f"/proc/self/fd/{file.fileno()}")
+            mine.check()
+            storage = torch.UntypedStorage.from_file(mine.path, True, self.num_bytes)
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+        dtype = dtype_of(self.dtype)
+        num_bytes = math.prod(self.shape) * dtype.itemsize
+        return raw[self.offset_bytes : self.offset_bytes + num_bytes].view(dtype).view(self.shape)
+
+    def close(self, opened: torch.Tensor) -> None:
+        """Do nothing: the mapping goes with the last tensor on it."""
+
+
+@dataclass(frozen=True)
+class DeviceHandle:
+    """A tensor in the memory of a CUDA device, which the rank that exports it keeps."""
+
+    device: str
+    """The device's UUID: processes may number devices differently."""
+    allocation: bytes
+    """CUDA's handle of the allocation that the tensor lies in."""
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> DeviceHandle:
+        """Point at a contiguous tensor, which stays where it is; raise `HandleRefused` where CUDA cannot."""
+        allocation, offset_bytes = export_memory(tensor.data_ptr())
+        shape = tuple(tensor.shape)
+        return cls(_uuid(tensor.device), allocation, offset_bytes, shape, dtype_name(tensor.dtype))
+
+    def check(self) -> None:
+        """Do nothing: CUDA cannot tell, and ranks export again what has moved."""
+
+    def open(self) -> torch.Tensor:
+        """Map the memory for this process's own device; raise `HandleRefused` where CUDA cannot.
+
+        A copy out of it is then a kernel of this device. One of the device that the memory lies on could not write into
+        parameters in vLLM's sleep mode, which maps them for their own device alone.
+        """
+        visible = [_uuid(index) for index in range(torch.cuda.device_count())]
+        if self.device not in visible:
+            raise HandleRefused(
+                f"a rank's weights are on the device {self.device}, which the engine's process does not see: leave "
+                "CUDA_VISIBLE_DEVICES the same for both, or use transport='bucketed'."
+            )
+        own = torch.device("cuda", torch.cuda.current_device())
+        return tensor_at(
+            map_memory(self.allocation), self.offset_bytes, self.shape, dtype_of(self.dtype), own
+        )
+
+    def close(self, opened: torch.Tensor) -> None:
+        """Let go of what `open` returned; nothing may read it any more."""
+        unmap_memory(opened.untyped_storage().data_ptr())
+
+
+def tensor_at(
+    pointer: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a contiguous tensor behind `pointer`, which somebody else keeps and `device` reads."""
+    num_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
+    # Torch would ask CUDA for the device where it is not told, and hear of the one that the memory lies on.
+    storage = torch._C._construct_storage_from_data_pointer(pointer, device, num_bytes)
+    flat = torch.empty(0, dtype=dtype, device=device)
+    return flat.set_(storage, offset_bytes // dtype.itemsize, shape)  # type: ignore[call-overload]
+
+
+Handle = FileHandle | DeviceHandle
+
+
+@dataclass(frozen=True)
+class Export:
+    """Rows of one tensor, where the rank that sends them holds them."""
+
+    name: str
+    """The tensor's name in the trainer."""
+    first_row: int
+    """Where the rows start in the whole tensor."""
+    handle: Handle
+    """Leads to the rows, in the trainer's dtype."""
+
+
+class ExportedRows:
+    """The rows of one weight set that a rank has exported; kept, with their memory, until something has moved.
+
+    Shards are exported where they lie. Rows that are computed on their way (merged LoRA), and those that are not
+    contiguous, get memory of their own, in the engine's dtype, which every update fills.
+    """
+
+    def __init__(self, writes: Mapping[str, HeldRows], layout: Layout) -> None:
+        """Export the rows; on CPU this moves their storages into shared memory."""
+        dtypes = {slot.name: dtype_of(slot.dtype) for slot in layout.slots}
+        self._staged = {
+            name: torch.empty(write.rows.shape, dtype=dtypes.get(name), device=write.rows.device)
+            for name, write in writes.items()
+            if _is_staged(write)
+        }
+        rows = {name: self._staged.get(name, write.rows) for name, write in writes.items()}
+        self.exports: Sequence[Export] = [
+            Export(name, write.first_row, (DeviceHandle if rows[name].is_cuda else FileHandle).of(rows[name]))
+            for name, write in writes.items()
+            if write.rows.numel()
+        ]
+        # As long as these are kept, no other tensor can come to lie at their addresses.
+        self._kept = rows
+        self._places = {name: _place(write) for name, write in writes.items()}
+
+    def are_current(self, writes: Mapping[str, HeldRows]) -> bool:
+        """Whether what was exported is still what would be sent."""
+        return self._places == {name: _place(write) for name, write in writes.items()}
+
+    def publish(self, source: ModuleSource, layout: Layout, with_checksums: bool) -> Sequence[int]:
+        """Fill what is computed, and sum the rows as the engine will hold them, one tensor at a time."""
+        sums: dict[str, tuple[torch.Tensor, int]] = {}
+        for slot in layout.slots:
+            write, staged = source.writes[slot.name], self._staged.get(slot.name)
+            rows = write.rows
+            if staged is not None:
+                rows = staged.copy_(rows if write.change is None else write.change(rows))
+            if with_checksums and not source.has_summed(slot.name):
+                sums[slot.name] = row_sums(rows.to(dtype_of(slot.dtype)), slot.word_bytes), write.first_row
+        return source.with_known_sums(layout, sums) if with_checksums else []
+
+
+def _is_staged(write: HeldRows) -> bool:
+    return write.change is not None or not write.rows.is_contiguous()
+
+
+def _place(write: HeldRows) -> tuple[Any, ...]:
+    rows = write.rows
+    where = None if _is_staged(write) else (rows.data_ptr(), rows.dtype)
+    return where, rows.shape, write.first_row
+
+
+def _uuid(device: int | torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,0 +1,193 @@
+"""The engine's side of an adapter swap: put the ranks' adapter into vLLM's LoRA layers, and sum up what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.sampling.weights.checksum import checksums, row_sums
+from vectorlm.sampling.weights.copy_list import CopyList
+from vectorlm.sampling.weights.exports import Export
+from vectorlm.sampling.weights.plan import Layout, TensorSpec, dtype_name, dtype_of, shortened
+from vectorlm.sampling.weights.record import Copy, LoadPlan, View
+
+ADAPTER_ID = 1
+ADAPTER_NAME = "vectorlm"
+
+USE_MERGED = "Use lora_mode='merged', which publishes merged weights."
+
+
+@dataclass(frozen=True)
+class LoraSlot:
+    """Where one adapter's A and B live in the engine."""
+
+    layer: Any
+    """vLLM's LoRA layer; a fused one holds the adapters of several trainer layers."""
+    index: int
+    """Which of them this is."""
+
+    def buffers(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A [max_rank, in] and B [out, max_rank] as the layer computes with them, for vLLM's adapter `slot`."""
+        a, b = self.layer.lora_a_stacked, self.layer.lora_b_stacked
+        if isinstance(a, tuple):
+            return a[self.index][slot, 0], b[self.index][slot, 0]
+        # An embedding looks its A up instead of multiplying with it: [slots, vocabulary, max_rank].
+        return (a[slot].t() if a.ndim == 3 else a[slot, 0]), b[slot, 0]
+
+    def piece(self, factor: torch.Tensor, is_a: bool) -> torch.Tensor | None:
+        """Return the part of a whole factor that this worker computes with; None if it is no single one.
+
+        The layer of a parallel engine cuts it, as it does when vLLM loads an adapter.
+        """
+        stacked = self.layer.lora_a_stacked
+        if not isinstance(stacked, tuple) or getattr(self.layer, "tp_size", 1) == 1:
+            return factor
+        cut = self.layer.slice_lora_a if is_a else self.layer.slice_lora_b
+        parts = [factor if index == self.index else None for index in range(len(stacked))]
+        piece: torch.Tensor = cut(parts)[self.index] if len(stacked) > 1 else cut(factor)
+        return piece if piece.untyped_storage()._cdata == factor.untyped_storage()._cdata else None
+
+
+class AdapterReceiver:
+    """Holds the one adapter of an engine, on which all its requests run; zero until the first update."""
+
+    def __init__(self, worker_manager: Any, model: Any) -> None:
+        """Take over the LoRA layers of `model`, managed by vLLM's ``LRUCacheWorkerLoRAManager``."""
+        self._worker_manager = worker_manager
+        self._manager = worker_manager._adapter_manager
+        mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+        self._mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+        self._lora_slots: dict[str, LoraSlot] = {}
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        self.copies: CopyList | None = None
+        """What to copy at each update, since `attach`."""
+        self.clear()
+
+    def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
+        """Find the place of ``<layer>.lora_A`` and ``<layer>.lora_B`` of every layer that has an adapter.
+
+        Raises:
+            WeightMismatch: vLLM has no LoRA layer there, or one of another size; the text names the tensors.
+        """
+        places = dict(self._places())
+        pieces: dict[str, View] = {}
+        lora_slots: dict[str, LoraSlot] = {}
+        missing, misfits = [], []
+        for spec in manifest:
+            name, is_a = spec.name, spec.name.endswith(".lora_A")
+            lora_slot = places.get(self._engine_name(name.rpartition(".")[0]))
+            factor = torch.empty(spec.shape, device="meta")
+            piece = None if lora_slot is None else lora_slot.piece(factor, is_a)
+            if lora_slot is None or piece is None:
+                missing.append(name)
+                continue
+            pieces[name] = View.of(piece, int(piece.storage_offset()))
+            lora_slots[name] = lora_slot
+            shape, room = tuple(piece.shape), tuple(lora_slot.buffers(0)[not is_a].shape)
+            rank, size = shape if is_a else shape[::-1]
+            max_rank, width = room if is_a else room[::-1]
+            if rank > max_rank:
+                misfits.append(f"{name} has rank {rank}, max_lora_rank is {max_rank}")
+            elif size != width:
+                misfits.append(f"{name} {shape} for {room}")
+        if missing:
+            raise WeightMismatch(
+                f"vLLM has no LoRA layer, or one that is split over devices in several parts, for {len(missing)} "
+                f"adapter tensors: {shortened(missing)}. {USE_MERGED}"
+            )
+        if misfits:
+            raise WeightMismatch(
+                f"the engine's LoRA layers have no room for {len(misfits)} adapter tensors: {'; '.join(misfits[:4])}. "
+                "Build the engine with a larger max_lora_rank, or use lora_mode='merged'."
+            )
+        self._pieces = pieces
+        self._lora_slots = lora_slots
+        copies = []
+        for name, view in self._pieces.items():
+            target = View.of(torch.empty(view.shape, device="meta"), 0)
+            copies.append(Copy(name, view, name, target))
+        dtypes = {name: dtype_name(each.buffers(0)[0].dtype) for name, each in self._lora_slots.items()}
+        # vLLM's layers cut whole factors themselves.
+        self._whole = LoadPlan.whole(manifest, dtypes.__getitem__)
+        return LoadPlan(tuple(copies), dtypes, {name: view.count for name, view in self._pieces.items()})
+
+    def attach(self, layout: Layout, exports: Sequence[Export] = ()) -> int:
+        """Open the arena, or what the ranks export; return the bytes that each update copies out of it."""
+        # On the host, as vLLM pins the tensors of an adapter there.
+        tensors = {slot.name: torch.empty(slot.shape, dtype=dtype_of(slot.dtype)) for slot in layout.slots}
+        earlier, self._tensors = self.copies, tensors
+        self.copies = CopyList(layout, exports, self._whole, tensors, may_alias=False)
+        self._word_bytes = {slot.name: slot.word_bytes for slot in layout.slots}
+        if earlier is not None:
+            earlier.close()
+        return self.copies.num_bytes
+
+    def load(self) -> None:
+        """Copy the last round, and make the engine's requests run on the adapter."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        assert self.copies is not None, "attach comes before load"
+        self.copies.copy_round()
+        # Copies, because vLLM keeps the tensors and the next update writes to these.
+        tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        layers = {}
+        for name in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+            a, b = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
+            own = self._engine_name(name)
+            layers[own] = LoRALayerWeights(own, len(a), len(a), a, b, scaling=1.0)
+        self._manager.remove_adapter(ADAPTER_ID)
+        self._manager.add_adapter(LoRAModel(ADAPTER_ID, max(len(a) for a in tensors.values()), layers))
+        self._manager.activate_adapter(ADAPTER_ID)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def checksums(self) -> list[int]:
+        """Sum the piece of each tensor that the LoRA layers compute with, in their own buffers.
+
+        Raises:
+            ChecksumMismatch: The layers hold more than this adapter.
+        """
+        slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
+        sums, filled = [], 0
+        for name, view in self._pieces.items():
+            buffer = self._lora_slots[name].buffers(slot)[not name.endswith(".lora_A")]
+            rows = buffer[: view.shape[0], : view.shape[1]]
+            filled += int(rows.count_nonzero())
+            sums.append((row_sums(rows, self._word_bytes[name]), view.offset // view.stride[0]))
+        held = sum(int(each.count_nonzero()) for _, where in self._places() for each in where.buffers(slot))
+        if held != filled:
+            raise ChecksumMismatch(
+                f"after the update the engine's LoRA layers hold {held - filled} numbers that belong to no adapter."
+            )
+        return checksums(sums)
+
+    def clear(self) -> None:
+        """Make the adapter zero, so that requests run on the base model alone."""
+        self._manager.remove_adapter(ADAPTER_ID)
+        self._worker_manager.add_dummy_lora(adapter_request(), rank=1)
+        self._manager.activate_adapter(ADAPTER_ID)
+
+    def _places(self) -> Iterator[tuple[str, LoraSlot]]:
+        """Yield the layers that an adapter can have, under the engine's names without the fusing."""
+        for name, layer in self._manager.modules.items():
+            parts = self._manager.packed_modules.get(name, [name])
+            # Experts, and fused layers with parts that are not separate slices, have other buffers.
+            if hasattr(layer, "lora_a_stacked") and getattr(layer, "n_slices", 1) == len(parts):
+                yield from ((part, LoraSlot(layer, index)) for index, part in enumerate(parts))
+
+    def _engine_name(self, layer: str) -> str:
+        renamed = self._mapper._map_name(f"{layer}.weight") if self._mapper is not None else None
+        return layer if renamed is None else renamed.removesuffix(".weight")
+
+
+def adapter_request() -> Any:
+    """Return what a request carries to run on the engine's adapter."""
+    from vllm.lora.request import LoRARequest
+
+    # vLLM would read the path if the adapter were not there; it always is, and an error would show this text.
+    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "/in/memory/only")

@@ -1,0 +1,216 @@
+"""What a PEFT model sends: its base merged with its adapters, or the base once and then the adapters alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vectorlm.errors import ConfigError, WeightMismatch
+from vectorlm.ranks.topology import Topology
+from vectorlm.sampling.contract import WeightSet
+from vectorlm.sampling.weights.arena import MappedArenas
+from vectorlm.sampling.weights.lora_factors import LoraFactors, lora_factors, require_expressible
+from vectorlm.sampling.weights.model_tensors import (
+    adapter_prefixes,
+    checkpoint_name,
+    reshard,
+    trainer_tensors,
+)
+from vectorlm.sampling.weights.module_source import Change, HeldRows, ModuleSource, rows_of
+
+
+def lora_weight_sets(
+    model: torch.nn.Module, topology: Topology, arenas: MappedArenas, lora_mode: str
+) -> list[WeightSet]:
+    """Return what an update of a PEFT model replaces; called on all ranks.
+
+    In mode `merged` one set of merged weights; in mode `adapter` the base, which crosses again only when it was written
+    to, and the adapters where there are active ones.
+
+    Raises:
+        ConfigError: The engine cannot compute what the model's adapters do in this mode.
+        WeightMismatch: The adapters are merged into their weights, or sharded otherwise than these.
+    """
+    if lora_mode == "merged":
+        return [WeightSet("base", merged_source(model, topology, arenas))]
+    adapter = adapter_source(model, topology, arenas)
+    sets = [WeightSet("base", ModuleSource(model, topology, arenas), Fingerprint(model))]
+    return [*sets, WeightSet("adapter", adapter)] if adapter.manifest() else sets
+
+
+class Fingerprint:
+    """Equal to an earlier one if the base model has not been replaced or written to since; reads no weight.
+
+    Every tensor counts the operations that changed it in place. Tensors that are trained are taken for changed.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        tensors = list(trainer_tensors(model).values())
+        # The objects too: a model that is gone may have left its addresses to the next.
+        self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._states = [_state(tensor) for tensor in tensors]
+        self._is_trained = any(tensor.requires_grad for tensor in tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Fingerprint)
+            and not (self._is_trained or other._is_trained)
+            and self._states == other._states
+            and all(
+                mine() is theirs() is not None
+                for mine, theirs in zip(self._tensors, other._tensors, strict=True)
+            )
+        )
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, ...]:
+    local = getattr(tensor, "_local_tensor", tensor)
+    # Not the address: exporting a shard moves its memory, the storage object stays.
+    place = local.untyped_storage()._cdata, int(local.storage_offset())
+    # An operation on a DTensor counts on the DTensor alone, one on its shard on the shard alone.
+    return *place, tensor._version, local._version
+
+
+def merged_source(
+    model: torch.nn.Module, topology: Topology, arenas: MappedArenas | None = None
+) -> ModuleSource:
+    """Send the model's parameters with its adapters merged into copies of them; the model is not touched.
+
+    Each rank merges the rows that it holds; only the small factors that it needs whole are gathered.
+    """
+    require_expressible(model, "merged")
+    adapters = lora_factors(model)
+    shared = _shared_weights(model) if adapters else set()
+    tensors, changes = trainer_tensors(model), dict[str, Change]()
+    for factors in adapters:
+        name = f"{factors.layer}.weight"
+        if name in shared:
+            raise ConfigError(
+                f"the adapter of {factors.layer!r} cannot be merged: other layers use the same weight without it. "
+                "Leave that layer out of target_modules, or use lora_mode='adapter' on an engine built with "
+                "enable_lora=True."
+            )
+        earlier = changes.get(name)
+        if factors.magnitude is not None and earlier is not None:
+            raise ConfigError(
+                f"the layer {factors.layer!r} has DoRA and another active adapter; their merged weight is not defined. "
+                "Activate one of them with set_adapter()."
+            )
+        changes[name] = _then(earlier, _merge(factors, tensors[name], topology))
+    return ModuleSource(model, topology, arenas, changes=changes, beside=_named_factors(adapters))
+
+
+def adapter_source(
+    model: torch.nn.Module, topology: Topology, arenas: MappedArenas | None = None
+) -> ModuleSource:
+    """Send the factors of the adapters alone, B with its scaling, so that the engine's own scaling is 1."""
+    require_expressible(model, "adapter")
+    reshard(model)
+    tensors, changes = dict[str, torch.Tensor](), dict[str, Change]()
+    scalings: dict[str, torch.Tensor] = {}
+    for factors in lora_factors(model):
+        if factors.magnitude is not None or f"{factors.layer}.lora_A" in tensors:
+            what = "DoRA" if factors.magnitude is not None else "several active adapters"
+            raise ConfigError(
+                f"the layer {factors.layer!r} has {what}, which vLLM's LoRA layers cannot compute. Use "
+                "lora_mode='merged', which publishes merged weights."
+            )
+        tensors[f"{factors.layer}.lora_A"] = factors.a
+        tensors[f"{factors.layer}.lora_B"] = factors.b
+        changes[f"{factors.layer}.lora_B"] = _scale_rows(factors.scaling)
+        # No tensor of the adapter, and it changes what is sent.
+        scalings[f"{factors.layer}.scaling"] = torch.tensor([factors.scaling])
+    return ModuleSource(model, topology, arenas, tensors=tensors, changes=changes, beside=scalings)
+
+
+def _scale_rows(scaling: float) -> Change:
+    return lambda rows: rows.float() * scaling
+
+
+def _then(first: Change | None, second: Change) -> Change:
+    return second if first is None else lambda rows: second(first(rows))
+
+
+def _merge(factors: LoraFactors, weight: torch.Tensor, topology: Topology) -> Change:
+    """Bring the factors into the shape of this rank's rows of the weight: rows of B A, or of its transpose."""
+    if factors.is_transposed and factors.magnitude is not None:
+        raise ConfigError(
+            f"the DoRA adapter of {factors.layer!r} cannot be merged: its weight is stored transposed. Use plain LoRA."
+        )
+    own = rows_of(weight, topology)
+    if factors.is_transposed:
+        left = _whole(factors.a).t()[own.first_row : own.first_row + len(own.rows)]
+        return merge_into(left, _whole(factors.b).t(), factors.scaling)
+    left = _same_rows(factors.layer, factors.b, topology, own)
+    right = _whole(factors.a)
+    magnitude = None
+    if factors.magnitude is not None:
+        magnitude = _same_rows(factors.layer, factors.magnitude, topology, own)
+    return merge_into(left, right, factors.scaling, magnitude)
+
+
+def merge_into(
+    left: torch.Tensor, right: torch.Tensor, scaling: float, magnitude: torch.Tensor | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    r"""Return the function that merges an adapter into rows of W, in float32.
+
+    It maps :math:`W` to :math:`W + \Delta` with :math:`\Delta = s L R`, or with DoRA to
+    :math:`m (W + \Delta) / \|W + \Delta\|`.
+
+    Source: Hu et al. 2021, arXiv 2106.09685, eq. 3; Liu et al. 2024, arXiv 2402.09353, eq. 5, with the norm over the
+    columns of each row, as a weight of shape [out, in] has its outputs in rows.
+
+    Args:
+        left: L, [rows, r]: the rows that the rank sends.
+        right: R, [r, columns], whole.
+        scaling: s.
+        magnitude: DoRA's m, float [rows].
+    """
+
+    def merged(rows: torch.Tensor) -> torch.Tensor:
+        total = rows.float() + scaling * (left.detach().float() @ right.detach().float())
+        if magnitude is None:
+            return total
+        return total * (magnitude.detach().float() / torch.linalg.norm(total, dim=1))[:, None]
+
+    return merged
+
+
+def _named_factors(adapters: Sequence[LoraFactors]) -> dict[str, torch.Tensor]:
+    """Return the tensors that merging reads, by names for an error text."""
+    found: dict[str, torch.Tensor] = {}
+    for index, each in enumerate(adapters):
+        scaling = torch.tensor([each.scaling])
+        parts = {"lora_A": each.a, "lora_B": each.b, "lora_magnitude": each.magnitude, "scaling": scaling}
+        found |= {f"{each.layer}.{part} (adapter {index})": x for part, x in parts.items() if x is not None}
+    return found
+
+
+def _whole(factor: torch.Tensor) -> torch.Tensor:
+    factor = factor.detach()
+    return factor.full_tensor() if isinstance(factor, DTensor) else factor
+
+
+def _same_rows(layer: str, factor: torch.Tensor, topology: Topology, weight: HeldRows) -> torch.Tensor:
+    """Return the rows of `factor` that this rank sends: the same ones as of its weight."""
+    own = rows_of(factor, topology)
+    if (own.first_row, len(own.rows)) != (weight.first_row, len(weight.rows)):
+        raise WeightMismatch(
+            f"the adapter of {layer!r} is sharded otherwise than its weight (this rank holds rows {own.first_row} to "
+            f"{own.first_row + len(own.rows)} of the one and {weight.first_row} to "
+            f"{weight.first_row + len(weight.rows)} of the other): shard both with fully_shard over the same ranks."
+        )
+    return own.rows
+
+
+def _shared_weights(model: torch.nn.Module) -> set[str]:
+    """Name the tensors that several layers use."""
+    names: dict[int, set[str]] = {}
+    foreign = adapter_prefixes(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not name.startswith(foreign):
+            names.setdefault(id(parameter), set()).add(checkpoint_name(name))
+    return {name for together in names.values() if len(together) > 1 for name in together}

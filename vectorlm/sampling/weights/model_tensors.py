@@ -1,0 +1,107 @@
+"""List the tensors of a model by their checkpoint names, without wrappers and adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vectorlm.errors import WeightMismatch
+
+if TYPE_CHECKING:
+    import torch
+
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+"""Name parts that wrappers put into parameter names and that no checkpoint knows."""
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Give the shards back to a model of which FSDP2 left parts whole.
+
+    FSDP2 leaves the root's parameters whole after a forward without backward; whoever looks at the parameters must
+    always see the same shards.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def trainer_tensors(
+    model: torch.nn.Module, quantized: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of `model`, resharded; tied ones appear once.
+
+    Their names are without those of wrappers. Of a PEFT model these are the base model's own, with
+    ``modules_to_save`` in place of what they replace. Its `quantized_layers` are given where they are known.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise WeightMismatch(
+            "the model is wrapped by FSDP1, which is not supported: use fully_shard (FSDP2)."
+        )
+    reshard(model)
+    foreign = adapter_prefixes(model)
+    tensors: dict[str, torch.Tensor] = {}
+    seen = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in seen and not name.startswith(foreign):
+            if not parameter.is_floating_point():
+                raise WeightMismatch(
+                    f"{name!r} holds numbers of {parameter.dtype}, and only weights of a floating dtype are sent."
+                )
+            seen.add(id(parameter))
+            tensors[checkpoint_name(name)] = parameter
+    quantized = quantized_layers(model) if quantized is None else quantized
+    packed = {name: layer.packed for name, layer in quantized.items()}
+    return tensors | packed | persistent_buffers(model)
+
+
+def quantized_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the layers that hold rows of their weight packed, by the name of that weight."""
+    return {
+        checkpoint_name(f"{name}.weight"): module
+        for name, module in model.named_modules()
+        if "packed" in module._buffers and hasattr(module, "dequantize")
+    }
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of `model` that its checkpoint holds, by the names there."""
+    foreign = adapter_prefixes(model)
+    return {
+        checkpoint_name(f"{prefix}.{name}".removeprefix(".")): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and name not in module._non_persistent_buffers_set
+        and not f"{prefix}.".startswith(foreign)
+    }
+
+
+def checkpoint_name(name: str) -> str:
+    """Return what a checkpoint of the base model calls this parameter or module, without the names of wrappers."""
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    # DistributedDataParallel and PEFT wrap the whole model, and no checkpoint's names begin like this.
+    name = name.removeprefix("module.").removeprefix("base_model.model.")
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
+
+
+def adapter_prefixes(model: torch.nn.Module) -> tuple[str, ...]:
+    """Return how the names of those parameters begin that are no part of the base model as it computes now."""
+    prefixes = []
+    for name, module in model.named_modules():
+        owned: Any = module
+        if {"lora_A", "base_layer"} <= module._modules.keys():
+            prefixes.append(f"{name}.lora_")
+        elif {"original_module", "modules_to_save"} <= module._modules.keys():
+            active = [] if owned.disable_adapters else owned.active_adapters
+            replaced = [each for each in owned.modules_to_save if each in active]
+            unused = [each for each in owned.modules_to_save if each not in active]
+            prefixes += [f"{name}.modules_to_save.{each}." for each in unused]
+            prefixes += [f"{name}.original_module."] if replaced else []
+    return tuple(prefixes)

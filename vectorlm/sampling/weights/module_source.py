@@ -1,0 +1,305 @@
+"""The weights of a torch module as a `WeightSource`: every rank writes its own shards, and nothing is gathered."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vectorlm.errors import WeightMismatch
+from vectorlm.ranks.topology import Topology
+from vectorlm.sampling.weights.arena import MappedArenas
+from vectorlm.sampling.weights.checksum import checksums, row_sums
+from vectorlm.sampling.weights.inspection import FiniteCheck, Inspection
+from vectorlm.sampling.weights.model_tensors import persistent_buffers, quantized_layers, trainer_tensors
+from vectorlm.sampling.weights.plan import Layout, Piece, TensorSpec, dtype_of
+
+_MANIFESTS: WeakKeyDictionary[torch.nn.Module, tuple[TensorSpec, ...]] = WeakKeyDictionary()
+"""By model: running a model's conversion takes longer than copying a small model's weights."""
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""Makes the rows to send from the rows of a shard."""
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """The rows of one tensor that this rank holds, and the part of them that it writes."""
+
+    held: torch.Tensor
+    first_held: int
+    """Where `held` starts in the whole tensor."""
+    rows: torch.Tensor
+    """What this rank writes of `held`: all of it, or a part where other ranks of its node hold the same."""
+    first_row: int
+    """Where `rows` start in the whole tensor."""
+    counts: bool
+    """Whether this rank is the first of its node that holds these rows: its checksum of `held` counts for all."""
+    change: Change | None = None
+    """What is done to the rows on their way; None sends them as they are."""
+
+
+class ModuleSource:
+    """A `vectorlm.sampling.contract.WeightSource` over a module, plain or sharded by FSDP2.
+
+    It describes the module as it is at the first call: build one for each update. `manifest` raises for all that can
+    be wrong with the sharding, before anything is written.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        topology: Topology,
+        arenas: MappedArenas | None = None,
+        *,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        changes: Mapping[str, Change] | None = None,
+        beside: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Describe what is sent.
+
+        Args:
+            model: The trained module.
+            topology: This rank's place in the run.
+            arenas: Keeps arenas mapped from one update to the next.
+            tensors: What is sent, by name, each plain or a DTensor; the module's own tensors when omitted.
+            changes: A function that changes the rows of a tensor while they are written, by the tensor's name.
+            beside: What `changes` read, by name; it is inspected, as buffers are.
+        """
+        self._model, self._topology = model, topology
+        self._arenas = MappedArenas() if arenas is None else arenas
+        self._tensors, self._changes, self._beside = tensors, changes or {}, beside or {}
+        self._sums: dict[str, int] = {}
+        """What this rank adds to a tensor's checksum, known from `inspect` where the rows are sent as they are."""
+
+    def manifest(self) -> Sequence[TensorSpec]:
+        """List the tensors, whole.
+
+        Raises:
+            WeightMismatch: A tensor is sharded in a way that cannot be sent.
+        """
+        return self._description[0]
+
+    @property
+    def writes(self) -> Mapping[str, HeldRows]:
+        """What this rank sends of each tensor, by its name."""
+        return self._description[1]
+
+    @functools.cached_property
+    @torch.no_grad()  # `to_local` would record each tensor.
+    def _description(self) -> tuple[Sequence[TensorSpec], Mapping[str, HeldRows]]:
+        tensors: Mapping[str, torch.Tensor]
+        changes = dict(self._changes)
+        if self._tensors is None:
+            quantized = quantized_layers(self._model)
+            for name, layer in quantized.items():
+                changes[name] = _then(layer.dequantize, changes.get(name))
+            tensors = trainer_tensors(self._model, quantized)
+            manifest = manifest_of(self._model, tensors, quantized)
+        else:
+            tensors = self._tensors
+            manifest = tuple(TensorSpec(name, tuple(each.shape)) for name, each in tensors.items())
+        return manifest, {
+            name: rows_of(tensor, self._topology, changes.get(name)) for name, tensor in tensors.items()
+        }
+
+    def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
+        """Sum all rows that this rank holds, and look for numbers that are not finite in those that it writes."""
+        buffers = persistent_buffers(self._model)
+        others = {**self._beside, **buffers}
+        beside = {name: rows_of(tensor, self._topology) for name, tensor in others.items()}
+        shards = {**beside, **self.writes}
+        dtypes = {name: shard.held.dtype for name, shard in shards.items()}
+        words = {
+            slot.name: slot.word_bytes
+            for slot in layout.slots
+            if shards[slot.name].change is None and dtypes[slot.name] == dtype_of(slot.dtype)
+        }
+        dtypes |= {slot.name: dtype_of(slot.dtype) for slot in layout.slots}
+        rows, finite = [], FiniteCheck()
+        # Tensor by tensor: the second look finds much of it in the cache.
+        for name, shard in shards.items():
+            if with_checksums:
+                rows.append((row_sums(shard.held, words.get(name, 0)), shard.first_held))
+            # A mask may hold infinities.
+            if check_finite and name not in buffers:
+                finite.look_at(name, shard.rows, dtypes[name])
+        totals = dict(zip(shards, checksums(rows), strict=True)) if with_checksums else {}
+        self._sums = {name: totals[name] * shards[name].counts for name in words if name in totals}
+        sums = {name: (shards[name].first_held, total) for name, total in totals.items()}
+        return Inspection(sums, finite.wrong())
+
+    def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
+        """Write this rank's rows, cast to each slot's dtype."""
+        places = self._arenas.slots_of(layout)
+        sums: dict[str, tuple[torch.Tensor, int]] = {}
+        for slot in layout.slots:
+            write, whole = self.writes[slot.name], places[slot.name]
+            table = whole.reshape(1) if whole.ndim == 0 else whole
+            target = table[write.first_row : write.first_row + len(write.rows)]
+            rows = write.rows if write.change is None else write.change(write.rows)
+            rows = rows.to(target.dtype)
+            target.copy_(rows, non_blocking=True)
+            if with_checksums and not self.has_summed(slot.name):
+                sums[slot.name] = row_sums(rows, slot.word_bytes), write.first_row
+        if self._topology.is_cuda:
+            torch.cuda.synchronize(self._topology.device)
+        return self.with_known_sums(layout, sums) if with_checksums else []
+
+    def has_summed(self, name: str) -> bool:
+        """Whether `inspect` has summed a tensor, which is sent as it is."""
+        return name in self._sums
+
+    def with_known_sums(self, layout: Layout, sums: Mapping[str, tuple[torch.Tensor, int]]) -> list[int]:
+        """Return the checksums of all slots, given the `row_sums` of those that `inspect` did not sum."""
+        found = self._sums | dict(zip(sums, checksums([*sums.values()]), strict=True))
+        return [found[slot.name] for slot in layout.slots]
+
+
+def _then(first: Change, second: Change | None) -> Change:
+    return first if second is None else lambda rows: second(first(rows))
+
+
+def rows_of(tensor: torch.Tensor, topology: Topology, change: Change | None = None) -> HeldRows:
+    """Return the rows of `tensor` that this rank holds, and those that it writes.
+
+    The rank that holds a shard writes it. Where ranks of one node hold the same rows (no sharding, or replicas), each
+    takes an equal part, so no byte is written twice. The ranks of each node must hold the whole tensor between them,
+    for they fill that node's engine.
+    """
+    if isinstance(tensor, DTensor):
+        first, index, count = _shard_place(tensor.shape, tensor.device_mesh, tensor.placements, topology)
+        held = tensor.to_local().detach()
+    else:
+        first, index, count = 0, topology.local_rank, topology.local_world_size
+        held = tensor.detach()
+    if held.ndim == 0:
+        held = held.reshape(1)
+    size = -(-len(held) // count)
+    start = min(index * size, len(held))
+    return HeldRows(held, first, held[start : start + size], first + start, index == 0, change)
+
+
+# A model has few distinct shapes, and this arithmetic would cost as much as copying the weights.
+@functools.lru_cache(maxsize=4096)
+def _shard_place(
+    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], topology: Topology
+) -> tuple[int, int, int]:
+    """Return where this rank's shard starts, its index among the node's ranks that hold the same, and their number."""
+    if not all(isinstance(each, Replicate) or each == Shard(0) for each in placements):
+        raise WeightMismatch(
+            f"a parameter is placed as {placements}: only shards along dimension 0 can be published."
+        )
+    sharded = [dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)]
+    num_shards = math.prod(mesh.size(dim) for dim in sharded)
+    near: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place in (mesh.mesh // topology.local_world_size == topology.node).nonzero().tolist():
+        near[tuple(place[dim] for dim in sharded)].append(int(mesh.mesh[tuple(place)]))
+    if len(near) < num_shards:
+        raise WeightMismatch(
+            f"node {topology.node} holds {len(near)} of the {num_shards} shards of a parameter, and its engine needs "
+            f"all: a run with engines on {topology.num_nodes} nodes needs sharding_strategy=HYBRID_SHARD (shards "
+            "within each node, replicas over nodes) or NO_SHARD."
+        )
+    _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    holders = near[tuple(coordinate[dim] for dim in sharded)]
+    return offset[0] if offset else 0, holders.index(topology.rank), len(holders)
+
+
+def warn_of_rounded_positions(model: Any) -> None:
+    """Warn where ``.to(torch.bfloat16)`` rounded the frequencies of a rotary embedding, which no checkpoint holds."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    frequencies = [
+        each.inv_freq for each in modules if isinstance(getattr(each, "inv_freq", None), torch.Tensor)
+    ]
+    rounded = {each.dtype for each in frequencies if each.dtype in (torch.bfloat16, torch.float16)}
+    if rounded:
+        warnings.warn(
+            f"the model's rotary frequencies (inv_freq) are {rounded.pop()}, an engine's are float32: the two compute "
+            "other functions of the same weights, the more so the longer the text. Load the model with its "
+            "dtype, from_pretrained(..., dtype=...), in place of model.to(...).",
+            stacklevel=2,
+        )
+
+
+def manifest_of(
+    model: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    quantized: Mapping[str, Any] | None = None,
+) -> tuple[TensorSpec, ...]:
+    """List the `trainer_tensors` of `model`, with full shapes and what the checkpoint calls them.
+
+    Its `tensors` and `quantized` layers are given where they are known.
+
+    Raises:
+        WeightMismatch: The checkpoint joins several parameters to one tensor, or computes with them.
+    """
+    quantized = quantized_layers(model) if quantized is None else quantized
+    tensors = trainer_tensors(model, quantized) if tensors is None else tensors
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes |= {name: (each.out_features, each.in_features) for name, each in quantized.items()}
+    known = _MANIFESTS.get(model)
+    if known is None or [(spec.name, spec.shape) for spec in known] != list(shapes.items()):
+        pieces = checkpoint_pieces(model, shapes)
+
+        def is_buffer(name: str) -> bool:
+            return name not in quantized and not isinstance(tensors[name], torch.nn.Parameter)
+
+        known = tuple(
+            TensorSpec(name, shape, pieces.get(name, ()), is_buffer(name)) for name, shape in shapes.items()
+        )
+        _MANIFESTS[model] = known
+    return known
+
+
+def checkpoint_pieces(
+    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[Piece, ...]]:
+    """Return the pieces of each parameter that the checkpoint does not hold whole under the same name.
+
+    A transformers model may hold under one name what its checkpoint holds under another, or in many tensors: the
+    experts of a layer are one parameter with three dimensions, and one tensor each in the file. The model's own
+    conversion, the one that ``save_pretrained`` uses, is run on tensors without data to see which piece goes where.
+    """
+    inner: Any = next((each for each in model.modules() if hasattr(each, "base_model_prefix")), None)
+    if inner is None:
+        return {}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    wholes = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    owners = {whole.untyped_storage()._cdata: name for name, whole in wholes.items()}
+    with _ViewsInsteadOfCopies():
+        converted: Any = revert_weight_conversion(inner, dict(wholes))
+    found: dict[str, list[Piece]] = {name: [] for name in shapes}
+    for name, tensor in converted.items():
+        owner = owners.get(tensor.untyped_storage()._cdata)
+        if owner is None:
+            raise WeightMismatch(
+                f"the checkpoint's {name!r} is made from several of the trainer's parameters, or computed from "
+                "one: it cannot be swapped directly. Train a model with the parameters of its checkpoint."
+            )
+        found[owner].append(
+            Piece(name, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        )
+    return {name: tuple(pieces) for name, pieces in found.items() if [each.name for each in pieces] != [name]}
+
+
+class _ViewsInsteadOfCopies(TorchDispatchMode):
+    """Makes ``contiguous()`` a no-op, so that a piece still says where in its parameter it lies."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,241 @@
+"""Learn where an engine puts each checkpoint tensor, by watching its own loader."""
+
+from __future__ import annotations
+
+import bisect
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vectorlm.errors import WeightMismatch
+from vectorlm.sampling.weights.plan import TensorSpec, naming_advice
+
+Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+"""An engine model's ``load_weights``: takes (checkpoint name, tensor) pairs."""
+MAX_LETTERS = 200
+"""vLLM lists all parameters behind the cause."""
+_FACTORY = re.compile(r"::(new_|empty|\w+_like$)")
+"""Operations that take only shape, dtype and device from a tensor. One that is missing here is refused, not missed."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A strided piece of a tensor, counted in elements from the tensor's first one."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, piece: torch.Tensor, offset: int) -> View:
+        """Describe `piece`, which starts `offset` elements into the tensor."""
+        return cls(tuple(piece.shape), tuple(piece.stride()), offset)
+
+    def on(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this piece of the contiguous `tensor`."""
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+    def narrow(self, dim: int, start: int, length: int) -> View:
+        """Return what `torch.Tensor.narrow` would make of the piece."""
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return View(shape, self.stride, self.offset + start * self.stride[dim])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the piece is one contiguous run of elements."""
+        return self.stride == torch.empty(self.shape, device="meta").stride()
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def span(self) -> range:
+        """Elements from the first one to the last one, with those between that belong to other pieces."""
+        steps = zip(self.shape, self.stride, strict=True)
+        reach = sum((size - 1) * stride for size, stride in steps)
+        return range(self.offset, self.offset + reach + 1 if self.count else self.offset)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy that the loader makes: a piece of a trainer's parameter into a piece of one of the engine's."""
+
+    source: str
+    """Name of the trainer's parameter."""
+    source_view: View
+    parameter: str
+    """Name of the engine's parameter."""
+    parameter_view: View
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What one worker of the engine takes of the trainer's tensors; a parallel engine has several workers."""
+
+    copies: tuple[Copy, ...]
+    """What its loader does with them."""
+    dtypes: Mapping[str, str]
+    """The dtype of each of its parameters, as torch spells it without the module."""
+    sizes: Mapping[str, int]
+    """The number of elements of each of its parameters."""
+
+    @classmethod
+    def whole(cls, manifest: Sequence[TensorSpec], dtype_of_tensor: Callable[[str], str]) -> LoadPlan:
+        """Take every tensor as it is, in the dtype that `dtype_of_tensor` says, into a parameter of its name."""
+        views = {spec.name: View.of(torch.empty(spec.shape, device="meta"), 0) for spec in manifest}
+        return cls(
+            tuple(Copy(name, view, name, view) for name, view in views.items()),
+            {name: dtype_of_tensor(name) for name in views},
+            {name: view.count for name, view in views.items()},
+        )
+
+
+def record_loading(
+    load_weights: Loader, parameters: Mapping[str, torch.Tensor], manifest: Sequence[TensorSpec]
+) -> list[Copy]:
+    """Run the engine's loader on tensors without data, and note every copy that it would make; no weight changes.
+
+    This is right for any architecture with a loader that only slices and copies (fused projections, padded
+    vocabularies, experts), because it is that loader. A worker of a parallel engine takes its pieces only.
+
+    Raises:
+        WeightMismatch: The loader does not know a name, rejects a shape, or computes with a tensor or with a parameter
+            that it has filled.
+    """
+    recorder = _Recorder(parameters)
+    for spec in manifest:
+        source = torch.empty(spec.shape, device="meta")
+        recorder.watch(spec.name, source)
+        try:
+            with recorder:
+                load_weights(_checkpoint_tensors(spec, source))
+        except WeightMismatch:
+            raise
+        except Exception as error:
+            if spec.is_buffer:
+                continue
+            raise WeightMismatch(
+                f"the trainer sends {spec.name!r} with shape {spec.shape}, which the engine's loader rejects: "
+                f"{type(error).__name__}: {textwrap.shorten(str(error), MAX_LETTERS, placeholder=' …')}"
+                + naming_advice([each.name for each in manifest], parameters)
+            ) from error
+    return recorder.copies
+
+
+def join_copies(
+    copies: Sequence[Copy], manifest: Sequence[TensorSpec], parameters: Mapping[str, torch.Tensor]
+) -> list[Copy]:
+    """Replace the copies of one source by a single one, where they only cut it up to lay it down in its own order.
+
+    A loader fills a fused parameter part by part even from a source that is fused the same way: q, k and v of a
+    Phi-3, or every expert of a layer. As one copy, it can be a view of the arena, and be summed in one go.
+    """
+    of_source: dict[str, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        of_source[copy.source].append(copy)
+    shapes = {spec.name: spec.shape for spec in manifest}
+    joined: list[Copy] = []
+    for name, parts in of_source.items():
+        first = parts[0]
+        shift = first.parameter_view.offset - first.source_view.offset
+        whole = View.of(torch.empty(shapes[name], device="meta"), 0)
+        if parameters[first.parameter].is_contiguous() and _are_laid_down(parts, shift, whole.count):
+            joined.append(Copy(name, whole, first.parameter, View(whole.shape, whole.stride, shift)))
+        else:
+            joined.extend(parts)
+    return joined
+
+
+def _are_laid_down(parts: Sequence[Copy], shift: int, count: int) -> bool:
+    """Whether `parts` are runs of one parameter, all moved by `shift`, that make up a source of `count` elements."""
+    end = 0
+    for part in sorted(parts, key=lambda each: each.source_view.offset):
+        is_run = part.source_view.is_whole and part.parameter_view.is_whole
+        is_moved = part.parameter_view.offset - part.source_view.offset == shift
+        if (
+            part.parameter != parts[0].parameter
+            or not (is_run and is_moved)
+            or part.source_view.offset != end
+        ):
+            return False
+        end += part.source_view.count
+    return end == count
+
+
+def _checkpoint_tensors(spec: TensorSpec, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return what the loader would find in the checkpoint: the parameter itself, or views of its pieces."""
+    pieces = [(each.name, whole.as_strided(each.shape, each.stride, each.offset)) for each in spec.pieces]
+    return pieces or [(spec.name, whole)]
+
+
+class _Recorder(TorchDispatchMode):
+    """Records copies from the watched tensor into a parameter, and keeps all parameters as they are."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.copies: list[Copy] = []
+        # By address, not by storage: parameters that are views of an arena share one storage.
+        self._owners = sorted((each.data_ptr(), name) for name, each in parameters.items())
+        self._parameters = parameters
+        self._filled: dict[str, list[Copy]] = defaultdict(list)
+        self._name = ""
+        self._storage = 0
+
+    def watch(self, name: str, source: torch.Tensor) -> None:
+        self._name, self._storage = name, source.untyped_storage()._cdata
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            self._record(*args[:2])
+            return args[0]
+        if not func.is_view and not _FACTORY.search(func._schema.name):
+            for value in tree_leaves((args, kwargs)):
+                self._require_unfilled(value)
+        if func._schema.is_mutable and args and self._owner_of(args[0]):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if source.untyped_storage()._cdata != self._storage:
+            raise WeightMismatch(
+                f"the engine computes with {self._name!r} while loading it: it cannot be swapped directly."
+            )
+        if (found := self._owner_of(target)) is None:
+            raise WeightMismatch(f"the engine loads {self._name!r} into something that is not a parameter.")
+        owner, view = found
+        self.copies.append(Copy(self._name, View.of(source, int(source.storage_offset())), owner, view))
+        self._filled[owner].append(self.copies[-1])
+
+    def _require_unfilled(self, value: Any) -> None:
+        """Refuse an operation on what a recorded copy fills: its result follows from numbers that no update sends."""
+        if (found := self._owner_of(value)) is None:
+            return
+        owner, view = found
+        for copy in self._filled[owner]:
+            filled = copy.parameter_view.span
+            if view.span.start < filled.stop and filled.start < view.span.stop:
+                raise WeightMismatch(
+                    f"the engine computes with {owner!r} after it has loaded {copy.source!r} into it: a swap would "
+                    "leave the result as it was. This model family cannot be swapped."
+                )
+
+    def _owner_of(self, value: Any) -> tuple[str, View] | None:
+        """Find the parameter that `value` is a piece of, and which piece; None for anything else."""
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            return None
+        place = bisect.bisect_right(self._owners, value.data_ptr(), key=lambda owner: owner[0]) - 1
+        if place >= 0:
+            start, name = self._owners[place]
+            offset = (value.data_ptr() - start) // value.element_size()
+            if offset < self._parameters[name].numel():
+                return name, View.of(value, offset)
+        return None

@@ -1,0 +1,190 @@
+"""The checkpoints of a run: everything that a killed run needs to continue as if it had not been killed."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+from vectorlm.ranks.wait import report_wait
+from vectorlm.train.checkpoint import folder
+from vectorlm.train.random_state import capture_rng, restore_rng
+from vectorlm.types import TrainedModel
+
+DIGESTS = "files.json"
+"""Names and digests of the files of a checkpoint."""
+
+# Frozen weights are loaded from the model's folder again; a LoRA checkpoint holds only the adapters.
+_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+class CheckpointStore:
+    """The checkpoints under one folder, ``step-00000040/`` and so on; the newest ones are kept, and the best.
+
+    A checkpoint holds the shards of the weights and of the optimizer's state, and for each rank its random
+    generators and the loop's own state. It gets its name when all ranks have written, and notes the digest of each
+    file. `save` and `load` are collective.
+
+    Args:
+        path: The folder; it need not exist.
+        identity: What each checkpoint notes of the run, as JSON values.
+        num_kept: Newest checkpoints that stay on disk, >= 1.
+        best_step: Returns the step of a checkpoint that stays too, or None.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        identity: Mapping[str, Any],
+        num_kept: int = 2,
+        best_step: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._path, self._identity = Path(path), identity
+        self._num_kept, self._best_step = num_kept, best_step
+
+    def save(self, step: int, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
+        """Write the checkpoint of `step`, with this rank's `loop` state of tensors and plain values.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        target, rank = folder.folder_of(self._path, step), dist.get_rank()
+        work = folder.unfinished(target)
+        with folder.naming(target, "write"), report_wait(f"writing the checkpoint {target}", is_on=rank == 0):
+            if rank == 0:
+                folder.begin(target, "step-*")
+            dist.barrier()
+            dcp.save({name: state_of(model) for name, model in models.items()}, checkpoint_id=work / "shards")
+            fresh = [name for name, model in models.items() if _is_fresh(model)]
+            torch.save({"loop": loop, "rng": capture_rng(), "fresh": fresh}, work / f"rank-{rank}.pt")
+            best = self._best_step() if rank == 0 else None
+            if rank == 0:
+                identity = {**self._identity, "format": folder.FORMAT, "best_step": best}
+                (work / "identity.json").write_text(json.dumps(identity, indent=2))
+            dist.barrier()
+            # torch reads its files without looking at their checksums.
+            written = _digests(work, _files(work))
+            if rank == 0:
+                (work / DIGESTS).write_text(json.dumps(written, indent=2))
+                folder.finish(target)
+                for old in folder.steps_in(self._path)[: -self._num_kept]:
+                    if old != best:
+                        folder.retire(folder.folder_of(self._path, old))
+            dist.barrier()
+
+    def load(self, step: int, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+        """Restore models, optimizers and random generators of `step`; return what was saved as `loop`.
+
+        The number of ranks may have changed: a new rank keeps its random generators and gets rank 0's `loop`.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read, or is not as it was written.
+        """
+        source, rank = folder.folder_of(self._path, step), dist.get_rank()
+        with folder.naming(source, "read"), report_wait(f"reading the checkpoint {source}", is_on=rank == 0):
+            _require_as_written(source)
+            states = {name: state_of(model) for name, model in models.items()}
+            paths = dcp.FileSystemReader(source / "shards").read_metadata().planner_data
+            written = {path[:4] for path in paths.values()}
+            for name, state in states.items():
+                # An optimizer keeps nothing for a weight that got no gradient, and torch makes up a state here.
+                by_weight = state.get("optimizer", {}).get("state", {})
+                for weight in [
+                    each for each in by_weight if (name, "optimizer", "state", each) not in written
+                ]:
+                    del by_weight[weight]
+            dcp.load(states, checkpoint_id=source / "shards")
+            is_new = not (source / f"rank-{rank}.pt").exists()
+            saved = torch.load(source / f"rank-{0 if is_new else rank}.pt", weights_only=True)
+        for name, model in models.items():
+            set_state(model, states[name])
+        for name in saved["fresh"]:
+            optimizer = models[name].optimizer
+            assert optimizer is not None
+            optimizer.state.clear()
+        if not is_new:
+            restore_rng(saved["rng"])
+        return saved["loop"]
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Load the policy's weights from the checkpoint `path`; called on all ranks, or without any.
+
+    Of a model with adapters only the trained tensors are there, and the others stay as they are.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or is not as it was written.
+    """
+    with folder.naming(path, "read"):
+        _require_as_written(path)
+        state = {"policy": {"model": get_model_state_dict(model, options=_OPTIONS)}}
+        with warnings.catch_warnings():
+            # That there are no ranks is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(state, checkpoint_id=path / "shards")
+        set_model_state_dict(model, state["policy"]["model"], options=_OPTIONS)
+
+
+def _require_as_written(path: Path) -> None:
+    written = json.loads((path / DIGESTS).read_text())
+    present = _digests(path, sorted({*written, *_files(path)} - {DIGESTS, "finished"}))
+    if spoiled := [name for name in present if written.get(name) != present[name]]:
+        raise ValueError(f"{', '.join(spoiled)} is not as it was written")
+
+
+def _files(path: Path) -> list[str]:
+    """Return the names of all files below `path`."""
+    return sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file())
+
+
+def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the digests of the files below `path` on every rank; each rank reads its share."""
+    if not dist.is_initialized():
+        return folder.digests(path, names)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    shares: list[Any] = [None] * world_size
+    dist.all_gather_object(shares, folder.digests(path, sorted(names)[rank::world_size]))
+    return {name: digest for share in shares for name, digest in share.items()}
+
+
+def state_of(trained: TrainedModel) -> dict[str, Any]:
+    """Return a model's state for a checkpoint, as tensors that `set_state` reads back."""
+    if trained.optimizer is None:
+        return {"model": get_model_state_dict(trained.model)}
+    is_fresh = _is_fresh(trained)
+    weights, optimizer_state = get_state_dict(trained.model, trained.optimizer, options=_OPTIONS)
+    if is_fresh:
+        # To have a state to return, torch made a step itself, which would count in Adam's bias correction.
+        trained.optimizer.state.clear()
+    return {"model": weights, "optimizer": optimizer_state}
+
+
+def set_state(trained: TrainedModel, state: dict[str, Any]) -> None:
+    """Restore model and optimizer from a `state_of`; of the optimizer's arguments only the learning rate."""
+    if trained.optimizer is None:
+        set_model_state_dict(trained.model, state["model"])
+        return
+    arguments = [{**group, "params": None} for group in trained.optimizer.param_groups]
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(trained.model, trained.optimizer, **states, options=_OPTIONS)
+    for group, given in zip(trained.optimizer.param_groups, arguments, strict=True):
+        group |= {name: value for name, value in given.items() if name not in ("params", "lr")}
+
+
+def _is_fresh(trained: TrainedModel) -> bool:
+    """Return whether the optimizer has made no step yet."""
+    return trained.optimizer is not None and not trained.optimizer.state
