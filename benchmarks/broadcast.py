@@ -18,7 +18,7 @@ from report import write_result
 
 import vectorlm
 from vectorlm.ranks.collectives import Collectives
-from vectorlm.sampling.packed import unpack
+from vectorlm.sampling.messages import unpack
 
 COMPLETIONS, NEW_TOKENS, ROUNDS = 512, 256, 9
 PARAMS = {"temperature": 1.0, "seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0}

@@ -47,7 +47,7 @@ SLOWER = {
 LIMIT_S = 300
 KILLED, SURVIVED, UNTESTED = (1, 2, 3, -9, -11), 0, 33
 """mutmut's exit codes, of which -9 and -11 are crashes; others that occur are time-outs."""
-WARM_UP = "vectorlm.sampling.weights.checksum.x_widest_word__mutmut_1"
+WARM_UP = "vectorlm.sampling.weights.inspection.x_widest_word__mutmut_1"
 """mutmut has no command that only writes the mutants and notes which test calls what."""
 
 

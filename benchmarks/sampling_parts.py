@@ -58,7 +58,7 @@ class Parts:
 def measure(model: Path) -> list[dict[str, Any]]:
     """Sample in this process, and return a row for each part."""
     from vectorlm.sampling import messages
-    from vectorlm.sampling.packed import unpack
+    from vectorlm.sampling.messages import unpack
     from vectorlm.sampling.sampler.scheduler import Scheduler, open_backend
 
     backend: Any = open_backend(messages.Start(str(model), ENGINE, "packed"))

@@ -5,7 +5,7 @@ import statistics
 import torch
 from random_batch import places, random_batch
 
-from vectorlm.algorithms.covariance import covariances, drawn_between, highest
+from vectorlm.algorithms.policy_loss import covariances, drawn_between, highest
 
 
 def test_covariances_equal_a_slow_loop():

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from vectorlm.algorithms.batch import RolloutBatch, place_rewards
-from vectorlm.algorithms.groups import group_advantages, leave_one_out_advantages
+from vectorlm.algorithms.groups import (
+    group_advantages,
+    leave_one_out_advantages,
+    scaled_as_groups,
+    turn_advantages,
+)
 from vectorlm.algorithms.registry import get_algorithm
-from vectorlm.algorithms.turns import scaled_as_groups, turn_advantages
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 

@@ -8,7 +8,7 @@ import pytest
 from vectorlm.cli import doctor, main
 from vectorlm.cli.doctor import GIB, OK, STOP, WARN, Package, Verdict, packages, probe, report
 from vectorlm.packages import versions_of
-from vectorlm.runs.preflight.container import Limits, container_limits
+from vectorlm.runs.preflight.memory_plan import Limits, container_limits
 
 CPU = {"cuda": None, "devices": [], "errors": {}}
 GPU = {"cuda": "13.0", "devices": [["NVIDIA H100", 80 * GIB, 79 * GIB]], "errors": {}}

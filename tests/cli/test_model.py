@@ -11,7 +11,7 @@ import pytest
 from vectorlm.cli import main, model
 from vectorlm.errors import ConfigError
 from vectorlm.runs.preflight.local_model import download, local_folder
-from vectorlm.train.checkpoint.gguf import SOURCE, _source
+from vectorlm.train.checkpoint.export import SOURCE, _source
 
 
 def write_gguf(path, architecture="llama", scaling=None, tensor=None):

@@ -218,7 +218,7 @@ def test_only_one_kind_of_source_is_read_with_its_own_settings(monkeypatch):
     ):
         with pytest.raises(DatasetError, match=text):
             read_prompts(settings)
-    monkeypatch.setattr("vectorlm.data.tasksets.is_installed", lambda package: False)
+    monkeypatch.setattr("vectorlm.data.tasks.is_installed", lambda package: False)
     with pytest.raises(DatasetError, match=r"requirements/verifiers\.txt"):
         read_prompts("verifiers:words")
 

@@ -27,8 +27,7 @@ from vllm import LLM, SamplingParams
 
 from vectorlm.ranks.engine_ranks import results_or_first_error
 from vectorlm.sampling import verify
-from vectorlm.sampling.backends.server.extension import ServerExtension
-from vectorlm.sampling.backends.server.wire import result_from_wire, to_wire
+from vectorlm.sampling.backends.server.extension import ServerExtension, result_from_wire, to_wire
 
 ADAPTERS = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 

@@ -18,8 +18,7 @@ from kit.open_ports import free_port
 
 import vectorlm
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
-from vectorlm.ranks.collectives import Collectives
-from vectorlm.ranks.note_folder import NoteFolder
+from vectorlm.ranks.collectives import Collectives, NoteFolder
 from vectorlm.ranks.process_group import process_group
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from vectorlm.report import profile
-from vectorlm.report.phases import PhaseTimes
-from vectorlm.report.profile import ProfileSink, short_run, time_table
+from vectorlm.report.profile import PhaseTimes, ProfileSink, short_run, time_table
 from vectorlm.train.recorder import Timer
 
 

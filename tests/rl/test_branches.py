@@ -8,11 +8,10 @@ from kit.pages import ROOT, blocks
 from kit.rank_processes import on_ranks
 from tiny_rl import assert_alike, build, distributions, random_groups, random_rewards, scored
 
-from vectorlm.algorithms.groups import group_advantages
+from vectorlm.algorithms.groups import group_advantages, scaled_as_groups, turn_advantages
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
-from vectorlm.algorithms.turns import scaled_as_groups, turn_advantages
 from vectorlm.rl.batch import make_batch
-from vectorlm.rl.correction import apply_correction
+from vectorlm.rl.prepare import apply_correction
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import PRESETS, Correction, KLSettings
 from vectorlm.types import PromptRecord

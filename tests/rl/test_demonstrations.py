@@ -10,7 +10,7 @@ from tiny_rl import build, gradients, random_rows
 from transformers import AutoModelForCausalLM
 
 from vectorlm.data.loader import Collator, StepLoader
-from vectorlm.rl.demonstrations import Demonstrations
+from vectorlm.rl.prompts import Demonstrations
 from vectorlm.rl.settings import SFTSettings
 from vectorlm.rl.update import Updater
 

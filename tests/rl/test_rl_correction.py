@@ -12,12 +12,12 @@ from tiny_rl import assert_alike, build, random_rows
 
 from vectorlm.algorithms.groups import leave_one_out_advantages
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
-from vectorlm.rl.correction import (
+from vectorlm.rl.metrics import correction_effect
+from vectorlm.rl.prepare import (
     apply_correction,
     correction_of,
     weights_in_update,
 )
-from vectorlm.rl.metrics import correction_effect
 from vectorlm.rl.settings import NO_CORRECTION, PRESETS, CorrectionSettings
 from vectorlm.runs.preflight.rl import correction_problems
 

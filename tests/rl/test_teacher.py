@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 import vectorlm.train.language_model
 from vectorlm.algorithms.logprobs import token_values
 from vectorlm.errors import EngineTimeout
-from vectorlm.rl.models import load_reference, num_logits
+from vectorlm.rl.models import ServerTeacher, Teacher, load_reference, num_logits
 from vectorlm.rl.settings import TeacherSettings
-from vectorlm.rl.teacher import ServerTeacher, Teacher
 from vectorlm.train.language_model import LanguageModel, Scores
 from vectorlm.train.load import load_model
 from vectorlm.train.shard import load_sharded

@@ -14,7 +14,7 @@ from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 from vectorlm.algorithms.support import Support
 from vectorlm.errors import ConfigError, NonFiniteLoss
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.correction import apply_correction
+from vectorlm.rl.prepare import apply_correction
 from vectorlm.rl.settings import PRESETS, Correction, KLSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.load import load_model

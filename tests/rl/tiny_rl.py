@@ -12,20 +12,19 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import make_batch
-from vectorlm.rl.correction import correction_of
 from vectorlm.rl.models import (
     Critic,
     Reference,
     RLModels,
+    Teacher,
     disable_dropout,
     load_critic,
     load_reference,
     num_logits,
 )
-from vectorlm.rl.prepare import prepare_batch
+from vectorlm.rl.prepare import correction_of, prepare_batch
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CorrectionSettings, KLSettings, StepSettings, TeacherSettings, UpdateSettings
-from vectorlm.rl.teacher import Teacher
 from vectorlm.rl.update import Updater
 from vectorlm.train.context import ContextGroup
 from vectorlm.train.language_model import LanguageModel

@@ -9,7 +9,7 @@ from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.sampling.backends import scripted
 from vectorlm.sampling.fake_engine import FakeEngine
 from vectorlm.sampling.weights.arena import Arena
-from vectorlm.sampling.weights.checksum import checksum
+from vectorlm.sampling.weights.inspection import checksum
 from vectorlm.sampling.weights.plan import TensorSpec
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from vectorlm import SamplingEngine
 from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.sampling.messages import BeginUpdate, FinishUpdate
-from vectorlm.sampling.weights.checksum import checksum
+from vectorlm.sampling.weights.inspection import checksum
 from vectorlm.sampling.weights.model_tensors import trainer_tensors
 
 NUM_SWAPS = 200

@@ -9,7 +9,7 @@ def ops():
     from vllm import ir
     from vllm.platforms import current_platform
 
-    from vectorlm.sampling.backends.vllm.norms import use_norm_kernel
+    from vectorlm.sampling.backends.vllm.pack import use_norm_kernel
 
     current_platform.import_kernels()
     use_norm_kernel()

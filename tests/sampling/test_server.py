@@ -23,18 +23,18 @@ from transformers import AutoModelForCausalLM
 from vectorlm import SamplingEngine
 from vectorlm.cli import main
 from vectorlm.errors import ConfigError, EngineDied, EngineError, WeightMismatch
-from vectorlm.runs.preflight.teacher import check_teacher
+from vectorlm.runs.preflight.rewards import check_teacher
 from vectorlm.runs.reinforcement import reinforce
 from vectorlm.sampling.backends.server.backend import VLLMServer
-from vectorlm.sampling.backends.server.extension import ServerExtension
-from vectorlm.sampling.backends.server.scoring import ScoringServer
-from vectorlm.sampling.backends.server.serve import Guard, server_command, server_environment
-from vectorlm.sampling.backends.server.wire import (
+from vectorlm.sampling.backends.server.extension import (
+    ServerExtension,
     arguments_from_wire,
     result_from_wire,
     result_to_wire,
     to_wire,
 )
+from vectorlm.sampling.backends.server.scoring import ScoringServer
+from vectorlm.sampling.backends.server.serve import Guard, server_command, server_environment
 from vectorlm.sampling.testing import EngineUnderTest, run_checks
 from vectorlm.sampling.weights.plan import Layout, Piece, Slot, TensorSpec
 from vectorlm.sampling.weights.record import Copy, LoadPlan, View

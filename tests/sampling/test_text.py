@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
+from vectorlm.sampling.backends.vllm.backend import Texts
 from vectorlm.sampling.backends.vllm.shim import make_sampling_params
-from vectorlm.sampling.backends.vllm.text import Texts
 
 CORPUS = ["the cat sat on the mat, ", "naïve café — Füße", "日本語 🙂🙃", "x = 3 * (4 + 5)\n\n"] * 20
 SPECIAL = [AddedToken(name, special=True) for name in ("<s>", "</s>", "<|user|>")]

@@ -6,7 +6,7 @@ import pytest
 from kit.rank_processes import on_ranks
 
 from vectorlm.errors import ConfigError
-from vectorlm.train.early_stopping import EarlyStopping
+from vectorlm.train.recorder import EarlyStopping
 
 
 def observe(stopping, values, metric="eval/loss", start=1):

@@ -3,8 +3,7 @@
 import pytest
 
 from vectorlm.errors import ConfigError
-from vectorlm.train.early_stopping import EarlyStopping
-from vectorlm.train.recorder import Recorder
+from vectorlm.train.recorder import EarlyStopping, Recorder
 
 
 class Evaluation:

@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification
 
 from vectorlm.errors import ConfigError
 from vectorlm.train.load import load_scorer
+from vectorlm.train.objective import Scorer
 from vectorlm.train.packing import Rows
-from vectorlm.train.scorer import Scorer
 
 TEXTS = [[5, 6, 7, 8, 0], [5, 6, 7, 9, 10, 11, 0], [12, 13], [14, 0]]
 

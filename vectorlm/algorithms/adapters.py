@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from vectorlm.algorithms.batch import LossInputs, RolloutBatch
-from vectorlm.algorithms.covariance import covariances, drawn_between, highest
 from vectorlm.algorithms.critic import gae_advantages
 from vectorlm.algorithms.groups import (
     baseline_advantages,
@@ -17,13 +16,18 @@ from vectorlm.algorithms.groups import (
     pass_at_k_advantages,
     rescaled_advantages,
     return_advantages,
+    scaled_as_groups,
+    turn_advantages,
 )
 from vectorlm.algorithms.kl import BinaryKind
 from vectorlm.algorithms.policy_loss import (
     blocked_tokens,
     cispo_policy_loss,
+    covariances,
     dppo_policy_loss,
+    drawn_between,
     gmpo_policy_loss,
+    highest,
     kl_cov_loss,
     ppo_policy_loss,
     proximal_rloo_loss,
@@ -50,7 +54,6 @@ from vectorlm.algorithms.settings import (
     SurrogateSettings,
     VESPOSettings,
 )
-from vectorlm.algorithms.turns import scaled_as_groups, turn_advantages
 
 
 def gae(batch: RolloutBatch, hparams: PPOSettings) -> torch.Tensor:

@@ -24,8 +24,7 @@ from packaging.requirements import Requirement
 import vectorlm
 from vectorlm.errors import LaunchError
 from vectorlm.packages import versions_of
-from vectorlm.runs.preflight.container import container_limits
-from vectorlm.runs.preflight.memory_plan import GIB
+from vectorlm.runs.preflight.memory_plan import GIB, container_limits
 
 PROBE_TIMEOUT_S = 90.0
 LOOK_S = 0.5

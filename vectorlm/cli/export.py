@@ -11,9 +11,9 @@ from typing import Any
 from vectorlm.cli import at_interrupt
 from vectorlm.errors import ConfigError
 from vectorlm.runs.config.load import load_config
-from vectorlm.sampling.weights.lora_options import SCORES
+from vectorlm.sampling.weights.lora_factors import SCORES
 from vectorlm.train.checkpoint import folder
-from vectorlm.train.lora.folder import ADAPTER_CONFIG, base_of, is_adapter_folder, load_adapters
+from vectorlm.train.lora.load import ADAPTER_CONFIG, base_of, is_adapter_folder, load_adapters
 
 
 @dataclass(frozen=True)

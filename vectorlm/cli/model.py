@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _make(name: str, path: Path) -> None:
     # This imports torch, which the other commands do without.
-    from vectorlm.train.checkpoint.gguf import convert_gguf
+    from vectorlm.train.checkpoint.export import convert_gguf
 
     if name.endswith(".gguf"):
         if not Path(name).is_file():

@@ -17,7 +17,7 @@ from vectorlm.runs.config.source import parse_yaml
 from vectorlm.runs.config.value import raise_problems
 from vectorlm.runs.preflight.local_model import describe_absent, download, local_folder
 from vectorlm.runs.preflight.sampling import sampling_problems
-from vectorlm.train.lora.folder import base_of, is_adapter_folder
+from vectorlm.train.lora.load import base_of, is_adapter_folder
 from vectorlm.types import Completion, Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
@@ -138,7 +138,7 @@ def check_sampling(inference: str, params: Mapping[str, Any]) -> None:
     if inference == "vllm":
         raise_problems(list(sampling_problems(params)))
         return
-    from vectorlm.sampling.backends.transformers.parameters import read_parameters
+    from vectorlm.sampling.backends.transformers.generation import read_parameters
 
     try:
         read_parameters(params)
@@ -155,7 +155,7 @@ def ask(
     engine_args: Mapping[str, Any] | None = None,
 ) -> list[list[Completion]]:
     """Start the engine and return its completions of each prompt."""
-    from vectorlm.report.progress import sample_with_progress
+    from vectorlm.report.step_lines import sample_with_progress
 
     check_sampling(inference, params)
     with open_engine(inference, model, adapter, engine_args or {}) as engine:
@@ -187,7 +187,7 @@ def open_engine(
             if adapter is not None:
                 from transformers import AutoModelForCausalLM
 
-                from vectorlm.train.lora.folder import load_adapters
+                from vectorlm.train.lora.load import load_adapters
 
                 # The engine takes over the merged weights like those of a training step.
                 base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")

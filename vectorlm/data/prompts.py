@@ -21,8 +21,7 @@ from vectorlm.data.encoding import (
     without_nulls,
 )
 from vectorlm.data.source import is_hub_name, load_hub, splits_of, take_split
-from vectorlm.data.tasks import Tasks
-from vectorlm.data.tasksets import read_taskset
+from vectorlm.data.tasks import Tasks, read_taskset
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
 from vectorlm.types import PromptRecord

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.report.panels import ALL_PANELS
-from vectorlm.report.phases import PHASES
 from vectorlm.report.plots import filled_panels, last_steps
+from vectorlm.report.profile import PHASES
 from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
 
 TEMPLATE = Path(__file__).with_name("page.html")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import ConfigError
 from vectorlm.report.panels import ALL_PANELS, COLOURS, LOGPROB_GAP, PANELS, SAMPLE_SIZE, Panel, short
-from vectorlm.report.phases import GREY, PHASES
+from vectorlm.report.profile import GREY, PHASES
 from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
 from vectorlm.settings import nearest
 

@@ -18,7 +18,7 @@ from vectorlm.data.encoding import shown_prompt
 from vectorlm.errors import ConfigError
 from vectorlm.packages import versions_of
 from vectorlm.ranks.wait import span
-from vectorlm.report.phases import PhaseTimes
+from vectorlm.report.profile import PhaseTimes
 from vectorlm.train.checkpoint.folder import is_held
 
 Series = list[tuple[float, float]]

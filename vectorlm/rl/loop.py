@@ -11,10 +11,10 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.errors import RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch, make_batch
-from vectorlm.rl.demonstrations import Demonstrations
 from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.prepare import prepare_batch
+from vectorlm.rl.prompts import Demonstrations
 from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.update import Updater

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
-from vectorlm.algorithms.logprobs import align
+from vectorlm.algorithms.batch import RolloutBatch
+from vectorlm.algorithms.kl import generalised_jsd
+from vectorlm.algorithms.logprobs import Comparison, align
 from vectorlm.errors import ConfigError
-from vectorlm.rl.teacher import ServerTeacher, Teacher, beside
+from vectorlm.ranks.engine_ranks import capture, gather, results_or_first_error
+from vectorlm.ranks.topology import Topology
+from vectorlm.rl.micro_batch import RowFunction
 from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.attention import PACKED
 from vectorlm.train.language_model import LanguageModel, inner_model, probe, require_packed
 from vectorlm.train.load import load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
-from vectorlm.train.packing import Rows, pack
+from vectorlm.train.packing import Rows, num_needed, pack
 from vectorlm.train.random_state import capture_rng, restore_rng
 from vectorlm.types import TrainedModel
 
@@ -306,3 +310,74 @@ def require_quiet(role: str, model: nn.Module, compute: Callable[[Rows], Any]) -
             f"two passes of the same tokens first differ at {where}. Set the noise that it draws, such as a dropout "
             "or a jitter, to 0 in its config.json, or choose another model."
         )
+
+
+AllRows = Callable[[RolloutBatch, RowFunction], torch.Tensor]
+"""Applies a model to every row of a batch, as `vectorlm.rl.micro_batch.map_rows` does."""
+ScoreTokens = Callable[[Sequence[Sequence[int]]], list[list[float]]]
+"""From rows of token ids to the log-probability of each token."""
+
+
+def beside(policy: LanguageModel, model: nn.Module) -> LanguageModel:
+    """Return what computes a frozen model's rows as the policy's are: of all tokens, at the policy's temperature."""
+    return LanguageModel(
+        model, policy.temperature, packs=policy.packs, device=policy.device, context=policy.context
+    )
+
+
+class Teacher:
+    """A frozen model that is sharded like the policy, at the policy's temperature."""
+
+    def __init__(self, policy: LanguageModel, model: nn.Module) -> None:
+        """Take a sharded model with as many logits as the policy."""
+        self.model: nn.Module | None = model
+        self._frozen = beside(policy, model)
+        self.why_padded = self._frozen.why_padded
+        """Why its rows are padded; None where they are not."""
+
+    def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
+        """Return the log-probability of each token that the policy chose, float32 [B, T] on the CPU."""
+        return all_rows(batch, self._frozen.logprobs)
+
+    def comparison(self, rows: Rows, beta: float) -> Comparison:
+        """Compute rows, and return what compares the policy's distributions of their tokens with the teacher's.
+
+        Its two numbers of each token are the divergence to learn from, with gradient, and KL(policy || teacher).
+        """
+        scores = self._frozen.scores(rows)
+
+        def compare(places: slice, logprobs: torch.Tensor) -> torch.Tensor:
+            teacher = scores.logprobs(places)
+            divergence = generalised_jsd(logprobs, teacher, beta)
+            reverse = divergence if beta == 1 else generalised_jsd(logprobs.detach(), teacher, 1.0)
+            return torch.stack([divergence, reverse.detach()], dim=-1)
+
+        return compare
+
+
+class ServerTeacher:
+    """A teacher behind a server, which returns only the log-probabilities of the sampled tokens."""
+
+    model: nn.Module | None = None
+    why_padded: str | None = None
+
+    def __init__(self, score: ScoreTokens, topology: Topology) -> None:
+        """Take what asks the server."""
+        self._score, self._topology = score, topology
+
+    def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
+        """Return the log-probability of each token that the policy chose, float32 [B, T] on the CPU.
+
+        Each rank asks for a share of the rows, up to the last token that is trained on. What one rank's server call
+        raises, all ranks raise.
+        """
+        ends = {row: count + 1 for row, count in enumerate(num_needed(batch.mask)) if count}
+        rows = list(ends)[self._topology.rank :: self._topology.world_size]
+        asked = [batch.input_ids[row, : ends[row]].tolist() for row in rows]
+        mine: Any = capture(lambda: dict(zip(rows, self._score(asked), strict=True)))
+        by_rank = gather(self._topology, mine)
+        found = torch.zeros(batch.input_ids.shape)
+        for answers in results_or_first_error(by_rank):
+            for row, values in answers.items():
+                found[row, : len(values)] = torch.tensor(values)
+        return found

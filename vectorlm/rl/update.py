@@ -19,13 +19,12 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.batch import TrainBatch
-from vectorlm.rl.correction import weights_in_update
-from vectorlm.rl.demonstrations import Demonstrations
 from vectorlm.rl.metrics import MetricAccumulator
 from vectorlm.rl.micro_batch import MicroBatch, map_rows, micro_batches_of
-from vectorlm.rl.models import RLModels
+from vectorlm.rl.models import RLModels, Teacher
+from vectorlm.rl.prepare import weights_in_update
+from vectorlm.rl.prompts import Demonstrations
 from vectorlm.rl.settings import StepSettings
-from vectorlm.rl.teacher import Teacher
 from vectorlm.types import Batch
 
 

@@ -17,11 +17,10 @@ from vectorlm.runs.preflight.checked import CheckedConfig
 from vectorlm.runs.start import Run, open_run
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.loop import FineTuningLoop
-from vectorlm.train.objective import NextTokens, Objective
+from vectorlm.train.objective import NextTokens, Objective, Scorer
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs, RewardPairs, Steps
 from vectorlm.train.recorder import OnStep
-from vectorlm.train.scorer import Scorer
 
 
 def finetune(

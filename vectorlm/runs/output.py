@@ -31,8 +31,7 @@ from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.checkpoint.folder import folder_of, mark_finished, require_shared
 from vectorlm.train.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.train.device_turn import DeviceTurn
-from vectorlm.train.early_stopping import EarlyStopping
-from vectorlm.train.recorder import OnStep, Recorder, Timer
+from vectorlm.train.recorder import EarlyStopping, OnStep, Recorder, Timer
 
 
 def open_recorder(

@@ -16,24 +16,24 @@ from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
-from vectorlm.rl.correction import correction_of
-from vectorlm.rl.demonstrations import Demonstrations
 from vectorlm.rl.loop import RLLoop, Source
 from vectorlm.rl.models import (
     Critic,
     Reference,
     RLModels,
+    ServerTeacher,
+    Teacher,
     disable_dropout,
     load_critic,
     load_reference,
     num_logits,
     require_quiet,
 )
-from vectorlm.rl.prompts import Curriculum, PromptMixture
-from vectorlm.rl.rewards.registry import get_reward, short_name
+from vectorlm.rl.prepare import correction_of
+from vectorlm.rl.prompts import Curriculum, Demonstrations, PromptMixture
+from vectorlm.rl.rewards.registry import COMPLETIONS, RewardSignature, get_reward, short_name
 from vectorlm.rl.rewards.reward_model import RewardModel
 from vectorlm.rl.rewards.scorer import RewardScorer
-from vectorlm.rl.rewards.signature import COMPLETIONS, RewardSignature
 from vectorlm.rl.rollouts.logger import RolloutLogger
 from vectorlm.rl.rollouts.playing import Environments
 from vectorlm.rl.rollouts.queue import GroupQueue
@@ -41,7 +41,6 @@ from vectorlm.rl.rollouts.replay import read_rollouts, replay_order
 from vectorlm.rl.rollouts.scoring import GroupScorer
 from vectorlm.rl.rollouts.source import RolloutSource
 from vectorlm.rl.settings import CPU_PASS_TOKENS, StepSettings
-from vectorlm.rl.teacher import ServerTeacher, Teacher
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.output import finish, open_recorder
 from vectorlm.runs.preflight.checked import CheckedConfig
@@ -49,7 +48,7 @@ from vectorlm.runs.start import Run, open_run
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.folder import start_alone
+from vectorlm.train.lora.load import start_alone
 from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.recorder import OnStep

@@ -41,10 +41,8 @@ from vectorlm.runs.preflight.summary import notes_of
 from vectorlm.train.checkpoint.folder import held, naming_the_full_disk
 from vectorlm.train.context import ContextGroup
 from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
-from vectorlm.train.load import load_model, load_scorer, load_tokenizer
-from vectorlm.train.lora.folder import continue_lora, load_adapters, merged
-from vectorlm.train.lora.load import add_lora
-from vectorlm.train.nf4 import quantize_blocks, round_blocks
+from vectorlm.train.load import load_model, load_scorer, load_tokenizer, quantize_blocks, round_blocks
+from vectorlm.train.lora.load import add_lora, continue_lora, load_adapters, merged
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.optimizers import make_optimizer
 from vectorlm.train.shard import load_sharded
@@ -189,7 +187,7 @@ def merge_of_run(model: Any, run: Path, adapters: Path) -> Any:
     """Merge the adapters of `model`, from the folder `adapters`, which the run in `run` has trained, if it has.
 
     Raises:
-        ConfigError: As `vectorlm.train.lora.folder.merged`.
+        ConfigError: As `vectorlm.train.lora.load.merged`.
     """
     settings = run / "config.yaml"
     quantization = noted_of(adapters, "quantization", str)  # Of adapters that have left their run.

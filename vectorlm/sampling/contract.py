@@ -217,7 +217,7 @@ class WeightSource(Protocol):
 
         Returns:
             One sum per slot: over the ranks, modulo 2^64, they add up to
-            `vectorlm.sampling.weights.checksum.checksum` of the whole tensor. Empty unless `with_checksums`.
+            `vectorlm.sampling.weights.inspection.checksum` of the whole tensor. Empty unless `with_checksums`.
         """
 
 

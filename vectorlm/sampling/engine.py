@@ -24,9 +24,8 @@ from vectorlm.sampling.contract import WeightSource
 from vectorlm.sampling.handle import BatchHandle, exchange_results
 from vectorlm.sampling.hot_swap import HotSwap
 from vectorlm.sampling.inline_channel import InlineChannel
-from vectorlm.sampling.last_error import let_go_of_last_error
 from vectorlm.sampling.local_requests import LocalRequests
-from vectorlm.sampling.process_channel import ProcessChannel
+from vectorlm.sampling.process_channel import ProcessChannel, let_go_of_last_error
 from vectorlm.sampling.sampler.scheduler import require_room_for_sleep
 from vectorlm.sampling.settings import Channels, EngineSettings
 from vectorlm.settings import require_choice

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.ranks.engine_ranks import capture
 from vectorlm.sampling import messages
-from vectorlm.sampling.packed import unpack
+from vectorlm.sampling.messages import unpack
 from vectorlm.types import Completion
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 from vectorlm.errors import EngineError
 from vectorlm.sampling import messages
 from vectorlm.sampling.inline_channel import InlineChannel
-from vectorlm.sampling.packed import unpack
+from vectorlm.sampling.messages import unpack
 from vectorlm.types import Completion
 
 Hear = Callable[[Completion], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import math
 import os
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -308,3 +310,26 @@ class ProcessChannel:
         assert self._topology.error_file is not None
         write_fault(self._topology.error_file, self._topology.rank, self._death())
         os._exit(1)
+
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+def let_go_of_last_error() -> None:
+    """Empty this library's frames in the last error that an interactive Python showed; a debugger keeps the caller's.
+
+    An interrupted `engine.sample` leaves the engine in such a frame, and so a sampler process that would outlive the
+    cell's next run.
+    """
+    trace = getattr(sys, "last_traceback", None)
+    if trace is None:
+        return
+    # Errors shown earlier are garbage, but in cycles with their frames.
+    gc.collect()
+    for frame, _ in traceback.walk_tb(trace):
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            with contextlib.suppress(RuntimeError):  # It is running.
+                frame.clear()
+                # Python 3.11 and 3.12 keep a copy of the locals once they are read (IPython does); reading again
+                # updates it.
+                _ = frame.f_locals

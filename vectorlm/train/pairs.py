@@ -14,8 +14,7 @@ from vectorlm.algorithms.preference import bradley_terry_loss
 from vectorlm.algorithms.settings import PreferenceSettings
 from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.language_model import LanguageModel
-from vectorlm.train.objective import BatchLoader, apart, known_rows
-from vectorlm.train.scorer import Scorer
+from vectorlm.train.objective import BatchLoader, Scorer, apart, known_rows
 from vectorlm.types import Batch
 
 NAMES = ("pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward")

@@ -6,7 +6,7 @@ from test_agent import AGENTS
 
 import vectorlm
 from vectorlm.errors import RankMismatch, RolloutError
-from vectorlm.rl.agents.agent_rollouts import AgentRollouts
+from vectorlm.rl.agents.agent import AgentRollouts
 
 
 def sample_on_rank(topology, agent, num_engines):

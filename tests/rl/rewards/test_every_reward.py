@@ -14,7 +14,8 @@ from kit.sft_runs import lines
 
 from vectorlm.rl.agents.session import Session
 from vectorlm.rl.environments.environment import Player, Reply
-from vectorlm.rl.rewards import limited, registry
+from vectorlm.rl.rewards import code as limited
+from vectorlm.rl.rewards import registry
 from vectorlm.rl.rewards.function import shown
 from vectorlm.rl.rewards.runner import Scorable, run_reward
 from vectorlm.rl.rollouts.sampler import GroupSampler, Task

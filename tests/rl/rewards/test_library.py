@@ -10,7 +10,9 @@ import pytest
 from kit.every_reward import judge_server
 
 from vectorlm.errors import ConfigError
-from vectorlm.rl.rewards import code, ifeval, judge, limited, mathematics, registry, shape
+from vectorlm.rl.rewards import code, judge, mathematics, registry, shape
+from vectorlm.rl.rewards import code as limited
+from vectorlm.rl.rewards import shape as ifeval
 
 
 @pytest.mark.parametrize(

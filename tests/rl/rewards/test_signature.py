@@ -6,8 +6,8 @@ import json
 import pytest
 
 from vectorlm.data.prompts import read_prompts
+from vectorlm.rl.rewards.registry import RewardSignature
 from vectorlm.rl.rewards.runner import Scorable, run_reward
-from vectorlm.rl.rewards.signature import RewardSignature
 from vectorlm.runs.preflight.rewards import signature_problems
 
 ANSWERS = [Scorable("2", "1 + 1", (5,), {"answer": "2"}), Scorable("5", "2 + 2", (6, 7), {"answer": "4"})]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from vectorlm.rl.rollouts.room import Room
+from vectorlm.rl.rollouts.actor import Room
 
 TOKENS = 20
 

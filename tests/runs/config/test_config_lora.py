@@ -4,7 +4,7 @@ import pytest
 from peft import LoraConfig
 
 from vectorlm.runs.config.load import load_config
-from vectorlm.sampling.weights.lora_options import engine_arguments, largest_rank, refused_options
+from vectorlm.sampling.weights.lora_factors import engine_arguments, largest_rank, refused_options
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import pytest
 from kit.config_texts import RL, refusal
 
 from vectorlm.packages import fields_of
-from vectorlm.runs.config.foreign import FOREIGN
 from vectorlm.runs.config.setting import all_settings
-from vectorlm.runs.config.value import describe
+from vectorlm.runs.config.value import FOREIGN, describe
 
 PLACES = sorted({place for each in FOREIGN.values() for place in each.places})
 

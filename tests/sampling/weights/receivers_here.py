@@ -6,7 +6,7 @@ import torch
 
 from vectorlm.sampling.backends.vllm.extension import WeightExtension
 from vectorlm.sampling.weights.arena import Arena
-from vectorlm.sampling.weights.checksum import checksum
+from vectorlm.sampling.weights.inspection import checksum
 from vectorlm.sampling.weights.receive import EngineReceiver
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vectorlm.sampling.weights.checksum import checksum, checksums, row_sums, widest_word
+from vectorlm.sampling.weights.inspection import checksum, checksums, row_sums, widest_word
 
 
 def test_a_hand_worked_sum():

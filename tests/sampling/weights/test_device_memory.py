@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from vectorlm.errors import HandleRefused, WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import transport as transports
-from vectorlm.sampling.weights import device_memory, exports
+from vectorlm.sampling.weights import exports
+from vectorlm.sampling.weights import exports as device_memory
 from vectorlm.sampling.weights.copy_list import CopyList
 from vectorlm.sampling.weights.exports import DeviceHandle, Export, FileHandle
 from vectorlm.sampling.weights.plan import Layout, Slot, TensorSpec

@@ -155,7 +155,7 @@ class Written:
 
     def publish(self, layout, with_checksums):
         from vectorlm.sampling.weights.arena import Arena
-        from vectorlm.sampling.weights.checksum import checksum
+        from vectorlm.sampling.weights.inspection import checksum
 
         arena = Arena.open(layout.path, layout.num_bytes)
         place = arena.view(layout.slots[0]).fill_(self.value)

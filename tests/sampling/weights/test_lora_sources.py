@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.weights.arena import Arena, MappedArenas
-from vectorlm.sampling.weights.checksum import checksum
+from vectorlm.sampling.weights.inspection import checksum
 from vectorlm.sampling.weights.layout import plain_slots
 from vectorlm.sampling.weights.lora_source import adapter_source, lora_weight_sets, merged_source
 from vectorlm.sampling.weights.module_source import ModuleSource, manifest_of

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from vectorlm.errors import WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.weights.arena import Arena, MappedArenas
-from vectorlm.sampling.weights.checksum import checksum
+from vectorlm.sampling.weights.inspection import checksum
 from vectorlm.sampling.weights.module_source import ModuleSource, manifest_of
 from vectorlm.sampling.weights.plan import Layout, Slot
 

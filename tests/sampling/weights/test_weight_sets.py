@@ -14,7 +14,7 @@ from vectorlm.sampling import messages
 from vectorlm.sampling.hot_swap import HotSwap
 from vectorlm.sampling.settings import EngineSettings
 from vectorlm.sampling.weights.arena import Arena
-from vectorlm.sampling.weights.checksum import checksum
+from vectorlm.sampling.weights.inspection import checksum
 from vectorlm.sampling.weights.layout import plain_slots
 from vectorlm.sampling.weights.plan import Layout
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from vectorlm.data.tasksets import environment_config
+from vectorlm.data.tasks import environment_config
 
 KEY = "VECTORLM_ROLLOUT_KEY"
 """The variable from which verifiers' client reads the key, in the worker alone."""

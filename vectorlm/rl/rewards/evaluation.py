@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.data.encoding import asked, shown_prompt
-from vectorlm.report.progress import report_wait, sample_with_progress
-from vectorlm.report.step_lines import StepLines
+from vectorlm.report.step_lines import StepLines, report_wait, sample_with_progress
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.rl.rewards.grade import grade
 from vectorlm.rl.rollout import Rollout, logged_means

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from vectorlm.rl.rewards.limited import OverLimit, limited
+from vectorlm.rl.rewards.code import OverLimit, limited
 
 
 def reasoning_gym(completion: str, item: Mapping[str, Any]) -> float:

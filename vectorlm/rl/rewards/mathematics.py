@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from vectorlm.rl.rewards.limited import OverLimit, limited
+from vectorlm.rl.rewards.code import OverLimit, limited
 
 # Each call would say that its own time limits are off: a reward's worker has one.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -18,8 +18,8 @@ from vectorlm.rl.rewards.function import shown
 from vectorlm.rl.rollout import Rollout
 from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.load import STEP_SEPARATOR, load_pretrained
+from vectorlm.train.objective import Scorer
 from vectorlm.train.packing import Rows
-from vectorlm.train.scorer import Scorer
 
 COMBINED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "min": torch.min,

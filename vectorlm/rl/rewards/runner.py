@@ -17,8 +17,16 @@ import cloudpickle
 
 from vectorlm.data.encoding import chat_of, is_messages, split_begun
 from vectorlm.plugin import raised_at, text_of
-from vectorlm.rl.rewards.registry import get_reward
-from vectorlm.rl.rewards.signature import COMPLETIONS, EXTRAS, IDS, LOG, PROMPTS, RESERVED, RewardSignature
+from vectorlm.rl.rewards.registry import (
+    COMPLETIONS,
+    EXTRAS,
+    IDS,
+    LOG,
+    PROMPTS,
+    RESERVED,
+    RewardSignature,
+    get_reward,
+)
 from vectorlm.types import MAX_REWARD, RewardResult
 
 Reward = str | bytes | Callable[..., Any]

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from vectorlm.rl.rollout import Rollout
-from vectorlm.rl.rollouts.actor import Actor, Outcome
-from vectorlm.rl.rollouts.room import Room
+from vectorlm.rl.rollouts.actor import Actor, Outcome, Room
 from vectorlm.rl.rollouts.sampler import GroupSampler, SampledGroup, Task
 from vectorlm.sampling.engine import WAIT_S, SamplingEngine
 

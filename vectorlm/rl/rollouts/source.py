@@ -7,9 +7,8 @@ from typing import Any
 
 from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
 from vectorlm.rl.rollout import Rollout, RolloutGroup
-from vectorlm.rl.rollouts.cohort import Cohort, PendingGroup
 from vectorlm.rl.rollouts.queue import GroupQueue
-from vectorlm.rl.rollouts.sampler import Task
+from vectorlm.rl.rollouts.sampler import Cohort, PendingGroup, Task
 from vectorlm.rl.rollouts.scoring import GroupScorer
 from vectorlm.rl.settings import AsyncSettings
 from vectorlm.train.recorder import Timer

@@ -14,11 +14,10 @@ from pydantic import PydanticSchemaGenerationError
 
 from vectorlm.algorithms.settings import SETTINGS
 from vectorlm.errors import ConfigError
-from vectorlm.runs.config.foreign import FOREIGN
 from vectorlm.runs.config.schema import ALIASES, Config, RLSettings, SamplerSettings
 from vectorlm.runs.config.setting import Setting, all_settings, build_section, settings_of, start_of, to_plain
 from vectorlm.runs.config.source import Dumper, Entry, parse_yaml
-from vectorlm.runs.config.value import convert, describe_refusal, raise_problems
+from vectorlm.runs.config.value import FOREIGN, convert, describe_refusal, raise_problems
 from vectorlm.settings import closest
 from vectorlm.train.optimizers import accepted
 from vectorlm.train.settings import OptimizerSettings

@@ -27,7 +27,7 @@ from vectorlm.rl.settings import (
     UpdateSettings,
 )
 from vectorlm.sampling.settings import EngineSettings
-from vectorlm.sampling.weights.lora_options import engine_arguments
+from vectorlm.sampling.weights.lora_factors import engine_arguments
 from vectorlm.settings import (
     Length,
     NonNegativeInt,
@@ -39,10 +39,10 @@ from vectorlm.settings import (
     inline,
     partial,
 )
-from vectorlm.train.checkpoint.settings import KeepSettings
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
     EvaluationSettings,
+    KeepSettings,
     LoopSettings,
     ModelSettings,
     OptimizerSettings,

@@ -20,7 +20,7 @@ from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.config.value import show
 from vectorlm.sampling.weights.model_size import files_of_index
-from vectorlm.train.lora.folder import ADAPTER_CONFIG, base_of, is_adapter_folder, options_of
+from vectorlm.train.lora.load import ADAPTER_CONFIG, base_of, is_adapter_folder, options_of
 
 HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 """What may be the name of a model on the Hub; every short relative path looks the same."""
@@ -118,7 +118,7 @@ def download(name: str) -> bool:
         ConfigError: The Hub does not answer, has no such model, or wants a login; the GGUF file cannot be read.
     """
     if (converted := _converted(name)) is not None and not _is_complete(converted, name):
-        from vectorlm.train.checkpoint.gguf import SOURCE, convert_gguf
+        from vectorlm.train.checkpoint.export import SOURCE, convert_gguf
 
         if converted.exists() and not (converted / SOURCE).exists():
             raise ConfigError(
@@ -228,7 +228,7 @@ def _converted(name: str) -> Path | None:
 
 def _is_complete(converted: Path, name: str) -> bool:
     """Return whether the folder of a GGUF file is whole, and of the file as it is now."""
-    from vectorlm.train.checkpoint.gguf import is_made_of
+    from vectorlm.train.checkpoint.export import is_made_of
 
     return not missing_files(converted) and is_made_of(converted, Path(name))
 

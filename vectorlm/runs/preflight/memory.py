@@ -14,12 +14,12 @@ from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.settings import CPU_PASS_TOKENS
 from vectorlm.runs.config.schema import Config, SamplerSettings, TrainSettings
 from vectorlm.runs.config.setting import to_plain, value_at, with_value
-from vectorlm.runs.preflight.container import container_limits
 from vectorlm.runs.preflight.memory_plan import (
     GIB,
     Demand,
     EngineDemand,
     MemoryPlan,
+    container_limits,
     plan_memory,
     sequence_kv_bytes,
 )

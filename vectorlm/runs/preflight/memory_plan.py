@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from vectorlm.sampling.weights.model_size import ModelSize
 from vectorlm.train.settings import Recomputation, chunk_tokens
@@ -348,3 +349,34 @@ def sequence_kv_bytes(demand: Demand, engine: EngineDemand) -> int:
     """Return the KV cache of one sequence of the longest length: keys and values of every block."""
     per_token = 2 * demand.model.num_layers * demand.model.kv_size * engine.bytes_per_weight
     return per_token * engine.max_model_len // engine.tensor_parallel
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a container allows; None is no limit."""
+
+    memory_bytes: int | None = None
+    cores: float | None = None
+
+
+def container_limits(root: str | Path = "/sys/fs/cgroup", own: str | Path = "/proc/self/cgroup") -> Limits:
+    """Read the limits of this process's control group and of the groups around it (cgroup version 2)."""
+    memory, cores = [], []
+    place = next((line[3:] for line in _read(Path(own)).splitlines() if line.startswith("0::")), None)
+    inner = Path(root, place.strip("/")) if place is not None else Path(root)
+    for folder in [inner, *inner.parents]:
+        if not folder.is_relative_to(root):
+            break
+        limit, quota = _read(folder / "memory.max").strip(), _read(folder / "cpu.max").split()
+        if limit.isdigit():
+            memory.append(int(limit))
+        if len(quota) == 2 and quota[0].isdigit():
+            cores.append(int(quota[0]) / int(quota[1]))
+    return Limits(min(memory, default=None), min(cores, default=None))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -15,15 +15,15 @@ from vectorlm.algorithms.settings import (
     WhiteningSettings,
 )
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.rl.correction import correction_of
 from vectorlm.rl.environments.environment import AGENT
+from vectorlm.rl.prepare import correction_of
 from vectorlm.rl.prompts import SCORE
 from vectorlm.rl.rewards.registry import short_name
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
-from vectorlm.runs.preflight.teacher import teacher_problems
-from vectorlm.sampling.weights.lora_options import moving_references
+from vectorlm.runs.preflight.rewards import teacher_problems
+from vectorlm.sampling.weights.lora_factors import moving_references
 from vectorlm.train.grammar import KINDS
 
 # Parameters that change which tokens can be drawn, or how likely they are, and that the trainer does not follow; with

@@ -21,7 +21,7 @@ from vectorlm.runs.config.value import describe_refusal, show
 from vectorlm.runs.preflight.local_model import HEADS, description_of, number_in, vocab_size
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.sampling.contract import BACKENDS
-from vectorlm.sampling.weights.lora_options import (
+from vectorlm.sampling.weights.lora_factors import (
     SCORES,
     WRITES,
     largest_rank,
@@ -271,7 +271,7 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         yield from sampling_problems(parameters, path, config.origins)
     if sampler.engine.inference == "transformers":
         # This imports torch, which the check for other engines does without.
-        from vectorlm.sampling.backends.transformers.parameters import read_parameters
+        from vectorlm.sampling.backends.transformers.generation import read_parameters
 
         for path, parameters in given.items():
             try:

@@ -9,7 +9,7 @@ import torch
 
 from vectorlm.errors import ChecksumMismatch, EngineError
 from vectorlm.sampling.weights.arena import Arena
-from vectorlm.sampling.weights.checksum import checksum
+from vectorlm.sampling.weights.inspection import checksum
 from vectorlm.sampling.weights.layout import plain_slots
 from vectorlm.sampling.weights.plan import Layout, TensorSpec, dtype_name, shortened
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import EngineError
 from vectorlm.sampling.backends.plain_weights import PlainWeights
-from vectorlm.sampling.backends.transformers.parameters import Parameters, read_parameters
+from vectorlm.sampling.backends.transformers.generation import Parameters, read_parameters
 from vectorlm.sampling.contract import RequestOutput
 from vectorlm.sampling.weights.plan import Layout, TensorSpec
 from vectorlm.types import Completion

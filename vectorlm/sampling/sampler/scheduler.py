@@ -14,7 +14,7 @@ from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.sampling import messages
 from vectorlm.sampling.arguments import one_each
 from vectorlm.sampling.contract import BACKENDS, Backend, RequestOutput
-from vectorlm.sampling.packed import pack
+from vectorlm.sampling.messages import pack
 from vectorlm.sampling.sampler.answers import AnswerRules
 from vectorlm.settings import nearest
 from vectorlm.types import InFlight

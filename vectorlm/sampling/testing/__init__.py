@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from vectorlm.sampling.testing import answers, language, trainers, updates
+from vectorlm.sampling.testing import answers, language, updates
+from vectorlm.sampling.testing import updates as trainers
 from vectorlm.sampling.testing.subject import EngineUnderTest
-from vectorlm.sampling.testing.trainers import TrainerUnderTest
+from vectorlm.sampling.testing.updates import TrainerUnderTest
 
 __all__ = [
     "CHECKS",

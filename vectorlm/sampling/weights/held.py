@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vectorlm.errors import ChecksumMismatch
-from vectorlm.sampling.weights.checksum import checksum
+from vectorlm.sampling.weights.inspection import checksum
 from vectorlm.sampling.weights.plan import Slot, TensorSpec, dtype_of, shortened
 from vectorlm.sampling.weights.receive import HeldPieces, loaded_tensors, match_tensors, piece_sums
 from vectorlm.sampling.weights.record import LoadPlan

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
-from vectorlm.sampling.weights.checksum import checksums, row_sums
 from vectorlm.sampling.weights.copy_list import CopyList
 from vectorlm.sampling.weights.exports import Export
+from vectorlm.sampling.weights.inspection import checksums, row_sums
 from vectorlm.sampling.weights.plan import Layout, TensorSpec, dtype_name, dtype_of, shortened
 from vectorlm.sampling.weights.record import Copy, LoadPlan, View
 

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vectorlm.errors import WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.weights.arena import MappedArenas
-from vectorlm.sampling.weights.checksum import checksums, row_sums
-from vectorlm.sampling.weights.inspection import FiniteCheck, Inspection
+from vectorlm.sampling.weights.inspection import FiniteCheck, Inspection, checksums, row_sums
 from vectorlm.sampling.weights.model_tensors import persistent_buffers, quantized_layers, trainer_tensors
 from vectorlm.sampling.weights.plan import Layout, Piece, TensorSpec, dtype_of
 

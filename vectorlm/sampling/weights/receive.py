@@ -15,9 +15,9 @@ import torch
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.ranks.engine_ranks import CallResult, results_or_first_error
 from vectorlm.sampling.weights.arena import path_of, reserve
-from vectorlm.sampling.weights.checksum import checksums, row_sums, widest_word
 from vectorlm.sampling.weights.copy_list import CopyList
 from vectorlm.sampling.weights.exports import Export
+from vectorlm.sampling.weights.inspection import checksums, row_sums, widest_word
 from vectorlm.sampling.weights.layout import in_rounds, place_slots
 from vectorlm.sampling.weights.model_tensors import persistent_buffers
 from vectorlm.sampling.weights.plan import BASE, Layout, Slot, TensorSpec, dtype_name, dtype_of, shortened

@@ -20,8 +20,8 @@ import aiohttp
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.sampling.backends.server.client import as_it_is, call_server
+from vectorlm.sampling.backends.server.extension import result_from_wire, to_wire
 from vectorlm.sampling.backends.server.serve import require_token
-from vectorlm.sampling.backends.server.wire import result_from_wire, to_wire
 from vectorlm.sampling.backends.vllm.shim import make_sampling_params
 from vectorlm.sampling.contract import RequestOutput
 from vectorlm.sampling.sampler.answers import FINISH_REASONS

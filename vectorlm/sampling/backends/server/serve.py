@@ -63,7 +63,7 @@ def _require_port(host: str, port: int) -> None:
 
 def server_command(model: str, host: str, port: int, further: Sequence[str]) -> list[str]:
     """Return the command line of ``vllm serve``, with the lock, the weight channel and what starts fast."""
-    command = [sys.executable, "-m", "vectorlm.sampling.backends.server.process", "--model", model]
+    command = [sys.executable, "-m", "vectorlm.sampling.backends.server.client", "--model", model]
     command += ["--host", host, "--port", str(port)]
     command += ["--middleware", "vectorlm.sampling.backends.server.serve.Guard"]
     command += ["--worker-extension-cls", "vectorlm.sampling.backends.server.extension.ServerExtension"]

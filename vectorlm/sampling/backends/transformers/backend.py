@@ -14,8 +14,12 @@ import torch
 
 from vectorlm.errors import EngineError
 from vectorlm.sampling.backends.plain_weights import PlainWeights
-from vectorlm.sampling.backends.transformers.generation import Batch, SequenceState
-from vectorlm.sampling.backends.transformers.parameters import Detokenizer, read_parameters
+from vectorlm.sampling.backends.transformers.generation import (
+    Batch,
+    Detokenizer,
+    SequenceState,
+    read_parameters,
+)
 from vectorlm.sampling.contract import RequestOutput
 from vectorlm.sampling.weights.model_tensors import trainer_tensors
 from vectorlm.sampling.weights.module_source import manifest_of

@@ -10,12 +10,12 @@ from typing import Any
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.sampling.backends.vllm import packs_by_itself
-from vectorlm.sampling.backends.vllm.norms import use_norm_kernel
 from vectorlm.sampling.backends.vllm.pack import (
     check_packed,
     pack,
     require_no_latent_attention,
     require_plain_layers,
+    use_norm_kernel,
 )
 from vectorlm.sampling.weights.exports import Export
 from vectorlm.sampling.weights.held import held_by
