@@ -149,7 +149,7 @@ RESULTS = {
         ),
     ),
     "gpu": Result(
-        code=("vectorlm", "tests/gpu"),
+        code=("vectorlm", "benchmarks/gpu"),
     ),
     "hot_swap": Result(
         code=(*_SAMPLING, "benchmarks/hot_swap.py"),
