@@ -21,7 +21,7 @@ from vectorlm.cli.export import find_source, load_source
 from vectorlm.report.card import card_of
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 
 LORA = {
     "r": 2,

@@ -13,11 +13,10 @@ from vectorlm.algorithms.support import Support
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.models import disable_dropout
-from vectorlm.train.context import ContextGroup
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import add_lora
-from vectorlm.train.packing import Rows, pack
+from vectorlm.train.lora import add_lora
+from vectorlm.train.packing import ContextGroup, Rows, pack
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded
 

@@ -19,7 +19,7 @@ from vectorlm.sampling.transport import pull_obstacle
 from vectorlm.sampling.weights.module_source import ModuleSource
 from vectorlm.train.checkpoint.state import CheckpointStore
 from vectorlm.train.load import load_model, quantize_blocks, round_blocks
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.shard import shard_model
 from vectorlm.types import TrainedModel
 

@@ -15,8 +15,8 @@ from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.resume import identity_of
 from vectorlm.runs.preflight.settings import setting_problems
 from vectorlm.train.checkpoint.state import CheckpointStore
-from vectorlm.train.device_turn import Offload
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.handover import Offload
+from vectorlm.train.lora import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.optimizers import OPTIMIZERS, make_optimizer, state_bytes
 from vectorlm.train.settings import OptimizerSettings

@@ -18,7 +18,7 @@ from vectorlm.train import attention, language_model, settings
 from vectorlm.train.attention import packed_attention
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.packing import Bundle, Rows, num_shared, pack
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded

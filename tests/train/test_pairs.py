@@ -13,8 +13,7 @@ from vectorlm.algorithms.settings import PreferenceSettings
 from vectorlm.data.loader import Collator
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model, load_scorer
-from vectorlm.train.objective import Scorer
-from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs, Steps
+from vectorlm.train.objective import Completions, GoodAndBad, PreferencePairs, Scorer, Steps
 
 ROWS = [
     ([5, 6, 7, 8, 0], [5, 6, 9, 0], 1.0),

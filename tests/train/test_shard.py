@@ -12,7 +12,7 @@ from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.checkpoint.export import gather_weights
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings

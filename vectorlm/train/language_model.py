@@ -19,9 +19,8 @@ from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.errors import ConfigError
 from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.attention import PACKED
-from vectorlm.train.context import ContextGroup
 from vectorlm.train.grammar import Grammar
-from vectorlm.train.packing import Packing, Rows, pack
+from vectorlm.train.packing import ContextGroup, Packing, Rows, pack
 from vectorlm.train.settings import chunk_tokens
 
 Result = TypeVar("Result")

@@ -82,7 +82,7 @@ def make_optimizer(
     taken = accepted(name)
     if ":" in name:
         return load_plugin(name)(trained, **{key: given[key] for key in given.keys() & taken}, **more)
-    from vectorlm.train.composed_optimizer import Parts, WholeTensors, pass_lr_as_tensor
+    from vectorlm.train.optimizer_step import Parts, WholeTensors, pass_lr_as_tensor
 
     row = OPTIMIZERS[name]
     kind = getattr(import_module(f"{row.package}.optim"), row.class_name)

@@ -219,7 +219,7 @@ class RewardModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnSettings:
+class HandoverSettings:
     """What makes room on the devices while the other side works."""
 
     sleep: Literal["none", "kv_cache", "all"] = "none"

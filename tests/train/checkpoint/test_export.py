@@ -17,7 +17,7 @@ from vectorlm.errors import CheckpointError
 from vectorlm.train.checkpoint import export
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.load import load_model, load_tokenizer
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import shard_model
 

@@ -13,7 +13,7 @@ from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.checkpoint.folder import newest
 from vectorlm.train.checkpoint.state import CheckpointStore, capture_rng, restore_rng, state_of
 from vectorlm.train.load import load_model, load_tokenizer
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.shard import shard_model
 from vectorlm.types import TrainedModel
 

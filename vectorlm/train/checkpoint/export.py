@@ -26,7 +26,7 @@ from vectorlm.ranks.wait import report_wait
 from vectorlm.sampling.weights.model_tensors import WRAPPERS
 from vectorlm.sampling.weights.plan import shortened
 from vectorlm.train.checkpoint import folder
-from vectorlm.train.lora.load import STARTING, lasting_name
+from vectorlm.train.lora import STARTING, lasting_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
