@@ -113,7 +113,7 @@ def test_sampling_inside_sampling_is_out_of_turn():
         with pytest.raises(OutOfTurn) as caught, turn.sampling(2):
             pass
         assert str(caught.value) == (
-            "sampling at step 2 began inside the sampling of step 1: end that block first."
+            "sampling at step 2 was opened inside the sampling of step 1. End that block first."
         )
     with turn.sampling(2):
         pass
@@ -168,7 +168,7 @@ def test_an_error_on_the_way_in_brings_everything_back_and_a_second_one_is_a_not
     engine.failures["sleep weights+kv"] = EngineError("and no sleep")
     with pytest.raises(EngineError, match="no memory") as caught, turn.sampling(1):
         raise AssertionError("the block must not run")
-    assert caught.value.__notes__ == ["Afterwards the engine could not be put to sleep: and no sleep"]
+    assert caught.value.__notes__ == ["Then the engine could not be put to sleep: and no sleep"]
     assert optimizer.state[model.weight]["exp_avg"].untyped_storage().nbytes() == 16
     assert model.weight.grad.untyped_storage().nbytes() == 16
 

@@ -278,7 +278,7 @@ def assert_rows_say_the_same(name, tmp_path):
                 "layer_types": ["sliding_attention", "full_attention"],
                 "shared_expert_intermediate_size": 32,
             },
-            "its attention does not say how far it sees",
+            "its attention does not pass on its sliding window",
         ),
         (
             "GptOssConfig",
@@ -337,7 +337,7 @@ def test_attention_that_is_given_more_than_it_would_follow_is_left_alone(folder,
         model.model, "forward", lambda **given: forward(**given, position_bias=torch.zeros(1))
     )
     monkeypatch.setattr(language_model.inspect, "signature", lambda f: INSPECT(type(model.model).forward))
-    assert LanguageModel(model).why_padded == "its attention follows position_bias"
+    assert LanguageModel(model).why_padded == "its attention reads position_bias"
 
 
 def test_padded_rows_keep_the_cap_of_a_model_whose_attention_is_packed(tmp_path):

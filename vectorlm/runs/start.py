@@ -38,7 +38,7 @@ from vectorlm.runs.preflight.memory import memory_report
 from vectorlm.runs.preflight.rehearsal import REHEARSAL, rehearse
 from vectorlm.runs.preflight.resume import settings_of_rank
 from vectorlm.runs.preflight.summary import notes_of
-from vectorlm.train.checkpoint.folder import held, naming_the_full_disk
+from vectorlm.train.checkpoint.folder import locked, naming_the_full_disk
 from vectorlm.train.handover import DeviceTurn, put_to_sleep
 from vectorlm.train.load import load_model, load_scorer, load_tokenizer, quantize_blocks, round_blocks
 from vectorlm.train.lora import add_lora, continue_lora, load_adapters, merged
@@ -251,7 +251,7 @@ def _look(
     near = topology.local_world_size
     report = memory_report(checked.config, topology.world_size, device_bytes=total, ranks_per_node=near)
     output = Path(config.train_parameters.output_dir)
-    stack.enter_context(held(output))
+    stack.enter_context(locked(output))
     for leftover in output.glob(f"{REHEARSAL}*"):  # Of a run that was killed at its start.
         shutil.rmtree(leftover, ignore_errors=True)
     notes = [f"  note: {note}" for note in (*notes_of(checked.config), *rehearse(checked.config))]

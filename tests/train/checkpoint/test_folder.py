@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.train.checkpoint import folder
-from vectorlm.train.checkpoint.folder import begin, finish, held, naming, naming_the_full_disk
+from vectorlm.train.checkpoint.folder import begin, finish, locked, naming, naming_the_full_disk
 
 
 class Killed(BaseException):
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path):
 
 
 def hold(path, entered, leave):
-    with held(path):
+    with locked(path):
         entered.set()
         leave.wait(60)
 
@@ -124,27 +124,27 @@ def test_a_disk_that_is_full_is_named():
 
 
 def test_a_folder_that_another_process_holds_is_refused_until_that_one_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "HELD_PATIENCE_S", 0.3)
+    monkeypatch.setattr(folder, "LOCK_PATIENCE_S", 0.3)
     context = multiprocessing.get_context("spawn")
     entered, leave = context.Event(), context.Event()
     process = context.Process(target=hold, args=(tmp_path / "run", entered, leave))
     process.start()
     assert entered.wait(60)
-    with pytest.raises(ConfigError, match="run' is in use by another run"), held(tmp_path / "run"):
+    with pytest.raises(ConfigError, match="run' is in use by another run"), locked(tmp_path / "run"):
         pass
     process.kill()
     process.join()
-    with held(tmp_path / "run"):
+    with locked(tmp_path / "run"):
         assert os.listdir(tmp_path / "run") == []
 
 
 def test_a_fork_that_outlives_its_run_does_not_hold_the_folder(tmp_path):
-    with held(tmp_path):
+    with locked(tmp_path):
         child = os.fork()
         if child == 0:
             signal.pause()
     try:
-        with held(tmp_path, patience_s=1.0):
+        with locked(tmp_path, patience_s=1.0):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -152,17 +152,17 @@ def test_a_fork_that_outlives_its_run_does_not_hold_the_folder(tmp_path):
 
 
 def test_a_fork_that_leaves_the_block_does_not_let_go_for_its_parent(tmp_path):
-    holding = held(tmp_path)
+    holding = locked(tmp_path)
     holding.__enter__()
     child = os.fork()
     if child == 0:
         holding.__exit__(None, None, None)
         os._exit(0)
     os.waitpid(child, 0)
-    with pytest.raises(ConfigError, match="is in use"), held(tmp_path, patience_s=0.1):
+    with pytest.raises(ConfigError, match="is in use"), locked(tmp_path, patience_s=0.1):
         pass
     holding.__exit__(None, None, None)
-    with held(tmp_path, patience_s=0.1):
+    with locked(tmp_path, patience_s=0.1):
         pass
 
 
