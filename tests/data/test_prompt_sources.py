@@ -12,8 +12,8 @@ from kit.letters import letter_tokenizer, make, spell
 
 from vectorlm.cli import evaluate
 from vectorlm.data import prompts
-from vectorlm.data.encoding import as_list, asked, encode, encode_all
-from vectorlm.data.prompts import read_prompts
+from vectorlm.data.encoding import asked, encode, encode_all
+from vectorlm.data.prompts import as_list, read_prompts
 from vectorlm.errors import DatasetError
 from vectorlm.rl.rewards import evaluation
 from vectorlm.rl.rewards.evaluation import Evaluator
