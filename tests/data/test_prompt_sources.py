@@ -48,12 +48,10 @@ def test_messages_with_columns_are_the_same_from_every_source(tmp_path, name):
 @pytest.mark.parametrize("name", ["rows.parquet", "saved"])
 def test_a_row_without_a_prompt_is_named_with_the_columns_that_it_has(tmp_path, name):
     path = write(tmp_path, name, [{"prompt": "a", "answer": 1}, {"prompt": None, "answer": 2}])
-    with pytest.raises(
-        DatasetError, match=r"row 1 of .* has the columns prompt, answer, but every row must have"
-    ):
+    with pytest.raises(DatasetError, match=r"row 1 of .* columns prompt, answer"):
         read_prompts(path)
     path = write(tmp_path, f"other_{name}", [{"question": "a", "answer": 1}])
-    with pytest.raises(DatasetError, match=r"row 0 of .* has the columns question, answer, but"):
+    with pytest.raises(DatasetError, match=r"row 0 of .* columns question, answer"):
         read_prompts(path)
 
 
@@ -62,14 +60,8 @@ def test_what_cannot_be_read_is_a_dataset_error(tmp_path):
     rows = Dataset.from_list(ROWS)
     DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "several")
     (tmp_path / "empty").mkdir()
-    for name, text in (
-        ("torn.parquet", "cannot be read: it must be a Parquet"),
-        ("several", "holds several splits: name one with `split`, of train, test"),
-        ("empty", "holds no dataset that save_to_disk wrote"),
-        ("absent.parquet", "does not exist"),
-        ("absent.jsonl", "does not exist"),
-    ):
-        with pytest.raises(DatasetError, match=f"rl.prompts='{tmp_path}/{name}' {text}"):
+    for name in ("torn.parquet", "several", "empty", "absent.parquet", "absent.jsonl"):
+        with pytest.raises(DatasetError, match=f"rl.prompts='{tmp_path}/{name}'"):
             read_prompts(tmp_path / name, "rl.prompts")
 
 
@@ -79,10 +71,10 @@ def test_a_split_is_taken_of_a_saved_dataset(tmp_path):
     path = str(tmp_path / "several")
     assert read_prompts(PromptSettings(path=path, split="test")) == RECORDS[1:]
     assert read_prompts(PromptSettings(path=path, split="train[:1]")) == RECORDS[:1]
-    with pytest.raises(DatasetError, match=r"split='dev' cannot be taken from rl.prompts='.*several'"):
+    with pytest.raises(DatasetError, match=r"split='dev' .*rl.prompts='.*several'"):
         read_prompts(PromptSettings(path=path, split="dev"), "rl.prompts")
     lines = write(tmp_path, "rows.jsonl", ROWS)
-    with pytest.raises(DatasetError, match=r"rl.prompts.split has no effect"):
+    with pytest.raises(DatasetError, match=r"rl\.prompts\.split"):
         read_prompts(PromptSettings(path=lines, split="train"), "rl.prompts")
 
 
@@ -126,10 +118,10 @@ def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path):
 
 def test_a_source_without_rows_is_refused(tmp_path):
     Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
-    with pytest.raises(DatasetError, match="is empty: it must hold at least one prompt"):
+    with pytest.raises(DatasetError, match=r"none\.parquet"):
         read_prompts(tmp_path / "none.parquet")
     Dataset.from_list(ROWS).select([]).save_to_disk(tmp_path / "none")
-    with pytest.raises(DatasetError, match="or one without rows"):
+    with pytest.raises(DatasetError, match="none"):
         read_prompts(tmp_path / "none")
 
 
@@ -210,11 +202,11 @@ def test_verifiers_plays_its_own_tasks(given, environment, played_by):
 
 def test_only_one_kind_of_source_is_read_with_its_own_settings(monkeypatch):
     for settings, text in (
-        (PromptSettings(), "must have one of `path`, `reasoning_gym`, `verifiers`"),
-        (PromptSettings(path="a.jsonl", verifiers="words"), "must have one of"),
-        (PromptSettings(path="a.jsonl", size=3), "size has no effect with path"),
-        (PromptSettings(verifiers="words", split="train"), "split has no effect with verifiers"),
-        (PromptSettings(reasoning_gym="chain_sum", split="train"), "split has no effect with reasoning_gym"),
+        (PromptSettings(), "`path`, `reasoning_gym`, `verifiers`"),
+        (PromptSettings(path="a.jsonl", verifiers="words"), "`path`, `reasoning_gym`, `verifiers`"),
+        (PromptSettings(path="a.jsonl", size=3), "size .*path"),
+        (PromptSettings(verifiers="words", split="train"), "split .*verifiers"),
+        (PromptSettings(reasoning_gym="chain_sum", split="train"), "split .*reasoning_gym"),
     ):
         with pytest.raises(DatasetError, match=text):
             read_prompts(settings)

@@ -106,7 +106,7 @@ def test_each_rank_has_every_second_token_and_the_places_in_it():
 
 
 def test_rows_that_are_padded_are_refused(folder):
-    with pytest.raises(ConfigError, match=r"context_parallel=2 .* pack_rows is False"):
+    with pytest.raises(ConfigError, match="context_parallel"):
         LanguageModel(load_model(folder), packs=False, context=ContextGroup(None, 0, 2))
 
 

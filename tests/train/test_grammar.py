@@ -19,11 +19,7 @@ from vectorlm.types import PromptRecord
 # The end token of the tokenizer, and one that is a letter otherwise.
 ENDS, VOCAB = {0, 2}, 48
 WORDS = ["bed", "bee", "cow", "be"]
-KINDS = [
-    {"choice": WORDS},
-    {"regex": "be(d|e)?|cow"},
-    {"grammar": 'root ::= "be" ("d" | "e")? | "cow"'},
-]
+KINDS = [{"choice": WORDS}, {"regex": "be(d|e)?|cow"}, {"grammar": 'root ::= "be" ("d" | "e")? | "cow"'}]
 
 
 @pytest.fixture(scope="module")
@@ -159,5 +155,5 @@ def test_tokens_that_are_left_out_count_and_a_strange_completion_is_refused(toke
         rows = inputs(each)
         assert 0 < len(grammar.bitmasks(rows)) == rows.is_asked.sum() < whole.mask.sum()
     assert torch.equal(grammar.bitmasks(inputs(batch))[:4], grammar.bitmasks(inputs(whole))[4:8])
-    with pytest.raises(RolloutError, match="its token 2 is 22"):
+    with pytest.raises(RolloutError, match="token 2 of a completion is 22"):
         grammar.bitmasks(inputs(rows_of(tokenizer, [["beu$"], ["bed$"]])[1]))

@@ -4,7 +4,7 @@ from kit.rank_processes import on_ranks, save_tiny_llama
 from kit.tiny_runs import build_loop
 from torch.distributed.tensor import DTensor
 
-from vectorlm.train import handover as handover
+from vectorlm.train import handover
 from vectorlm.train.handover import Offload
 
 

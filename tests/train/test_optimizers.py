@@ -170,8 +170,7 @@ def test_two_ranks_go_on_bit_for_bit_and_another_number_of_ranks_goes_on(tmp_pat
 
 @names
 @pytest.mark.parametrize(
-    ("schedule", "arguments"),
-    [("polynomial", {"lr_end": 1e-4}), ("cosine_with_min_lr", {"min_lr": 1e-4})],
+    ("schedule", "arguments"), [("polynomial", {"lr_end": 1e-4}), ("cosine_with_min_lr", {"min_lr": 1e-4})]
 )
 def test_a_schedule_falls_from_the_peak_of_every_optimizer_to_a_rate_that_it_is_given(
     name, schedule, arguments

@@ -325,7 +325,7 @@ def test_a_model_that_packing_would_change_is_padded_and_says_how_far_it_would_b
     monkeypatch.setattr(language_model, "_head", lambda causal, layer: lambda states: 2 * layer(states))
     computes = LanguageModel(model)
     assert computes.why_padded is not None
-    assert "what it computes would be" in computes.why_padded
+    assert "off by" in computes.why_padded
     assert model.training
     assert model.config._attn_implementation == "sdpa"
 

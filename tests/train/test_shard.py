@@ -225,7 +225,7 @@ def test_blocks_are_found_without_a_declaration_and_their_absence_is_an_error():
     stack.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
     stack.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     assert transformer_blocks(stack) == list(stack.layers)
-    with pytest.raises(ConfigError, match="type Linear cannot be sharded"):
+    with pytest.raises(ConfigError, match="Linear"):
         transformer_blocks(torch.nn.Linear(2, 2))
 
 

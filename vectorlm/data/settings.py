@@ -77,7 +77,7 @@ class PreprocessSettings:
     from_disk: bool = True
     """Not read, because `load_path` decides; accepted so that existing files load."""
     seperator: str | None = None
-    """Text up to the first separator, and the separator itself, does not count in the loss; rows without it are skipped.
+    """Text up to and including the first separator does not count in the loss; rows without it are skipped.
     May also be written `separator`."""
     assistant_only_loss: bool = False
     """For messages, count only the assistant's text in the loss, including the end of its turn."""

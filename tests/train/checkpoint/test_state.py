@@ -181,7 +181,7 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-NAMED = r"the checkpoint \S+step-00000001 cannot be read (?s:.*)Delete it, and the run goes on from the one before"
+NAMED = r"the checkpoint \S+step-00000001 cannot be read"
 
 
 @pytest.mark.parametrize(

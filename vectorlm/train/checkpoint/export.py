@@ -38,9 +38,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def save_model(
-    model: nn.Module,
-    folder: str | Path,
-    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    model: nn.Module, folder: str | Path, tokenizer: PreTrainedTokenizerBase | str | Path | None = None
 ) -> None:
     """Write a model as a folder that transformers, peft and vLLM load; all ranks call this, and rank 0 writes.
 
