@@ -93,7 +93,7 @@ def test_a_name_on_the_hub_goes_the_way_of_fine_tuning(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])
 def test_a_source_that_is_too_large_to_hold_stays_on_the_disk(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(prompts, "MAX_HELD_BYTES", 0)
+    monkeypatch.setattr(prompts, "MAX_BYTES_IN_MEMORY", 0)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = write(tmp_path, name, ROWS * 20)
     if name == "rows.jsonl":

@@ -235,7 +235,7 @@ def is_messages(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def split_begun(chat: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+def split_unfinished(chat: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
     """Split a chat before an unfinished answer; return the messages and the answer's text, "" if there is none."""
     if not chat or chat[-1]["role"] != "assistant":
         return list(chat), ""
@@ -262,7 +262,7 @@ def chat_of(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:
     """Return a prompt of messages with a completion appended; None if the prompt is not a chat."""
     if not is_messages(prompt):
         return None
-    before, start = split_begun(prompt)
+    before, start = split_unfinished(prompt)
     return [*before, {"role": "assistant", "content": start + text}]
 
 
@@ -324,7 +324,7 @@ def encode_reply(
         EngineError: The template ignores messages of the assistant, or replies of some role.
     """
     # An unfinished answer is part of the policy's turn.
-    before, _ = split_begun(messages)
+    before, _ = split_unfinished(messages)
     chat = [*before, {"role": "assistant", "content": SPOKEN}]
     require_whole_characters(list(replies))
 

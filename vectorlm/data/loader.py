@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +91,7 @@ class Collator:
         return [column[is_kept][: self.max_seq_len] for column in columns]
 
 
+@dataclass(eq=False)
 class StepLoader:
     """Splits each epoch into optimizer steps, and each step into this rank's micro-batches.
 
@@ -99,46 +100,39 @@ class StepLoader:
     row exactly once. Filler rows, which count in no loss, complete a short last step, so that all ranks make the same
     number of forward passes. There is no state to save: the loader can start at any step of any epoch.
 
-    Args:
-        dataset: Rows with `input_ids` and `labels`, optionally `attention_mask` and `seq_lengths` (of a row's texts).
-        collator: Turns rows into batches.
-        topology: This rank's place.
-        micro_batch_size: Rows of one forward pass on one rank.
-        num_micro_batches: Forward passes of one rank per optimizer step.
-        seed: Determines the order of the rows, with the epoch; at least 0.
-        shuffle: False keeps the order of the dataset.
-
     Raises:
         ValueError: The dataset lacks a column.
         DatasetError: The dataset is empty, or has no label that counts.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        collator: Collator,
-        topology: Topology,
-        *,
-        micro_batch_size: int,
-        num_micro_batches: int = 1,
-        seed: int,
-        shuffle: bool,
-    ) -> None:
+    dataset: Dataset
+    """Rows with `input_ids` and `labels`, optionally `attention_mask` and `seq_lengths` (of a row's texts)."""
+    collator: Collator
+    topology: Topology
+    _: KW_ONLY
+    micro_batch_size: int
+    """Rows of one forward pass on one rank."""
+    num_micro_batches: int = 1
+    """Forward passes of one rank per optimizer step."""
+    seed: int
+    """Determines the order of the rows, with the epoch; at least 0."""
+    shuffle: bool
+    """False keeps the order of the dataset."""
+    references: torch.Tensor | None = None
+    """float32 [rows of the dataset, 2], the `references` of batches; None if a loss needs none."""
+
+    def __post_init__(self) -> None:
         optional = ("attention_mask", "seq_lengths", *_PREFERENCES)
-        columns = ["input_ids", "labels", *(name for name in optional if name in dataset.column_names)]
-        self._dataset = dataset.select_columns(columns).with_format(None)
+        columns = ["input_ids", "labels", *(name for name in optional if name in self.dataset.column_names)]
+        self.dataset = self.dataset.select_columns(columns).with_format(None)
         # Without a label that counts, weight decay alone would move the weights. The first token is not predicted.
-        labels = (label for row in self._dataset for label in (row["labels"] or [])[1 : collator.max_seq_len])
-        if all(label == collator.ignore_index for label in labels):
+        length, ignored = self.collator.max_seq_len, self.collator.ignore_index
+        labels = (label for row in self.dataset for label in (row["labels"] or [])[1:length])
+        if all(label == ignored for label in labels):
             raise DatasetError(
-                f"no row of the dataset has a label that counts within its first {collator.max_seq_len} tokens: all "
-                f"are {collator.ignore_index}. Raise max_seq_len, or check how the dataset was made."
+                f"no row of the dataset has a label that counts within its first {length} tokens: all are {ignored}. "
+                "Raise max_seq_len, or check how the dataset was made."
             )
-        self._collator, self._topology = collator, topology
-        self._micro_batch_size, self._num_micro_batches = micro_batch_size, num_micro_batches
-        self._seed, self._shuffle = seed, shuffle
-        self.references: torch.Tensor | None = None
-        """float32 [rows of the dataset, 2], the `references` of batches; None if a loss needs none."""
 
     def __len__(self) -> int:
         """Return the number of optimizer steps per epoch."""
@@ -147,18 +141,18 @@ class StepLoader:
     @property
     def num_examples(self) -> int:
         """Rows of the dataset."""
-        return len(self._dataset)
+        return len(self.dataset)
 
     @property
     def has_texts_in_rows(self) -> bool:
         """Whether a row holds several texts."""
-        lengths = self._dataset["seq_lengths"] if "seq_lengths" in self._dataset.column_names else ()
+        lengths = self.dataset["seq_lengths"] if "seq_lengths" in self.dataset.column_names else ()
         return any(len(row or ()) > 1 for row in lengths)
 
     @property
     def global_batch_size(self) -> int:
         """Rows of one optimizer step over all ranks and micro-batches."""
-        return self._topology.num_data_shares * self._micro_batch_size * self._num_micro_batches
+        return self.topology.num_data_shares * self.micro_batch_size * self.num_micro_batches
 
     def steps(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
         """Yield this rank's micro-batches of every optimizer step of `epoch`, from `start_step` on.
@@ -167,28 +161,28 @@ class StepLoader:
             DatasetError: A row is empty, or its columns differ in length.
         """
         order = self._order(epoch)
-        size = self._micro_batch_size
+        size = self.micro_batch_size
         for step in range(start_step, len(self)):
             start = step * self.global_batch_size
             # Every num_data_shares-th row, so that ranks share a short last step about equally.
             rows = order[start : start + self.global_batch_size]
-            mine = rows[self._topology.data_share :: self._topology.num_data_shares]
-            starts = range(0, size * self._num_micro_batches, size)
+            mine = rows[self.topology.data_share :: self.topology.num_data_shares]
+            starts = range(0, size * self.num_micro_batches, size)
             yield [self._batch(mine[first : first + size]) for first in starts]
 
     def _order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
+        if not self.shuffle:
             return list(range(self.num_examples))
         # A hash of the pair: with seed + epoch, seed 0 in epoch 1 would have the order of seed 1 in epoch 0.
-        mixed = np.random.SeedSequence((self._seed, epoch)).generate_state(1, np.uint64)
+        mixed = np.random.SeedSequence((self.seed, epoch)).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(mixed[0]))
         return torch.randperm(self.num_examples, generator=generator).tolist()
 
     def _batch(self, indices: Sequence[int]) -> Batch:
-        columns: dict[str, Any] = self._dataset[list(indices)] if indices else {}
+        columns: dict[str, Any] = self.dataset[list(indices)] if indices else {}
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         rows = [{"id": index, **row} for index, row in zip(indices, rows, strict=True)]
-        batch = self._collator.collate(rows, self._micro_batch_size)
+        batch = self.collator.collate(rows, self.micro_batch_size)
         if self.references is None:
             return batch
         return replace(batch, references=self.references[batch.ids.clamp(min=0)])

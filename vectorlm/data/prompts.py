@@ -29,7 +29,7 @@ PROMPT = "'prompt', which is a text, token ids or messages"
 RULE = f"every line must be a JSON object with a {PROMPT}."
 KEYS = {"prompt", "prompt_token_ids", "tools"}
 """Keys of a prompt that is a mapping: those of vLLM's ``TextPrompt`` and ``TokensPrompt``, and `tools`."""
-MAX_HELD_BYTES = 2**28
+MAX_BYTES_IN_MEMORY = 2**28
 """Larger sources stay on the disk, and a row is read when it is needed."""
 
 
@@ -62,7 +62,7 @@ def read_prompts(
 ) -> Sequence[PromptRecord]:
     """Return prompts from a list, or from rows with a ``prompt`` and any other columns.
 
-    A source over `MAX_HELD_BYTES` stays on the disk. All rows are checked once.
+    A source over `MAX_BYTES_IN_MEMORY` stays on the disk. All rows are checked once.
 
     Args:
         source: Prompts; the path of a JSONL file, a Parquet file (``.parquet``) or a folder of
@@ -113,7 +113,7 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
     if path.is_file() and path.suffix != PARQUET:
         if source.split is not None or source.hub_config is not None:
             raise DatasetError(f"{setting}.split has no effect with a JSONL file. Leave it out.")
-        if path.stat().st_size <= MAX_HELD_BYTES:
+        if path.stat().st_size <= MAX_BYTES_IN_MEMORY:
             return read_rows(path, _prompt_record_of, RULE)
         return _lazy_lines(path)
     try:
@@ -123,7 +123,7 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
             from datasets import Dataset
             from pyarrow import parquet
 
-            is_large = path.stat().st_size > MAX_HELD_BYTES
+            is_large = path.stat().st_size > MAX_BYTES_IN_MEMORY
             # pyarrow does not write to the cache of datasets.
             table = Dataset.from_parquet(str(path)) if is_large else Dataset(parquet.read_table(path))
         elif is_hub_name(str(source.path)):
@@ -138,7 +138,7 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
             f"{error})"
         ) from error
     lazy = LazyPrompts(len(table), functools.partial(_record_in_table, table, str(source.path)))
-    if table.data.nbytes <= MAX_HELD_BYTES:
+    if table.data.nbytes <= MAX_BYTES_IN_MEMORY:
         return list(lazy)
     for _ in lazy:
         pass

@@ -29,24 +29,19 @@ class Objective(Protocol):
     @property
     def counts(self) -> str:
         """The unit that counts, as a noun for messages."""
-        ...
 
     @property
     def names(self) -> Sequence[str]:
         """Names of the values measured beside the loss."""
-        ...
 
     def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Convert this rank's micro-batches of a step, or of a held-out dataset, for `sum_loss`."""
-        ...
 
     def num_counted(self, batch: Batch) -> torch.Tensor:
         """Count the tokens or pairs of a micro-batch."""
-        ...
 
     def sum_loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss, and float64 [K, 2]: for each of `names` a sum and its divisor."""
-        ...
 
 
 @dataclass(frozen=True)
