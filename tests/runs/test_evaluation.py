@@ -253,7 +253,5 @@ def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(folder):
     fitting = [PromptRecord("a b"), PromptRecord([5, 6]), PromptRecord([{"role": "user", "content": "a b"}])]
     check_lengths(fitting, tokenizer, 20, "rl.prompts")
     for prompt in ("a b " * 12, [5] * 21, [{"role": "user", "content": "a b " * 12}]):
-        with pytest.raises(
-            DatasetError, match=r"prompt 3 of rl.prompts has \d+ tokens, more than the 20 that leave"
-        ):
+        with pytest.raises(DatasetError, match=r"prompt 3 of rl.prompts has \d+ tokens"):
             check_lengths([*fitting, PromptRecord(prompt)], tokenizer, 20, "rl.prompts")

@@ -45,7 +45,7 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     if not has_tokenizer(name):
-        raise EngineError(f"{str(name)!r} has no tokenizer. Prompts must be token ids.")
+        raise EngineError(f"{str(name)!r} has no tokenizer: prompts must be token ids.")
     try:
         return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, KeyError) as error:

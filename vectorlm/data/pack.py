@@ -26,24 +26,36 @@ VALUES = {"pairs": "margin", "labels": "label", "steps": "labels"}
 
 @dataclass(frozen=True)
 class TokenisedText:
-    """Tokens with their labels."""
+    """Tokens, and which of them count in the loss."""
 
     input_ids: list[int]
-    labels: list[int]
-    """The same tokens where they count in the loss, the ignore index elsewhere; not shifted."""
+    counted: list[bool]
     seq_lengths: Sequence[int] = ()
     """Tokens of each text in a packed row."""
     value: float = 0.0
     """The margin of a pair, or whether a completion is good."""
+    step_labels: Sequence[bool] = ()
+    """Whether each step is right; the last token of a step counts."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     def __add__(self, other: TokenisedText) -> TokenisedText:
-        return TokenisedText(self.input_ids + other.input_ids, self.labels + other.labels)
+        return TokenisedText(self.input_ids + other.input_ids, self.counted + other.counted)
 
     def __getitem__(self, where: slice) -> TokenisedText:
-        return TokenisedText(self.input_ids[where], self.labels[where])
+        return TokenisedText(self.input_ids[where], self.counted[where])
+
+    def labels(self, ignore_index: int) -> list[int]:
+        """Return the label of each token: the token itself, or 1 or 0 for a step; `ignore_index` outside the loss."""
+        targets = iter(map(int, self.step_labels))
+        pairs = zip(self.input_ids, self.counted, strict=True)
+        if self.step_labels:
+            return [next(targets) if counts else ignore_index for _, counts in pairs]
+        return [token if counts else ignore_index for token, counts in pairs]
+
+
+NOTHING = TokenisedText([], [])
 
 
 @dataclass(frozen=True)
@@ -62,8 +74,6 @@ class Frame:
     """Last token of each text and each row; None for no token."""
     overlap: int = 0
     """Tokens that a chunk repeats from the previous one; the repeated tokens do not count in the loss."""
-    ignore_index: int = -100
-    """Label of tokens outside the loss."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < self.capacity:
@@ -77,26 +87,20 @@ class Frame:
         """Tokens of text in a full row."""
         return self.max_seq_len - (self.bos_token_id is not None) - (self.eos_token_id is not None)
 
-    def ignored(self, tokens: Sequence[int | None]) -> TokenisedText:
-        """Return tokens that do not count in the loss, without None."""
-        input_ids = [token for token in tokens if token is not None]
-        return TokenisedText(input_ids, [self.ignore_index] * len(input_ids))
-
     @property
     def opening(self) -> TokenisedText:
         """The tokens before each row."""
-        return self.ignored([self.bos_token_id])
+        return NOTHING if self.bos_token_id is None else TokenisedText([self.bos_token_id], [False])
 
     @property
     def closing(self) -> TokenisedText:
         """The tokens after a chunk that ends in the middle of a text."""
-        return self.ignored([self.eos_token_id])
+        return NOTHING if self.eos_token_id is None else TokenisedText([self.eos_token_id], [False])
 
     @property
     def ending(self) -> TokenisedText:
         """The tokens after each text."""
-        input_ids = self.closing.input_ids
-        return TokenisedText(input_ids, input_ids)
+        return NOTHING if self.eos_token_id is None else TokenisedText([self.eos_token_id], [True])
 
 
 def frame_texts(
@@ -111,10 +115,10 @@ def frame_texts(
         row = frame.opening + text + frame.ending
         if truncate and len(row) > frame.max_seq_len:
             length = frame.max_seq_len - len(frame.closing)
-            lost = row.labels[length:]
+            lost = row.counted[length:]
             summary.truncated += 1
             summary.lost_tokens += len(lost)
-            summary.lost_loss_tokens += len(lost) - lost.count(frame.ignore_index)
+            summary.lost_loss_tokens += sum(lost)
             row = row[:length] + frame.closing
         yield row
 
@@ -127,7 +131,7 @@ def pack_texts(
     ``partial`` cuts each text by itself, so that its last chunk may be short. ``full`` joins all texts, with EOS
     between them, so that only the very last chunk may be short. No token counts in the loss twice.
     """
-    waiting = _NOTHING
+    waiting = _Stretch(NOTHING, [], 0)
     for text in filter(len, texts):
         text = text + frame.ending
         ends = [*waiting.ends, *[False] * (len(text) - 1), True]
@@ -149,9 +153,6 @@ class _Stretch:
     """Number of first tokens that the previous chunk has too."""
 
 
-_NOTHING = _Stretch(TokenisedText([], []), [], 0)
-
-
 def _cut(
     stretch: _Stretch, frame: Frame, summary: Summary, *, is_last: bool
 ) -> tuple[list[TokenisedText], _Stretch]:
@@ -163,16 +164,16 @@ def _cut(
         end = min(start + frame.capacity, length)
         if end < length and stretch.ends[end] and frame.ending:
             end += 1
-        repeated = frame.ignored(stretch.text.input_ids[start:fresh])
+        repeated = TokenisedText(stretch.text.input_ids[start:fresh], [False] * (fresh - start))
         summary.goes_on += not stretch.ends[end - 1]
-        closing = TokenisedText([], []) if stretch.ends[end - 1] else frame.closing
+        closing = NOTHING if stretch.ends[end - 1] else frame.closing
         row = frame.opening + repeated + stretch.text[fresh:end] + closing
         inner = [place + 1 for place in range(start, end - 1) if stretch.ends[place]]
         bounds = [0, *(len(frame.opening) + place - start for place in inner), len(row)]
         rows.append(replace(row, seq_lengths=[after - before for before, after in pairwise(bounds)]))
         start, fresh = end - frame.overlap, end
     if is_last:
-        return rows, _NOTHING
+        return rows, _Stretch(NOTHING, [], 0)
     return rows, _Stretch(stretch.text[start:], stretch.ends[start:], fresh - start)
 
 
@@ -207,15 +208,9 @@ def join(texts: Sequence[TokenisedText]) -> TokenisedText:
     """Join several texts to one row, in which they do not attend to each other."""
     return TokenisedText(
         [token for text in texts for token in text.input_ids],
-        [label for text in texts for label in text.labels],
+        [counts for text in texts for counts in text.counted],
         [len(text) for text in texts],
     )
-
-
-def text_of(row: Mapping[str, Any], ignore_index: int) -> TokenisedText:
-    """Return the tokens and labels of a tokenised row."""
-    pairs = zip(row["input_ids"], row["counted"], strict=True)
-    return TokenisedText(row["input_ids"], [token if counts else ignore_index for token, counts in pairs])
 
 
 def value_of(name: str, row: Mapping[str, Any], examples: str) -> float:
@@ -256,17 +251,16 @@ def rows_of_two(
     A pair has the texts chosen and rejected. A labelled completion has its own text, and its prompt with the completion
     of the next row that has another prompt, from which KTO estimates a KL divergence.
     """
-    ignored, most = frame.ignore_index, frame.max_seq_len
     last_prompt = stranger = None
     for row in rows:
-        text, num_first = text_of(row, ignored), row["num_first"]
+        text, num_first = TokenisedText(row["input_ids"], row["counted"]), row["num_first"]
         if num_first:
             texts = [text[:num_first], text[num_first:]]
         else:
             prompt, _ = _parts(text)
             if prompt != last_prompt:  # Otherwise the completion found for the previous row fits here too.
                 following = (tokens[(row["index"] + step) % len(tokens)] for step in range(1, len(tokens)))
-                others = (_parts(text_of(other, ignored)) for other in following)
+                others = (_parts(TokenisedText(other["input_ids"], other["counted"])) for other in following)
                 stranger = next((said for other, said in others if said and other != prompt), None)
                 last_prompt = prompt
             if stranger is None:
@@ -274,9 +268,9 @@ def rows_of_two(
                 continue
             texts = [text, (prompt + stranger)[: frame.capacity]]
         framed = list(frame_texts(texts, frame, summary, truncate=False))
-        if max(map(len, framed)) > most:
-            add_row(summary.skipped, f"a text longer than max_seq_len={most}", row["name"])
-        elif any(set(side.labels[1:]) <= {ignored} for side in framed):
+        if max(map(len, framed)) > frame.max_seq_len:
+            add_row(summary.skipped, f"a text longer than max_seq_len={frame.max_seq_len}", row["name"])
+        elif not all(any(side.counted[1:]) for side in framed):
             add_row(summary.skipped, "a text without tokens of its own", row["name"])
         else:
             yield replace(join(framed), value=row["value"])
@@ -284,8 +278,7 @@ def rows_of_two(
 
 def _parts(text: TokenisedText) -> tuple[TokenisedText, TokenisedText]:
     """Cut a text before the first token that counts."""
-    counted = (place for place, label in enumerate(text.labels) if label == text.input_ids[place])
-    start = next(counted, len(text))
+    start = text.counted.index(True) if any(text.counted) else len(text)
     return text[:start], text[start:]
 
 
@@ -297,10 +290,8 @@ def rows_of_steps(
     Rows over `max_seq_len` are skipped. BOS begins a row; no EOS ends it, because no step ends there.
     """
     for row in rows:
-        labels = iter(row["step_labels"])
-        marks = [int(next(labels)) if ends else frame.ignore_index for ends in row["counted"]]
-        text = frame.opening + TokenisedText(row["input_ids"], marks)
+        text = frame.opening + TokenisedText(row["input_ids"], row["counted"])
         if len(text) > frame.max_seq_len:
             add_row(summary.skipped, f"a text longer than max_seq_len={frame.max_seq_len}", row["name"])
         else:
-            yield replace(text, value=row["value"])
+            yield replace(text, value=row["value"], step_labels=row["step_labels"])

@@ -19,7 +19,6 @@ from vectorlm.data.pack import (
     pack_texts,
     rows_of_steps,
     rows_of_two,
-    text_of,
 )
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import open_source, write_rows
@@ -75,7 +74,7 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
                     "add_bos_eos_tokens=True needs a bos_token or an eos_token, and the tokenizer has neither. Set "
                     "add_bos_eos_tokens: False, or add them to the tokenizer."
                 )
-        frame = Frame(max_seq_len, bos, eos, settings.overlap, settings.ignore_index)
+        frame = Frame(max_seq_len, bos, eos, settings.overlap)
         tokens = tokeniser.map(scratch / "tokens.arrow")
         summary = Summary(
             max_seq_len,
@@ -85,7 +84,7 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
             vocabulary=vocabulary_of(tokenizer),
         )
         kept = _kept(tokens, summary)
-        texts = (text_of(row, settings.ignore_index) for row in kept)
+        texts = (TokenisedText(row["input_ids"], row["counted"]) for row in kept)
         packing, fits = settings.packing_type, settings.packing_type == "best_fit"
         if settings.examples == "steps":
             rows = rows_of_steps(kept, frame, summary)
@@ -168,15 +167,15 @@ def _best_fit(chunks: Iterable[TokenisedText], max_seq_len: int, scratch: Path) 
     def with_lengths() -> Iterator[dict[str, Any]]:
         for chunk in chunks:
             lengths.append(len(chunk))
-            yield {"input_ids": chunk.input_ids, "labels": chunk.labels}
+            yield {"input_ids": chunk.input_ids, "counted": chunk.counted}
 
-    features = Features(input_ids=Sequence(Value("int32")), labels=Sequence(Value("int32")))
+    features = Features(input_ids=Sequence(Value("int32")), counted=Sequence(Value("bool")))
     path = scratch / "chunks.arrow"
     written = write_rows(with_lengths(), features, path, max(1, _TOKENS_PER_WRITE // max_seq_len))
     rows = best_fit(lengths, max_seq_len)
     for places in count_rows(rows, len(rows), "fit"):
         columns = written[places]
-        yield join(list(map(TokenisedText, columns["input_ids"], columns["labels"])))
+        yield join(list(map(TokenisedText, columns["input_ids"], columns["counted"])))
 
 
 def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path, value: str | None) -> None:
@@ -187,7 +186,7 @@ def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path, value:
         for index, row in enumerate(rows):
             yield {
                 "input_ids": row.input_ids,
-                "labels": row.labels,
+                "labels": row.labels(summary.ignore_index),
                 "attention_mask": [1] * len(row),
                 "id": index,
                 "seq_lengths": row.seq_lengths or [len(row)],

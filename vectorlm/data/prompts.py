@@ -247,8 +247,8 @@ def check_lengths(
         except Exception as error:  # Templates may raise any exception.
             name = tokenizer.name_or_path
             raise ConfigError(
-                f"prompt {index} of {setting} cannot be encoded by the tokenizer of {name!r} ({type(error).__name__}: "
-                f"{error}). Correct the prompt, or the template in {name}/chat_template.jinja."
+                f"prompt {index} of {setting} cannot be encoded with the tokenizer of {name!r} "
+                f"({type(error).__name__}: {error}). Correct the prompt, or the template in {name}/chat_template.jinja."
             ) from error
         if (largest := max(token_ids, default=0)) >= vocab_size:
             raise DatasetError(

@@ -65,10 +65,19 @@ class Source:
             name, line = f"{row['file']}:{row['number']}", row["line"]
             if self.lines == "text":
                 yield name, {"text": line}
-            elif line.strip():
-                yield name, _object(name, line)
-            else:
+            elif not line.strip():
                 yield name, None
+            else:
+                try:
+                    found = json.loads(line)
+                    if not isinstance(found, dict):
+                        raise ValueError(f"this is a {type(found).__name__}")
+                except (ValueError, RecursionError) as error:
+                    shown = line if len(line) <= 60 else f"{line[:57]}..."
+                    raise DatasetError(
+                        f"{name} is {shown!r}, but must be a JSON object ({error}). Correct it."
+                    ) from error
+                yield name, found
 
 
 def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
@@ -107,19 +116,6 @@ def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
         return Source(take_split(_read_parquet(files, path, scratch), split, named), None, unread)
     splits = {name: _read_lines(some, form, scratch / f"lines-{name}.arrow") for name, some in files.items()}
     return Source(take_split(splits, split, named), "text" if form == "text" else "jsonl", unread)
-
-
-def _object(name: str, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        if not isinstance(row, dict):
-            raise ValueError(f"this is a {type(row).__name__}")
-    except (ValueError, RecursionError) as error:
-        shown = line if len(line) <= 60 else f"{line[:57]}..."
-        raise DatasetError(
-            f"{name} is {shown!r}, but must be a JSON object ({error}). Correct it."
-        ) from error
-    return row
 
 
 def is_hub_name(path: str) -> bool:

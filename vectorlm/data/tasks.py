@@ -103,7 +103,9 @@ class Tasks(Sequence[PromptRecord]):
     @property
     def num_levels(self) -> int:
         """Number of levels of difficulty; 0 without a curriculum."""
-        return max(map(_num_levels, self._names), default=0)
+        curricula = filter(None, map(_curriculum, self._names))
+        levels = (attribute.levels for found in curricula for attribute in found.attributes.values())
+        return max(map(len, levels), default=0)
 
     @property
     def seeds(self) -> range:
@@ -195,11 +197,6 @@ def _of_level(task: str, level: int | None) -> dict[str, Any]:
         )
     settings = curriculum.generate_configuration()
     return {name: getattr(settings, name) for name in names}
-
-
-def _num_levels(task: str) -> int:
-    curriculum = _curriculum(task)
-    return 0 if curriculum is None else max(len(item.levels) for item in curriculum.attributes.values())
 
 
 def _curriculum(task: str) -> Any:

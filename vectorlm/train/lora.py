@@ -187,7 +187,10 @@ def load_adapters(path: Path, base: PreTrainedModel) -> Any:
             model = PeftModel.from_pretrained(base, path, is_trainable=True)
         # The second call reports keys without a place or a tensor.
         found = model.load_adapter(path, model.active_adapter, is_trainable=True)
-        for problem, names in (("are unknown", found.unexpected_keys), ("are missing", found.missing_keys)):
+        for problem, names in (
+            ("have no place in it", found.unexpected_keys),
+            ("are missing", found.missing_keys),
+        ):
             if names:
                 raise ValueError(f"{len(names)} tensors {problem} ({', '.join(names[:3])})")
     except (ValueError, RuntimeError, KeyError) as error:

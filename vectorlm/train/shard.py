@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.attention.varlen
 from torch import nn
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -125,7 +124,10 @@ def recompute(model: Any, what: Recomputation, topology: Topology) -> None:
     """Recompute activations in the backward pass; `what` is `ModelSettings.use_activation_checkpointing`."""
     arguments: dict[str, Any] = {"use_reentrant": False}
     if what == "keep_attention":
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, attention_operators())
+        names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+        kept = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names]
+        kept.append(torch.ops.torch_attn._varlen_attn.default)
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
     # Passed only if needed: older versions of transformers lack these arguments.
     more: dict[str, Any] = {}
     if what == "offload" and topology.is_cuda:
@@ -134,13 +136,6 @@ def recompute(model: Any, what: Recomputation, topology: Topology) -> None:
         more = {"every_n_layers": what}
     # transformers recomputes inside the blocks, so no wrapper changes a parameter's name.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **more)
-
-
-def attention_operators() -> list[OpOverload]:
-    """Return the attention operators, whose results `keep_attention` keeps."""
-    names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    found = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names]
-    return [*found, torch.ops.torch_attn._varlen_attn.default]
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
