@@ -185,7 +185,7 @@ def test_every_form_of_a_message_of_openai_s_becomes_the_same_text(wants, writte
 
 
 def test_nulls_that_a_table_adds_to_arguments_are_left_out():
-    calls = [{"function": {"name": "f", "arguments": each}} for each in ({"x": 1}, {"y": 2})]
+    calls = [{"function": {"name": "f", "arguments": item}} for item in ({"x": 1}, {"y": 2})]
     rows = [{"messages": [{"role": "assistant", "content": "", "tool_calls": calls}]}]
     Dataset.from_list(rows).save_to_disk("raw")
     template = (
@@ -410,7 +410,7 @@ def save_rows(name, rows):
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-OF_LISTS = {key: [each[key] for each in TWO_TURNS] for key in ("role", "content")}
+OF_LISTS = {key: [item[key] for item in TWO_TURNS] for key in ("role", "content")}
 
 
 @pytest.mark.parametrize("name", ["raw.jsonl", "raw.parquet"])
@@ -547,7 +547,7 @@ def pieces_of(tokenizer, row, **options):
     Path("raw.jsonl").write_text(json.dumps(row) + "\n")
     dataset, _ = make(512, tokenizer, load_path="raw.jsonl", **options)
     return [
-        tokenizer.convert_ids_to_tokens([each for each in dataset[0][name] if each != -100])
+        tokenizer.convert_ids_to_tokens([item for item in dataset[0][name] if item != -100])
         for name in ("input_ids", "labels")
     ]
 

@@ -202,11 +202,11 @@ def test_text_gets_the_tokenizers_special_tokens_and_ids_need_no_tokenizer():
     ]
     encoded = encode_all(as_list(given), pytest.fail)
     assert encoded == [ids] * 5
-    assert {type(token) for each in encoded for token in each} == {int}
+    assert {type(token) for item in encoded for token in item} == {int}
 
 
 def test_people_are_shown_the_last_message_and_the_number_of_tokens():
-    assert [shown_prompt(each) for each in ("ab", [SYSTEM, USER], [5, 6])] == ["ab", "2 + 2", "(2 tokens)"]
+    assert [shown_prompt(item) for item in ("ab", [SYSTEM, USER], [5, 6])] == ["ab", "2 + 2", "(2 tokens)"]
 
 
 def test_a_bos_that_the_text_begins_with_is_not_doubled_and_that_is_said():
@@ -220,7 +220,7 @@ def test_a_bos_that_the_text_begins_with_is_not_doubled_and_that_is_said():
 
 TOKENIZERS = {name: (tokenizer_of(template), end) for name, (template, end) in ENDS.items()}
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(
-    lambda text: text == text.strip() and not any(each in text for each in SPECIAL)
+    lambda text: text == text.strip() and not any(item in text for item in SPECIAL)
 )
 thoughts = st.builds(lambda thought, text: f"<think>\n{thought}\n</think>\n\n{text}", texts, texts)
 

@@ -140,8 +140,10 @@ def test_rows_are_padded_on_the_right_by_their_true_length_even_when_they_hold_t
     assert batch.input_ids.tolist() == [[5, PAD, PAD], [6, 7, 8]]
     assert batch.attention_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.labels.tolist() == [[IGNORE, PAD, IGNORE], [6, 7, 8]]
-    integers = [each for each in vars(batch).values() if each is not None and not each.is_floating_point()]
-    assert {each.dtype for each in integers} == {torch.int64}
+    integers = [
+        entry for entry in vars(batch).values() if entry is not None and not entry.is_floating_point()
+    ]
+    assert {entry.dtype for entry in integers} == {torch.int64}
 
 
 def test_tokens_outside_the_datasets_own_attention_mask_are_dropped():
@@ -183,7 +185,7 @@ def test_a_dataset_without_a_needed_column_or_without_rows_is_refused():
 @pytest.mark.parametrize("row_id", [41, "a", None, 1.5])
 def test_a_row_whose_columns_do_not_belong_together_is_refused_by_its_place(row, row_id):
     good = {"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 1]}
-    dataset = Dataset.from_list([{"id": row_id, **each} for each in (good, row, row)])
+    dataset = Dataset.from_list([{"id": row_id, **entry} for entry in (good, row, row)])
     with pytest.raises(DatasetError, match="row 1 of the dataset"):
         next(make_loader(dataset, shuffle=False).steps(0))
 

@@ -98,7 +98,7 @@ def test_a_completion_stands_beside_the_next_one_of_another_prompt():
         1.0,
     )
     alike, _ = rows_of(rows, "labels", max_seq_len=6)
-    assert [each[1] for each in alike] == ["^abyz$", "^abyz$", "^xc$"]
+    assert [item[1] for item in alike] == ["^abyz$", "^abyz$", "^xc$"]
     with pytest.raises(DatasetError, match="2 with no row of another prompt beside it"):
         rows_of(rows[:2], "labels")
     alone, _ = rows_of([*rows, {"prompt": "ef", "completion": "", "label": True}], "labels")
@@ -161,7 +161,7 @@ def test_steps_are_tokenised_one_by_one_and_labelled_where_the_separator_ends():
         texts = [f"^abcd{ended}e{ended}", f"^a{ended}c{ended}d{ended}"]
         assert [spell(row["input_ids"]) for row in dataset] == texts
         for row, labels in zip(dataset, ([1, 0], [0, 1, 0]), strict=True):
-            ends = [len(each) for each in spell(row["input_ids"]).split(ended)[:-1]]
+            ends = [len(item) for item in spell(row["input_ids"]).split(ended)[:-1]]
             places = [sum(ends[: place + 1]) + (place + 1) * len(ended) - 1 for place in range(len(ends))]
             marks = dict(zip(places, labels, strict=True))
             assert row["labels"] == [marks.get(place, -100) for place in range(len(row["labels"]))]

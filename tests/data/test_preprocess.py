@@ -295,7 +295,7 @@ def test_the_summary_of_a_run_is_that_of_preprocessing_or_counted_for_its_own_le
     assert str(Summary.of(dataset, 16, IGNORE)) == str(made)
     assert Summary.of(dataset, 100, IGNORE).cut_tokens == 0
     at_6 = Summary.of(dataset, 6, IGNORE)
-    rows = [[(t, each) for t, each in enumerate(row) if each != IGNORE] for row in dataset["labels"]]
+    rows = [[(t, item) for t, item in enumerate(row) if item != IGNORE] for row in dataset["labels"]]
     assert at_6.loss_tokens == sum(t < 6 for row in rows for t, _ in row)
     assert at_6.cut_loss_tokens == sum(t >= 6 for row in rows for t, _ in row)
     assert at_6.idle_rows == sum(all(t >= 6 for t, _ in row) for row in rows)

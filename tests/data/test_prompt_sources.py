@@ -88,7 +88,7 @@ def test_a_name_on_the_hub_goes_the_way_of_fine_tuning(tmp_path, monkeypatch):
     monkeypatch.setattr(prompts, "load_hub", load)
     assert read_prompts("owner/name", "rl.prompts") == RECORDS
     assert read_prompts(PromptSettings(path="owner/name", hub_config="main", split="train")) == RECORDS
-    assert [each[:2] for each in asked] == [("owner/name", None), ("owner/name", "main")]
+    assert [item[:2] for item in asked] == [("owner/name", None), ("owner/name", "main")]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])
@@ -113,7 +113,7 @@ def test_a_source_that_is_too_large_to_hold_stays_on_the_disk(tmp_path, monkeypa
 
 def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
-    assert [each.prompt for each in read_prompts(str(tmp_path / "p.jsonl"))] == ["a"]
+    assert [item.prompt for item in read_prompts(str(tmp_path / "p.jsonl"))] == ["a"]
 
 
 def test_a_source_without_rows_is_refused(tmp_path):
@@ -126,8 +126,8 @@ def test_a_source_without_rows_is_refused(tmp_path):
 
 
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"properties": {each: {"type": "string"}}}}}
-    for name, each in (("add", "x"), ("find", "y"))
+    {"type": "function", "function": {"name": name, "parameters": {"properties": {item: {"type": "string"}}}}}
+    for name, item in (("add", "x"), ("find", "y"))
 ]
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }}{% for p in t.function.parameters.properties %} {{ p }}{% endfor %}"
@@ -219,7 +219,7 @@ def test_only_one_kind_of_source_is_read_with_its_own_settings(monkeypatch):
 def test_a_prompt_may_be_the_json_text_of_messages(tmp_path, name):
     chat = [{"role": "user", "content": "ab"}]
     source = write(tmp_path, name, [{"prompt": json.dumps(chat)}, {"prompt": '[{"id": 1}]'}])
-    assert [each.prompt for each in read_prompts(PromptSettings(path=str(source)))] == [chat, '[{"id": 1}]']
+    assert [item.prompt for item in read_prompts(PromptSettings(path=str(source)))] == [chat, '[{"id": 1}]']
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])

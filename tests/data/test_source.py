@@ -211,15 +211,15 @@ def test_half_a_character_in_a_prompt_is_named_with_its_line(prompt):
 def test_a_path_with_letters_of_a_pattern_is_read_and_not_its_neighbours(folder, name):
     for place, text in ((Path(folder), "own"), (Path("exp1"), "other"), (Path("a-x-b"), "other")):
         place.mkdir(exist_ok=True)
-        for each in (name, name.replace("[1]", "1")):
-            rows = [{"text": text if each == name else "neighbour"}]
-            Path(place, each).write_text(
+        for item in (name, name.replace("[1]", "1")):
+            rows = [{"text": text if item == name else "neighbour"}]
+            Path(place, item).write_text(
                 {".jsonl": jsonl(rows), ".json": json.dumps(rows)}.get(
-                    Path(each).suffix, "text\n" + rows[0]["text"]
+                    Path(item).suffix, "text\n" + rows[0]["text"]
                 )
             )
-            if each.endswith(".parquet"):
-                parquet.write_table(pyarrow.Table.from_pylist(rows), place / each)
+            if item.endswith(".parquet"):
+                parquet.write_table(pyarrow.Table.from_pylist(rows), place / item)
     assert texts_of(f"{folder}/{name}") == ["own"]
     if folder != ".":
         Path(folder, name.replace("[1]", "1")).unlink()

@@ -71,7 +71,7 @@ def test_what_travels_to_the_ranks_is_the_settings_alone():
 
 def test_composite_mixes_tasks_by_weights():
     prompts = read_prompts(PromptSettings(reasoning_gym="composite", config=MIXED, size=400))
-    names = [each.columns["item"]["metadata"]["source_dataset"] for each in prompts]
+    names = [entry.columns["item"]["metadata"]["source_dataset"] for entry in prompts]
     assert set(names) == {"gcd", "chain_sum"}
     assert 0.65 < names.count("chain_sum") / len(names) < 0.85
 
@@ -92,7 +92,7 @@ def test_levels_are_those_of_the_curriculum_and_of_equal_size():
     prompts = read_prompts(PromptSettings(reasoning_gym="chain_sum", level=0))
     assert prompts.num_levels == 11
     widths = [prompts.at_level(level)[3].columns["item"]["metadata"]["difficulty"] for level in (0, 4)]
-    assert [each["num_terms"] for each in widths] == [(2, 2), (2, 6)]
+    assert [entry["num_terms"] for entry in widths] == [(2, 2), (2, 6)]
     assert prompts.at_level(4)[3].columns["level"] == 4
     mixed = read_prompts(PromptSettings(reasoning_gym="composite", config=MIXED, level=2))
     assert mixed[0].columns["level"] == 2

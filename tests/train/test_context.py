@@ -47,18 +47,18 @@ def alone_and_together(topology, folders, size, settings=SETTINGS, lora=False, *
             return add_lora(model, LORA) if lora else model
 
         model = load_sharded(load, topology, settings)
-        each = []
+        item = []
         for group in (None, context):
             computes = LanguageModel(model, 0.8, context=group, **language_model)
             assert computes.packs
-            each.append(values_and_gradient(model, random_rows(), partial(computes, entropy="gradient")))
-        *values, gradient = each[1]
+            item.append(values_and_gradient(model, random_rows(), partial(computes, entropy="gradient")))
+        *values, gradient = item[1]
         # FSDP takes the mean over all ranks: of the whole gradient, or of shares of it.
-        each[1] = (*values, {name: size * value for name, value in gradient.items()})
+        item[1] = (*values, {name: size * value for name, value in gradient.items()})
         # The smallest pass: one token, of which all ranks but the first have none.
         nothing = Rows(torch.ones(1, 3).long(), torch.ones(1, 3).long(), torch.zeros(1, 3).bool(), (0,))
         computes(nothing).logprobs.sum().backward()
-        found.append(each)
+        found.append(item)
     return found
 
 

@@ -42,7 +42,7 @@ def test_training_is_over_after_as_many_evaluations_in_a_row_that_are_not_better
     stopping = EarlyStopping(say=said.append, patience=2, min_delta=0.5, keeps_best=True)
     # 1.8 is not better than 2.0 by more than 0.5, 1.4 is; then two in a row are not.
     metrics = observe(stopping, [2.0, 1.8, 1.4, 1.0, 1.2])
-    assert [each["eval/stopped_early"] for each in metrics] == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert [item["eval/stopped_early"] for item in metrics] == [0.0, 0.0, 0.0, 0.0, 1.0]
     assert stopping.is_over
     assert len(said) == 1
     assert stopping.best_step == 4, "the best checkpoint needs no margin"

@@ -61,7 +61,7 @@ def test_what_comes_later_goes_into_a_block_of_its_own():
     offload.move_out()
     offload.move_back()
     assert layer.bias.grad.tolist() == [5.0, 6.0, 7.0]
-    assert all(each.isfinite().all() and each.any() for each in tensors_of(optimizer))
+    assert all(item.isfinite().all() and item.any() for item in tensors_of(optimizer))
 
 
 def test_views_of_one_buffer_are_moved_once_and_state_that_is_the_weight_itself_stays():

@@ -11,7 +11,6 @@ import pytest
 import torch
 from datasets import Dataset
 from kit.rank_processes import save_tiny_llama
-from kit.sft_runs import weights_of
 from kit.tiny_runs import rows
 
 from vectorlm.errors import CheckpointError
@@ -87,17 +86,10 @@ def test_fused_is_on_cuda_unless_something_else_is_asked_for(given, device, fuse
     assert optimizer_of(OptimizerSettings(lr=1e-3, **given), device).defaults["fused"] is fused
 
 
-def test_each_argument_reaches_the_steps(plain):
-    """Two steps each: `maximize` goes the other way, the others compute the same."""
-    weights = {}
-    for name in ("maximize", "foreach", "fused"):
-        finetune(load_config("my.yaml", [f"train_parameters.output_dir={name}", f"{OPTIMIZER}.{name}=true"]))
-        weights[name] = weights_of(Path(name))
-    start, expected = weights_of(Path("model")), weights_of(Path(plain))
-    for name in ("foreach", "fused"):
-        torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-6)
-    ways = [(weights["maximize"][name] - start[name]) * (expected[name] - start[name]) for name in start]
-    assert sum(each.sum() for each in ways) < 0
+@pytest.mark.parametrize("name", ["maximize", "foreach", "fused"])
+def test_each_argument_reaches_the_optimizer(name):
+    config = load_config("my.yaml", [f"{OPTIMIZER}.{name}=true"])
+    assert optimizer_of(config.train_parameters.optimizer).defaults[name] is True
 
 
 def test_a_run_goes_on_with_its_own_number_of_averages_alone():

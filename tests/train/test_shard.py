@@ -211,7 +211,7 @@ def shards_between_passes(topology, folder):
     step = OptimizerStep(model, torch.optim.SGD(model.parameters()), None, 1.0, topology)
     tokens = torch.arange(8)[None]
     step.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss, is_last=False)
-    return [isinstance(each, DTensor) and each.grad is not None for each in model.parameters()]
+    return [isinstance(entry, DTensor) and entry.grad is not None for entry in model.parameters()]
 
 
 @pytest.mark.parametrize(("world_size", "are_shards"), [(1, True), (2, False)])
@@ -245,7 +245,7 @@ def gradients_by_recomputation(topology, folder):
         rows = Rows(ids, torch.ones_like(ids), torch.ones_like(ids).cumsum(1) > 1, (0, 1))
         loss = computes.logprobs(rows).sum()
         loss.backward()
-        gradients = [each.grad.full_tensor() for each in model.parameters()]
+        gradients = [entry.grad.full_tensor() for entry in model.parameters()]
         found.append((len(calls), loss.detach(), *gradients))
     return found
 

@@ -115,7 +115,7 @@ def test_a_large_model_is_written_in_several_files_with_all_that_belongs_to_it(t
     assert all(piece.stat().st_size < 25_000 for piece in pieces)
     assert (path / "model.safetensors.index.json").is_file()
     found = AutoModelForCausalLM.from_pretrained(path)
-    assert all(torch.equal(each, trained[name]) for name, each in found.named_parameters())
+    assert all(torch.equal(item, trained[name]) for name, item in found.named_parameters())
     assert found.generation_config.max_new_tokens == 7
     assert "message.content" in (path / "chat_template.jinja").read_text()
 
@@ -187,16 +187,16 @@ def test_an_own_loop_saves_the_trainers_weights_bit_for_bit_in_every_layout(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model_dir, root = save_tiny_llama(tmp_path / "llama", tied=tied), tmp_path / "saved"
-    expected = {name: each.detach() + 0.25 for name, each in load_model(model_dir).named_parameters()}
+    expected = {name: item.detach() + 0.25 for name, item in load_model(model_dir).named_parameters()}
     names = on_ranks(world_size, save_in_every_layout, model_dir, root)[0]
     for name in names:
         found, info = AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
         assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
-        for each, parameter in found.named_parameters():
+        for item, parameter in found.named_parameters():
             assert parameter.dtype == torch.float32
-            assert torch.equal(parameter, expected[each]), (name, each)
+            assert torch.equal(parameter, expected[item]), (name, item)
         with safe_open(root / name / "model.safetensors", "pt") as file:
             assert len(list(file.keys())) == num_tensors, name
         assert AutoTokenizer.from_pretrained(root / name)("abc").input_ids == [2, 3, 4]
@@ -209,7 +209,7 @@ def test_what_a_folder_of_adapters_does_not_hold_is_refused_and_the_weights_are_
     norm = model.base_model.model.model.norm.weight.requires_grad_(True)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         vectorlm.save_model(model, tmp_path / "mine")
-    assert any(torch.equal(each, norm) for each in load_file(tmp_path / "mine-weights.safetensors").values())
+    assert any(torch.equal(item, norm) for item in load_file(tmp_path / "mine-weights.safetensors").values())
     norm.requires_grad_(False)
     # peft notes no base for an adapter that is added to others.
     model.add_adapter("second", LoraConfig(target_modules=["k_proj"]))
@@ -259,10 +259,10 @@ def test_an_export_that_fails_leaves_the_weights(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=r"KeyError.*mine-weights\.safetensors"):
             vectorlm.save_model(model, tmp_path / "mine")
     kept = load_file(tmp_path / "mine-weights.safetensors")
-    assert all(torch.equal(kept[name], each) for name, each in model.named_parameters())
+    assert all(torch.equal(kept[name], item) for name, item in model.named_parameters())
     assert not (tmp_path / "mine").exists()
     vectorlm.save_model(model, tmp_path / "mine")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["llama", "mine"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["llama", "mine"]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_the_weights_are_kept_where_the_tokenizer_is_gone_or_the_folder_cannot_b
     with pytest.raises(CheckpointError, match=rf"(?s){cause}.*mine-weights\.safetensors"):
         vectorlm.save_model(model, tmp_path / "mine", tokenizer)
     kept = load_file(tmp_path / "mine-weights.safetensors")
-    assert all(torch.equal(kept[name], each) for name, each in model.named_parameters())
+    assert all(torch.equal(kept[name], item) for name, item in model.named_parameters())
 
 
 def test_what_cannot_be_saved_is_refused_with_what_to_pass(tmp_path):

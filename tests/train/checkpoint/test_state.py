@@ -140,7 +140,9 @@ def save_once(topology, folder, path):
 def saved(folder, tmp_path_factory):
     """Checkpoints of a step by one rank and by two, each with the weights after the next step."""
     paths = {world_size: tmp_path_factory.mktemp(f"by-{world_size}") for world_size in (1, 2)}
-    return {each: (path, on_ranks(each, save_once, folder, path)[0]) for each, path in paths.items()}
+    return {
+        one_item: (path, on_ranks(one_item, save_once, folder, path)[0]) for one_item, path in paths.items()
+    }
 
 
 def load_once(topology, folder, path):
