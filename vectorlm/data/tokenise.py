@@ -44,7 +44,7 @@ class Tokens:
     remarks: Sequence[str] = ()
     """Remarks on this row for the summary."""
     num_first: int = 0
-    """Number of tokens of a pair's chosen text; the others are the rejected text's."""
+    """Number of tokens of a pair's chosen text, which comes first."""
     step_labels: Sequence[bool] = ()
     """Whether each step is right; the last token of each step counts."""
 
@@ -71,7 +71,7 @@ class Tokeniser:
 
     @property
     def unread(self) -> list[str]:
-        """Columns of a table that are not read; unread columns of lines are reported with the rows."""
+        """Unread columns of a table; unread columns of lines are reported with the rows."""
         return [] if self.source.lines else self._unread(self.source.dataset.column_names)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], rank: int | None) -> dict:
@@ -187,7 +187,7 @@ class Tokeniser:
         if self.settings.add_bos_eos_tokens:
             bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         first, last = int(tokens[:1] == [bos]), len(tokens) - (tokens[-1:] == [eos])
-        if (first, last) != (0, len(tokens)):
+        if last - first < len(tokens):
             remarks.append("the text already has a BOS or EOS, which add_bos_eos_tokens does not double")
         if bos is not None and not self._prompts_begin_with_bos:
             remarks.append("a BOS is put before the text, although the tokenizer puts none before a prompt")
@@ -201,12 +201,10 @@ class Tokeniser:
         steps = [(name, step) for name, row in rows for step in self._value(name, row, "completions")]
         for name, step in steps:
             if not isinstance(step, str):
-                raise DatasetError(
-                    f"{name} holds the step {str(step)[:60]!r} in 'completions': it must be text. Correct it, or "
-                    "remove the row."
-                )
-        (separator,) = self._encode([self.settings.step_separator])
-        encoded = iter(self._encode([step for _, step in steps]))
+                text = f"{name} holds the step {str(step)[:60]!r} in 'completions': it must be text."
+                raise DatasetError(f"{text} Correct it, or remove the row.")
+        encoded = iter(self._encode([self.settings.step_separator, *(step for _, step in steps)]))
+        separator = next(encoded)
         bos = [self.tokenizer.bos_token_id] if self.settings.add_bos_eos_tokens else []
         for prompt, (_, row) in zip(prompts, rows, strict=True):
             texts = [next(encoded) + separator for _ in row["completions"]]
@@ -221,7 +219,7 @@ class Tokeniser:
             yield Tokens(tokens, counted, "", step_labels=row["labels"])
 
     def _halves(self, name: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Split a pair into two rows of a prompt and a completion; both texts may begin with the prompt's messages."""
+        """Split a pair into two rows of a prompt and a completion; the texts may repeat the prompt's messages."""
         texts = [self._value(name, row, column) for column in COLUMNS["pairs"]]
         prompt = "" if row.get("prompt") is None else self._value(name, row, "prompt")
         if self.is_chat:
@@ -316,7 +314,8 @@ class Tokeniser:
                 f"{name} has no {column!r}, but {', '.join(row) or 'nothing'}. Correct it, or remove the row."
             )
         try:
-            value = _chat_in(column, row[column])
+            # The column `text` always holds text.
+            value = row[column] if column == "text" else chat_in(row[column])
             require_whole_characters(value)
         except ValueError as error:
             raise DatasetError(
@@ -328,11 +327,6 @@ class Tokeniser:
                 "in one form, or name the column 'text', which may hold any text."
             )
         return value
-
-
-def _chat_in(column: str, value: Any) -> Any:
-    """Return the messages in a column; the column ``text`` always holds text."""
-    return value if column == "text" else chat_in(value)
 
 
 def _joined(chosen: Tokens, rejected: Tokens, has_prompt: bool) -> Tokens:
@@ -349,11 +343,11 @@ def _joined(chosen: Tokens, rejected: Tokens, has_prompt: bool) -> Tokens:
 
 
 def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings) -> Tokeniser:
-    """Choose the columns to read by the first row, and whether they hold text or messages.
+    """Choose by the first row which columns to read, and whether they hold text or messages.
 
     Raises:
         DatasetError: There is no row, or no such column.
-        ConfigError: A setting does not fit this form, or the tokenizer has no chat template.
+        ConfigError: A setting does not fit this form, or there is no chat template.
     """
     firsts = (row for batch in source.dataset.with_format(None).iter(1) for _, row in source.rows(batch, [0]))
     row = next(filter(None, firsts), None)
@@ -370,15 +364,15 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
             fix = f"dataset_preprocess.examples={examples} needs it, and the columns are"
         raise DatasetError(f"the dataset has no column {lacks}: {fix} {', '.join(row)}.")
     try:
-        first = _chat_in(columns[0], row[columns[0]])
+        first = row[columns[0]] if columns[0] == "text" else chat_in(row[columns[0]])
     except ValueError:
         first = {}  # Raised later, with the row's name.
     is_list = isinstance(first, list) and not any(isinstance(item, str) for item in first)
     is_chat = (is_list or isinstance(first, Mapping)) and examples != "steps"
     if examples != "texts":
         columns = ("prompt",) if examples == "steps" else ("prompt", "completion")
-    share = -(-len(source.dataset) // settings.num_proc)
-    made = Tokeniser(source, tokenizer, settings, columns, is_chat, Progress("tokenise, rows", share))
+    progress = Progress("tokenise, rows", -(-len(source.dataset) // settings.num_proc))
+    made = Tokeniser(source, tokenizer, settings, columns, is_chat, progress)
     is_pair = len(columns) == 2
     unread = {
         "seperator": bool(settings.seperator) and (is_chat or is_pair),
@@ -394,7 +388,7 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
         )
     form = "messages" if is_chat else "a prompt and a completion" if is_pair else "text"
     fix = "Leave it out, or choose another data_field." if examples == "texts" else "Leave it out."
-    for name in (name for name, is_unread in unread.items() if is_unread):
+    if name := next((name for name, is_unread in unread.items() if is_unread), None):
         raise ConfigError(
             f"dataset_preprocess.{name}={getattr(settings, name)!r} has no effect: the rows hold {form} "
             f"({', '.join(columns)}). {fix}"
