@@ -223,18 +223,19 @@ def value_of(name: str, row: Mapping[str, Any], examples: str) -> float:
     if examples == "texts" or (examples == "pairs" and value is None):
         return 0.0
     is_label = isinstance(value, bool)
+    number: Any = value
     if examples == "steps":
         steps = row.get("completions")
         num = len(steps) if isinstance(steps, list) else 0
         has_labels = isinstance(value, list) and all(isinstance(label, bool) for label in value)
         is_right = has_labels and len(row["labels"]) == num > 0
         rule = f"a list of true or false for the {num} steps in 'completions'"
-        number = float(num)
+        number = num
     elif examples == "labels":
-        is_right, rule, number = is_label, "true or false", value
+        is_right, rule = is_label, "true or false"
     else:
         is_right = isinstance(value, int | float) and not is_label and math.isfinite(value)
-        rule, number = "a finite number", value
+        rule = "a finite number"
     if not is_right:
         column = VALUES[examples]
         raise DatasetError(

@@ -201,8 +201,8 @@ class Tokeniser:
         steps = [(name, step) for name, row in rows for step in self._value(name, row, "completions")]
         for name, step in steps:
             if not isinstance(step, str):
-                text = f"{name} holds the step {str(step)[:60]!r} in 'completions': it must be text."
-                raise DatasetError(f"{text} Correct it, or remove the row.")
+                message = f"{name} holds the step {str(step)[:60]!r} in 'completions': it must be text."
+                raise DatasetError(f"{message} Correct it, or remove the row.")
         encoded = iter(self._encode([self.settings.step_separator, *(step for _, step in steps)]))
         separator = next(encoded)
         bos = [self.tokenizer.bos_token_id] if self.settings.add_bos_eos_tokens else []
