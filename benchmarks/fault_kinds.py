@@ -160,7 +160,7 @@ def cause(fault: Fault, mode: Mode) -> str:
         case ("read-only", _):
             return "Read-only file system: '.*/checkpoints"
         case (_, "checkpoint"):
-            return "the checkpoint .* cannot be read .*is not as it was written"
+            return "the checkpoint .* cannot be read .*has changed"
         case ("full", "/dev/shm"):
             # A server on this machine may fail first, and writes the reason to its own log alone.
             refused = "|the server refused .*EngineCore encountered an issue" if mode.has_server else ""

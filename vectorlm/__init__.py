@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from vectorlm.sampling.hf_engine import HFEngine
     from vectorlm.sampling.settings import EngineSettings
     from vectorlm.train.checkpoint.export import save_model
-    from vectorlm.train.device_turn import DeviceTurn
+    from vectorlm.train.handover import DeviceTurn
     from vectorlm.types import Completion, UpdateReport
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Completion": "vectorlm.types",
-    "DeviceTurn": "vectorlm.train.device_turn",
+    "DeviceTurn": "vectorlm.train.handover",
     "EngineSettings": "vectorlm.sampling.settings",
     "FakeEngine": "vectorlm.sampling.fake_engine",
     "HFEngine": "vectorlm.sampling.hf_engine",

@@ -208,16 +208,6 @@ class MetricSink(Protocol):
         """Write the `values` of training step `step`."""
 
 
-class Checkpoints(Protocol):
-    """Keeps the state of a run; all ranks call both methods alike."""
-
-    def save(self, step: int, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
-        """Write the models, the random generators and the loop's own state as the checkpoint of `step`."""
-
-    def load(self, step: int, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
-        """Restore models and random generators of `step`; return what was saved as `loop`."""
-
-
 class Evaluation(Protocol):
     """Evaluates the weights that are being trained; all ranks call it."""
 

@@ -21,7 +21,7 @@ import vectorlm
 from vectorlm.runs.preflight.memory import host_memory_bytes
 from vectorlm.runs.preflight.memory_plan import CUDA_PROCESS_BYTES, Demand, plan_memory
 from vectorlm.sampling.weights.model_size import read_model_size
-from vectorlm.train.device_turn import Offload
+from vectorlm.train.handover import Offload
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 512

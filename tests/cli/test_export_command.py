@@ -21,7 +21,7 @@ from vectorlm.cli.export import find_source, load_source
 from vectorlm.report.card import card_of
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 
 LORA = {
     "r": 2,
@@ -226,7 +226,7 @@ def test_a_checkpoint_that_is_not_as_it_was_written_leaves_no_folder(full, tmp_p
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     assert main(["export", str(run)]) == 1
-    assert "__0_0.distcp is not as it was written" in capsys.readouterr().err
+    assert "__0_0.distcp has changed" in capsys.readouterr().err
     assert sorted(each.name for each in run.iterdir()) == ["checkpoints", "config.yaml"]
 
 

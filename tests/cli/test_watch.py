@@ -22,7 +22,7 @@ from vectorlm.cli import main
 from vectorlm.cli.watch import frame, sparkline
 from vectorlm.report.runs import RunFolder
 from vectorlm.report.step_lines import StepLines
-from vectorlm.train.checkpoint.folder import held
+from vectorlm.train.checkpoint.folder import locked
 
 
 def text_of(path, width=80, height=24):
@@ -60,7 +60,7 @@ def run(tmp_path):
 
 
 def test_a_frame_shows_progress_curves_phases_and_samples(run):
-    with held(run):
+    with locked(run):
         text = text_of(run)
     assert text.splitlines()[0] == f"{run.name}  running for 0 s"
     assert text.splitlines()[1] == "step 12 of 40, about 56 s left, 2.00 s a step, 1,234 tokens/s"
@@ -143,7 +143,7 @@ class Dashboard:
 
 
 def test_it_follows_a_run_and_stops_with_it(run):
-    with held(run):
+    with locked(run):
         dashboard = Dashboard(run)
         dashboard.read_until("step 12 of 40")
         StepLines(run / "metrics.jsonl", 12, key="step").write(13, [{"reward/mean": 0.9, "time/step_s": 2.0}])
@@ -155,7 +155,7 @@ def test_it_follows_a_run_and_stops_with_it(run):
 
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(run):
-    with held(run):
+    with locked(run):
         dashboard = Dashboard(run)
         dashboard.read_until("step 12 of 40")
         dashboard.process.send_signal(signal.SIGINT)

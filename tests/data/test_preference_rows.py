@@ -98,7 +98,7 @@ def test_a_completion_stands_beside_the_next_one_of_another_prompt():
         1.0,
     )
     alike, _ = rows_of(rows, "labels", max_seq_len=6)
-    assert [each[1] for each in alike] == ["^abyz$", "^abyz$", "^xc$"]
+    assert [item[1] for item in alike] == ["^abyz$", "^abyz$", "^xc$"]
     with pytest.raises(DatasetError, match="2 with no row of another prompt beside it"):
         rows_of(rows[:2], "labels")
     alone, _ = rows_of([*rows, {"prompt": "ef", "completion": "", "label": True}], "labels")
@@ -127,41 +127,25 @@ def test_pairs_that_teach_nothing_are_left_out_counted_and_named(row, reason):
 
 
 @pytest.mark.parametrize(
-    ("examples", "row", "text"),
+    ("examples", "row", "column"),
     [
-        ("pairs", {"prompt": "ab", "chosen": "cd"}, "raw.jsonl:2 has no 'rejected'"),
-        (
-            "pairs",
-            {**PAIR, "margin": "big"},
-            "raw.jsonl:2 holds 'big' in 'margin': it must be a finite number",
-        ),
-        ("pairs", {**PAIR, "chosen": 3}, "raw.jsonl:2 holds '3' in 'completion'"),
-        (
-            "labels",
-            {"prompt": "a", "completion": "b", "label": 1},
-            "raw.jsonl:2 holds '1' in 'label': it must be true",
-        ),
-        ("labels", {"prompt": "a", "completion": "b"}, "raw.jsonl:2 holds 'None' in 'label'"),
-        (
-            "steps",
-            {**STEPS, "labels": [True]},
-            r"raw.jsonl:2 holds '\[True\]' in 'labels': .* of which there are 2",
-        ),
-        (
-            "steps",
-            {**STEPS, "labels": [True, 1]},
-            r"raw.jsonl:2 holds '\[True, 1\]' in 'labels': it must be a list of",
-        ),
-        ("steps", {**STEPS, "completions": [], "labels": []}, "raw.jsonl:2 holds .* of which there are 0"),
-        ("steps", {"prompt": "a", "labels": [True]}, "raw.jsonl:2 holds .* of which there are 0"),
-        ("steps", {**STEPS, "completions": ["c", 3]}, "raw.jsonl:2 holds '3' among its steps"),
-        ("steps", {**STEPS, "prompt": say("ux")}, "raw.jsonl:2 holds .* in 'prompt': it must be text"),
+        ("pairs", {"prompt": "ab", "chosen": "cd"}, "rejected"),
+        ("pairs", {**PAIR, "margin": "big"}, "margin"),
+        ("pairs", {**PAIR, "chosen": 3}, "completion"),
+        ("labels", {"prompt": "a", "completion": "b", "label": 1}, "label"),
+        ("labels", {"prompt": "a", "completion": "b"}, "label"),
+        ("steps", {**STEPS, "labels": [True]}, "labels"),
+        ("steps", {**STEPS, "labels": [True, 1]}, "labels"),
+        ("steps", {**STEPS, "completions": [], "labels": []}, "labels"),
+        ("steps", {"prompt": "a", "labels": [True]}, "labels"),
+        ("steps", {**STEPS, "completions": ["c", 3]}, "completions"),
+        ("steps", {**STEPS, "prompt": say("ux")}, "prompt"),
     ],
 )
-def test_a_broken_row_stops_with_its_file_and_line(examples, row, text):
+def test_a_broken_row_stops_with_its_file_and_line(examples, row, column):
     label = {"prompt": "a", "completion": "b", "label": True}
     whole = {"pairs": PAIR, "labels": label, "steps": STEPS}[examples]
-    with pytest.raises(DatasetError, match=text):
+    with pytest.raises(DatasetError, match=rf"raw\.jsonl:2 .*'{column}'"):
         rows_of([whole, row], examples)
 
 
@@ -177,7 +161,7 @@ def test_steps_are_tokenised_one_by_one_and_labelled_where_the_separator_ends():
         texts = [f"^abcd{ended}e{ended}", f"^a{ended}c{ended}d{ended}"]
         assert [spell(row["input_ids"]) for row in dataset] == texts
         for row, labels in zip(dataset, ([1, 0], [0, 1, 0]), strict=True):
-            ends = [len(each) for each in spell(row["input_ids"]).split(ended)[:-1]]
+            ends = [len(item) for item in spell(row["input_ids"]).split(ended)[:-1]]
             places = [sum(ends[: place + 1]) + (place + 1) * len(ended) - 1 for place in range(len(ends))]
             marks = dict(zip(places, labels, strict=True))
             assert row["labels"] == [marks.get(place, -100) for place in range(len(row["labels"]))]
@@ -187,14 +171,14 @@ def test_steps_are_tokenised_one_by_one_and_labelled_where_the_separator_ends():
 
 
 def test_labels_of_steps_are_no_ignore_index():
-    with pytest.raises(ConfigError, match="ignore_index=0 is the label of a step too"):
+    with pytest.raises(ConfigError, match="ignore_index=0"):
         rows_of([STEPS], "steps", ignore_index=0)
 
 
 def test_a_dataset_without_the_columns_and_settings_without_effect_are_refused():
-    with pytest.raises(DatasetError, match=r"no column 'chosen': rows of .*=pairs need it"):
+    with pytest.raises(DatasetError, match="'chosen'"):
         rows_of([{"text": "ab"}])
-    with pytest.raises(ConfigError, match=r"packing_type='full' has no effect: .*\. Leave it out\.$"):
+    with pytest.raises(ConfigError, match="packing_type"):
         rows_of([PAIR], packing_type="full")
 
 
@@ -208,7 +192,7 @@ def test_a_shorter_max_seq_len_cuts_each_text_of_a_pair():
     assert spell(batch.input_ids[0].tolist()) == "^abc^abg"
     assert batch.text_ids[0].tolist() == [0] * 4 + [1] * 4
     assert batch.values.tolist() == [2.0, 0.0]
-    with pytest.raises(DatasetError, match="holds 1 texts by seq_lengths"):
+    with pytest.raises(DatasetError, match=r"row 0 .*seq_lengths"):
         Collator(0, -100, 4).collate([{"id": 0, **dataset[0], "seq_lengths": [13]}], 2)
     summary = Summary.of(dataset, 4, -100)
     assert (summary.texts, summary.long_rows, summary.longest, summary.cut_tokens) == (2, 2, 8, 5)
@@ -224,8 +208,7 @@ def test_pairs_of_chats_may_be_json_text():
 
 
 @pytest.mark.parametrize(
-    "prompt",
-    ["in French", say("sb", "ux"), say("uq"), json.dumps(say("uq")), {"role": "user"}, 4],
+    "prompt", ["in French", say("sb", "ux"), say("uq"), json.dumps(say("uq")), {"role": "user"}, 4]
 )
 def test_a_prompt_that_the_chats_neither_repeat_nor_continue_is_refused(prompt):
     row = {"chosen": say("ux", "ayz"), "rejected": say("ux", "aw")}

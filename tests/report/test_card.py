@@ -7,7 +7,7 @@ import yaml
 
 import vectorlm
 from vectorlm.report.card import card_of, noted_of
-from vectorlm.train.lora.load import hub_name, lasting_name
+from vectorlm.train.lora import hub_name, lasting_name
 
 
 def save_run(path, config):

@@ -13,7 +13,7 @@ from vectorlm.cli.report import EVERY_S
 from vectorlm.report.page import MAX_POINTS, MAX_ROWS, MAX_STEPS, write_page
 from vectorlm.report.runs import RunFolder
 from vectorlm.report.step_lines import StepLines
-from vectorlm.train.checkpoint.folder import held
+from vectorlm.train.checkpoint.folder import locked
 
 
 def write_lines(path, lines):
@@ -176,7 +176,7 @@ def test_a_page_that_follows_is_written_while_a_run_goes_on_and_then_rests(tmp_p
     run = make_run(tmp_path / "run")
     output = tmp_path / "page.html"
     command = [sys.executable, "-m", "vectorlm", "report", str(run.path), "--follow", "--output", str(output)]
-    with held(run.path):
+    with locked(run.path):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline().startswith(f"{output} (")
         data = data_of(output.read_text())

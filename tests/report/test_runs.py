@@ -9,7 +9,7 @@ import pytest
 from vectorlm.errors import ConfigError
 from vectorlm.report.runs import RunFolder, Sample, differences, names_of, read_lines
 from vectorlm.report.step_lines import StepLines
-from vectorlm.train.checkpoint.folder import held
+from vectorlm.train.checkpoint.folder import locked
 
 
 def test_a_line_that_a_crash_cut_short_or_that_is_being_written_is_left_out(tmp_path):
@@ -90,7 +90,7 @@ def make_run(folder, step=12):
 
 def test_a_run_that_goes_on_says_how_far_it_is(tmp_path):
     run = make_run(tmp_path)
-    with held(tmp_path):
+    with locked(tmp_path):
         assert run.state() == ("running for 5 s", True)
         assert run.progress() == "step 12 of 40, about 56 s left, 2.00 s a step, 1,234 tokens/s"
         an_hour_ago = time.time() - 3600
@@ -112,7 +112,7 @@ def test_a_run_that_is_no_more_has_stopped_or_ended(tmp_path):
 
 
 def test_a_run_that_starts_says_what_it_waits_for(tmp_path):
-    with held(tmp_path):
+    with locked(tmp_path):
         run = RunFolder(tmp_path)
         assert run.state()[0].startswith("starting: reading the model")
         make_run(tmp_path, step=0)

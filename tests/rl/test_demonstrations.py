@@ -107,7 +107,7 @@ def ids_of_steps(topology, folder):
     texts = replace(
         texts,
         loader=StepLoader(
-            texts.loader._dataset, Collator(0, -100, 16), topology, micro_batch_size=1, seed=0, shuffle=True
+            texts.loader.dataset, Collator(0, -100, 16), topology, micro_batch_size=1, seed=0, shuffle=True
         ),
     )
     return [

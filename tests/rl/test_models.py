@@ -26,7 +26,7 @@ from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import STEP_SEPARATOR, load_model
-from vectorlm.train.lora.load import STARTING, add_lora, continue_lora, options_of, start_alone
+from vectorlm.train.lora import STARTING, add_lora, continue_lora, options_of, start_alone
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings

@@ -26,11 +26,11 @@ from vectorlm.rl.prepare import correction_of, prepare_batch
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CorrectionSettings, KLSettings, StepSettings, TeacherSettings, UpdateSettings
 from vectorlm.rl.update import Updater
-from vectorlm.train.context import ContextGroup
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.train.packing import ContextGroup
 from vectorlm.train.shard import load_sharded
 from vectorlm.types import PromptRecord
 

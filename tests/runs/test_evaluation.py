@@ -14,7 +14,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.rl.rewards.evaluation import Evaluator
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.sampling.hf_engine import HFEngine
-from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.train.handover import DeviceTurn
 from vectorlm.train.load import load_model
 from vectorlm.types import PromptRecord, RewardResult
 
@@ -253,7 +253,5 @@ def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(folder):
     fitting = [PromptRecord("a b"), PromptRecord([5, 6]), PromptRecord([{"role": "user", "content": "a b"}])]
     check_lengths(fitting, tokenizer, 20, "rl.prompts")
     for prompt in ("a b " * 12, [5] * 21, [{"role": "user", "content": "a b " * 12}]):
-        with pytest.raises(
-            DatasetError, match=r"prompt 3 of rl.prompts has \d+ tokens, more than the 20 that leave"
-        ):
+        with pytest.raises(DatasetError, match=r"prompt 3 of rl.prompts has \d+ tokens"):
             check_lengths([*fitting, PromptRecord(prompt)], tokenizer, 20, "rl.prompts")

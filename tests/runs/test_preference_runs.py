@@ -18,7 +18,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.rl.rewards.reward_model import RewardModel
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.checked import preflight
-from vectorlm.train.pairs import Steps
+from vectorlm.train.objective import Steps
 from vectorlm.train.shard import load_sharded
 
 CONFIG = """

@@ -9,7 +9,7 @@ from kit.rank_processes import on_ranks
 from transformers import AutoTokenizer
 
 import vectorlm
-from vectorlm.data.encoding import as_list
+from vectorlm.data.prompts import as_list
 from vectorlm.errors import EngineError, RankMismatch
 from vectorlm.sampling.arguments import merge
 

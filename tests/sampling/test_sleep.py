@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine
 from vectorlm.errors import EngineError
-from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.train.handover import DeviceTurn
 
 TINY_LLAMA = {"tied": True, "hidden_size": 64, "max_length": 256}
 

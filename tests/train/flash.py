@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward
 def written_down(device_type, calls=None):
     """Let torch's two operators compute as below on a kind of device; note the windows of all calls."""
     kernels = _varlen_attn._backend_fns, _varlen_attn_backward._backend_fns
-    before = [dict(each) for each in kernels]
+    before = [dict(item) for item in kernels]
 
     def forward_noted(*arguments):
         if calls is not None:
@@ -50,7 +50,7 @@ def backward(
     """Return the gradients of queries, keys and values."""
     check(query, key, value, ends_q, ends_k, max_q, max_k)
     assert grad.dtype == found.dtype == query.dtype
-    gradients = [torch.zeros(each.shape, dtype=torch.float64) for each in (query, key, value)]
+    gradients = [torch.zeros(item.shape, dtype=torch.float64) for item in (query, key, value)]
     for mine, theirs in rows(ends_q, ends_k):
         scores, factor, q, k, v = scores_of(query[mine], key[theirs], value[theirs], scale, window)
         given, probabilities = grad[mine].cpu().double().transpose(0, 1), scores.softmax(-1)
@@ -65,12 +65,12 @@ def backward(
         ):
             heads = gradients[place].shape[1]
             gradients[place][where] += gradient.unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
-    return tuple(each.to(query.dtype).to(query.device) for each in gradients)
+    return tuple(item.to(query.dtype).to(query.device) for item in gradients)
 
 
 def rows(ends_q, ends_k):
     """Yield the places of each row's queries and keys."""
-    pairs = [list(pairwise(each)) for each in (ends_q.tolist(), ends_k.tolist())]
+    pairs = [list(pairwise(item)) for item in (ends_q.tolist(), ends_k.tolist())]
     for mine, theirs in zip(*pairs, strict=True):
         yield slice(*mine), slice(*theirs)
 
@@ -79,7 +79,7 @@ def scores_of(query, key, value, scale, window):
     """Return float64 [H, q, k], -inf where nothing is seen; the factor; queries, keys, values of all heads."""
     repeats = query.shape[1] // key.shape[1]
     q = query.cpu().double().transpose(0, 1)
-    k, v = (each.cpu().double().transpose(0, 1).repeat_interleave(repeats, 0) for each in (key, value))
+    k, v = (item.cpu().double().transpose(0, 1).repeat_interleave(repeats, 0) for item in (key, value))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     # The last query sees the last key.
     place = torch.arange(len(query))[:, None] + len(key) - len(query)
@@ -91,11 +91,11 @@ def scores_of(query, key, value, scale, window):
 
 def check(query, key, value, ends_q, ends_k, max_q, max_k):
     """Refuse what the kernel in torch's sources refuses, the dtype aside, or would read past."""
-    assert {each.device for each in (query, key, value, ends_q, ends_k)} == {query.device}
+    assert {item.device for item in (query, key, value, ends_q, ends_k)} == {query.device}
     assert query.dtype == key.dtype == value.dtype
     assert query.shape[2] == key.shape[2] == value.shape[2] <= 256
     assert query.shape[2] % 8 == 0
-    assert all(each.stride(-1) == 1 for each in (query, key, value))
+    assert all(item.stride(-1) == 1 for item in (query, key, value))
     for ends, longest, tensor in ((ends_q, max_q, query), (ends_k, max_k, key)):
         assert ends.dtype == torch.int32
         assert ends.is_contiguous()

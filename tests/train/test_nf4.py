@@ -19,7 +19,7 @@ from vectorlm.sampling.transport import pull_obstacle
 from vectorlm.sampling.weights.module_source import ModuleSource
 from vectorlm.train.checkpoint.state import CheckpointStore
 from vectorlm.train.load import load_model, quantize_blocks, round_blocks
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.shard import shard_model
 from vectorlm.types import TrainedModel
 
@@ -41,14 +41,14 @@ def learn(model, optimizer):
     tokens = torch.arange(8)[None]
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
-    gradients = [each.grad.full_tensor().clone() for each in model.parameters() if each.requires_grad]
+    gradients = [entry.grad.full_tensor().clone() for entry in model.parameters() if entry.requires_grad]
     optimizer.step()
     optimizer.zero_grad()
     return loss.item(), gradients
 
 
 def optimizer_of(model):
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    return torch.optim.AdamW([entry for entry in model.parameters() if entry.requires_grad], lr=1e-2)
 
 
 def compare(topology, folder, path):
@@ -60,11 +60,11 @@ def compare(topology, folder, path):
         found.append([learn(model, optimizer) for _ in range(2)])
         if is_quantized:
             source = ModuleSource(model, topology)
-            shapes = {each.name: each.shape for each in source.manifest()}
+            shapes = {entry.name: entry.shape for entry in source.manifest()}
             assert "quantised" in pull_obstacle([WeightSet("base", source)], ["pull"], topology)
             sent = {
-                name: (each.first_row, each.rows if each.change is None else each.change(each.rows))
-                for name, each in source.writes.items()
+                name: (entry.first_row, entry.rows if entry.change is None else entry.change(entry.rows))
+                for name, entry in source.writes.items()
             }
             store = CheckpointStore(path, {})
             store.save(2, {"policy": TrainedModel(model, optimizer)}, {})
@@ -88,7 +88,7 @@ def test_the_engine_is_sent_the_numbers_that_the_trainer_computes_with(tmp_path,
     ranks = on_ranks(world_size, compare, folder, tmp_path / "checkpoints")
     for (quantized, like), shapes, sent, goes_on in ranks:
         assert goes_on
-        assert shapes == {name: tuple(each.shape) for name, each in wanted.items()}
+        assert shapes == {name: tuple(entry.shape) for name, entry in wanted.items()}
         for (loss, gradients), (loss_like, gradients_like) in zip(quantized, like, strict=True):
             assert loss == pytest.approx(loss_like, abs=1e-5)
             # fp32 sums in another order, after a step of Adam.
@@ -118,9 +118,9 @@ def test_a_run_samples_from_its_own_numbers_and_exports_them_merged(tmp_path):
     config = config_of(files, tmp_path / "run", overrides=overrides)
     on_ranks(2, run, config)
     gaps = [
-        each["sampler/logprob_gap_max"]
-        for each in lines(tmp_path / "run/metrics.jsonl")
-        if "sampler/logprob_gap_max" in each
+        entry["sampler/logprob_gap_max"]
+        for entry in lines(tmp_path / "run/metrics.jsonl")
+        if "sampler/logprob_gap_max" in entry
     ]
     assert gaps
     assert max(gaps) < 1e-5
@@ -132,7 +132,7 @@ def test_a_run_samples_from_its_own_numbers_and_exports_them_merged(tmp_path):
 
     factors = load_file(tmp_path / "run/final-model/adapter_model.safetensors")
     layer = "model.layers.1.mlp.up_proj"
-    a, b = (factors[f"base_model.model.{layer}.lora_{each}.weight"] for each in "AB")
+    a, b = (factors[f"base_model.model.{layer}.lora_{entry}.weight"] for entry in "AB")
     expected = base.get_parameter(f"{layer}.weight") + 8 / 8 * b @ a
     torch.testing.assert_close(merged.get_parameter(f"{layer}.weight"), expected, rtol=0, atol=1e-6)
 
@@ -172,7 +172,7 @@ def test_what_a_base_in_4_bits_cannot_do_is_refused_by_name(tmp_path, monkeypatc
     monkeypatch.setattr(preflight_settings, "is_installed", lambda name: is_here)
     texts = list(setting_problems(load_config("my.yaml", overrides), 2))
     missing = [] if is_here else ["quantization"]
-    assert [each.removeprefix(f"{TRAIN}.").partition("=")[0] for each in texts] == missing + keys
+    assert [entry.removeprefix(f"{TRAIN}.").partition("=")[0] for entry in texts] == missing + keys
     if not is_here:
         assert "pip install 'vectorlm[qlora]'" in texts[0]
 

@@ -4,8 +4,8 @@ from kit.rank_processes import on_ranks, save_tiny_llama
 from kit.tiny_runs import build_loop
 from torch.distributed.tensor import DTensor
 
-from vectorlm.train import device_turn
-from vectorlm.train.device_turn import Offload
+from vectorlm.train import handover
+from vectorlm.train.handover import Offload
 
 
 def trained_layer(optimizer_class, **settings):
@@ -43,8 +43,8 @@ def test_state_and_gradients_leave_and_return_as_the_same_objects_with_the_same_
 
 def test_all_goes_into_one_block_that_is_kept_for_the_next_time(monkeypatch):
     blocks = []
-    make = device_turn._host_block
-    monkeypatch.setattr(device_turn, "_host_block", lambda *size: blocks.append(make(*size)) or blocks[-1])
+    make = handover._host_block
+    monkeypatch.setattr(handover, "_host_block", lambda *size: blocks.append(make(*size)) or blocks[-1])
     _, optimizer = trained_layer(torch.optim.AdamW, lr=0.1)
     offload = Offload(optimizer, "cpu")
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_what_comes_later_goes_into_a_block_of_its_own():
     offload.move_out()
     offload.move_back()
     assert layer.bias.grad.tolist() == [5.0, 6.0, 7.0]
-    assert all(each.isfinite().all() and each.any() for each in tensors_of(optimizer))
+    assert all(item.isfinite().all() and item.any() for item in tensors_of(optimizer))
 
 
 def test_views_of_one_buffer_are_moved_once_and_state_that_is_the_weight_itself_stays():

@@ -15,8 +15,8 @@ from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.resume import identity_of
 from vectorlm.runs.preflight.settings import setting_problems
 from vectorlm.train.checkpoint.state import CheckpointStore
-from vectorlm.train.device_turn import Offload
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.handover import Offload
+from vectorlm.train.lora import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.optimizers import OPTIMIZERS, make_optimizer, state_bytes
 from vectorlm.train.settings import OptimizerSettings
@@ -67,7 +67,7 @@ def steps(training, numbers):
 
 
 def trained_weights(model):
-    return [each.full_tensor().clone() for each in model.parameters() if each.requires_grad]
+    return [entry.full_tensor().clone() for entry in model.parameters() if entry.requires_grad]
 
 
 def bytes_of(value):
@@ -75,7 +75,9 @@ def bytes_of(value):
         value = value.to_local()
     if is_traceable_wrapper_subclass(value):
         # The table of its codes is 1 kB for each tensor, whatever its size.
-        return sum(bytes_of(getattr(value, each)) for each in value.__tensor_flatten__()[0] if each != "qmap")
+        return sum(
+            bytes_of(getattr(value, entry)) for entry in value.__tensor_flatten__()[0] if entry != "qmap"
+        )
     return value.numel() * value.element_size()
 
 
@@ -104,8 +106,10 @@ def go_on(topology, path, lora):
         losses += steps(training, range(3, 6))
         last = trained_weights(training.model)
         state = training.optimizer.state
-        kept = sum(bytes_of(each) for values in state.values() for each in values.values())
-        numbers = sum(each.to_local().numel() for each in training.model.parameters() if each.requires_grad)
+        kept = sum(bytes_of(entry) for values in state.values() for entry in values.values())
+        numbers = sum(
+            entry.to_local().numel() for entry in training.model.parameters() if entry.requires_grad
+        )
         again = build(topology, settings, lora)
         checkpoint(topology, path / str(index), again, 3, "load")
         steps(again, range(3, 6))
@@ -157,7 +161,7 @@ def test_an_optimizer_learns_keeps_what_is_planned_and_goes_on_bit_for_bit(alone
 @pytest.mark.parametrize("lora", [False, True])
 def test_two_ranks_go_on_bit_for_bit_and_another_number_of_ranks_goes_on(tmp_path, alone, lora):
     together = on_ranks(2, go_on, tmp_path, lora)
-    assert all(each["is_same"] for rank in together for each in rank.values())
+    assert all(entry["is_same"] for rank in together for entry in rank.values())
     (elsewhere,) = on_ranks(1, go_on_elsewhere, tmp_path, lora)
     for name, weights in elsewhere.items():
         # The sums of gradients round otherwise, and Adam's first steps divide by them; Muon computes in bfloat16.
@@ -170,8 +174,7 @@ def test_two_ranks_go_on_bit_for_bit_and_another_number_of_ranks_goes_on(tmp_pat
 
 @names
 @pytest.mark.parametrize(
-    ("schedule", "arguments"),
-    [("polynomial", {"lr_end": 1e-4}), ("cosine_with_min_lr", {"min_lr": 1e-4})],
+    ("schedule", "arguments"), [("polynomial", {"lr_end": 1e-4}), ("cosine_with_min_lr", {"min_lr": 1e-4})]
 )
 def test_a_schedule_falls_from_the_peak_of_every_optimizer_to_a_rate_that_it_is_given(
     name, schedule, arguments
@@ -201,7 +204,7 @@ def problems(tmp_path, monkeypatch):
     (tmp_path / "broken.py").write_text("def make(params, lr): raise ValueError('not today')")
 
     def find(*given):
-        overrides = [each if "." in each.partition("=")[0] else f"{OPTIMIZER}.{each}" for each in given]
+        overrides = [entry if "." in entry.partition("=")[0] else f"{OPTIMIZER}.{entry}" for entry in given]
         with suppress(FileNotFoundError):
             return list(setting_problems(load_config("my.yaml", overrides), 1))
 

@@ -18,7 +18,7 @@ from vectorlm.train import attention, language_model, settings
 from vectorlm.train.attention import packed_attention
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.packing import Bundle, Rows, num_shared, pack
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded
@@ -115,7 +115,7 @@ def test_on_cuda_rows_of_16_bits_attend_in_one_call(monkeypatch):
     with FakeTensorMode():
         for dtype, window in itertools.product((torch.bfloat16, torch.float16), (None, 8)):
             heads = [
-                torch.empty(1, n, each, 64, dtype=dtype, device="cuda").transpose(1, 2) for each in (8, 2, 2)
+                torch.empty(1, n, item, 64, dtype=dtype, device="cuda").transpose(1, 2) for item in (8, 2, 2)
             ]
             found, _ = packed_attention(
                 torch.nn.Module(), *heads, None, packing=layout, sliding_window=window
@@ -153,7 +153,7 @@ def test_gradients_of_the_operator_for_cuda_have_its_dtypes_and_are_those_of_pad
     n = layout.input_ids.shape[1]
     generator = torch.Generator().manual_seed(0)
     heads = [
-        torch.randn(1, each, n, 16, generator=generator).bfloat16().requires_grad_() for each in (4, 2, 2)
+        torch.randn(1, item, n, 16, generator=generator).bfloat16().requires_grad_() for item in (4, 2, 2)
     ]
     outcomes = []
     for takes in (True, False):
@@ -182,9 +182,9 @@ def values_and_gradient(model, rows, compute):
     weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(2)).to(logprobs.dtype)
     ((logprobs + 0.1 * entropies) * weights).sum().backward()
     gradient = {
-        name: each.grad.full_tensor() if hasattr(each.grad, "full_tensor") else each.grad.clone()
-        for name, each in model.named_parameters()
-        if each.grad is not None
+        name: item.grad.full_tensor() if hasattr(item.grad, "full_tensor") else item.grad.clone()
+        for name, item in model.named_parameters()
+        if item.grad is not None
     }
     return logprobs.detach(), entropies.detach(), gradient
 
@@ -242,8 +242,8 @@ def assert_rows_say_the_same(name, tmp_path):
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager)
     with torch.no_grad():
         # Random weights are so small that attention would hardly matter.
-        for each in (*model.parameters(), *exact.parameters()):
-            each.mul_(3)
+        for item in (*model.parameters(), *exact.parameters()):
+            item.mul_(3)
     rows = random_rows()
     computes = LanguageModel(model, TEMPERATURE)
     assert computes.why_padded is None
@@ -251,7 +251,7 @@ def assert_rows_say_the_same(name, tmp_path):
     found = values_and_gradient(model, rows, lambda rows: computes(rows, "gradient"))
     expected = values_and_gradient(exact, rows, one_by_one(exact))
     torch.testing.assert_close(found[:2], expected[:2], rtol=2e-5, atol=1e-5, check_dtype=False)
-    largest = max(each.abs().max() for each in expected[2].values())
+    largest = max(item.abs().max() for item in expected[2].values())
     for parameter, gradient in expected[2].items():
         gap = (found[2][parameter].double() - gradient).abs().max()
         assert gap <= 1e-4 * largest, parameter
@@ -278,7 +278,7 @@ def assert_rows_say_the_same(name, tmp_path):
                 "layer_types": ["sliding_attention", "full_attention"],
                 "shared_expert_intermediate_size": 32,
             },
-            "its attention does not say how far it sees",
+            "its attention does not pass on its sliding window",
         ),
         (
             "GptOssConfig",
@@ -325,7 +325,7 @@ def test_a_model_that_packing_would_change_is_padded_and_says_how_far_it_would_b
     monkeypatch.setattr(language_model, "_head", lambda causal, layer: lambda states: 2 * layer(states))
     computes = LanguageModel(model)
     assert computes.why_padded is not None
-    assert "what it computes would be" in computes.why_padded
+    assert "off by" in computes.why_padded
     assert model.training
     assert model.config._attn_implementation == "sdpa"
 
@@ -337,15 +337,15 @@ def test_attention_that_is_given_more_than_it_would_follow_is_left_alone(folder,
         model.model, "forward", lambda **given: forward(**given, position_bias=torch.zeros(1))
     )
     monkeypatch.setattr(language_model.inspect, "signature", lambda f: INSPECT(type(model.model).forward))
-    assert LanguageModel(model).why_padded == "its attention follows position_bias"
+    assert LanguageModel(model).why_padded == "its attention reads position_bias"
 
 
 def test_padded_rows_keep_the_cap_of_a_model_whose_attention_is_packed(tmp_path):
     """Someone may call the model itself."""
     folder = save_family(FAMILIES["Gemma 2"], tmp_path)
     model, plain = load_model(folder).eval(), load_model(folder).eval()
-    for each in (model, plain):
-        for name, parameter in each.named_parameters():
+    for item in (model, plain):
+        for name, parameter in item.named_parameters():
             parameter.data.mul_(30 if "q_proj" in name or "k_proj" in name else 1)
     assert LanguageModel(model).packs
     assert (model.config._attn_implementation, plain.config._attn_implementation) == ("packed", "eager")
@@ -418,7 +418,7 @@ def test_compiled_blocks_say_the_same(folder):
 
 def assert_alike(found, expected, tolerance):
     torch.testing.assert_close(found[:2], expected[:2], rtol=tolerance, atol=tolerance)
-    largest = max(each.abs().max() for each in expected[2].values())
+    largest = max(item.abs().max() for item in expected[2].values())
     assert found[2].keys() == expected[2].keys()
     for name, gradient in expected[2].items():
         assert (found[2][name] - gradient).abs().max() <= tolerance * largest, name

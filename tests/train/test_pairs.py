@@ -13,8 +13,7 @@ from vectorlm.algorithms.settings import PreferenceSettings
 from vectorlm.data.loader import Collator
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model, load_scorer
-from vectorlm.train.objective import Scorer
-from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs, Steps
+from vectorlm.train.objective import Completions, GoodAndBad, PreferencePairs, Scorer, Steps
 
 ROWS = [
     ([5, 6, 7, 8, 0], [5, 6, 9, 0], 1.0),
@@ -63,8 +62,8 @@ def losses(topology, folder):
                 objective = PreferencePairs(completions, spec, settings)
             for parts in ([[0, 1, 2]], [[2], [0, 1]]):
                 step = list(objective.prepare([batch_of(places, 4) for places in parts]))
-                assert sum(int(objective.num_counted(each)) for each in step) == 3
-                sums = [objective.sum_loss(each) for each in step]
+                assert sum(int(objective.num_counted(entry)) for entry in step) == 3
+                sums = [objective.sum_loss(entry) for entry in step]
                 total = sum(loss.item() for loss, _ in sums), sum(measured for _, measured in sums)
                 found.setdefault(name, []).append(total)
     return found
@@ -85,7 +84,7 @@ def expected_of(name, model):
     """Write the losses of TRL's DPOTrainer, CPOTrainer, ORPOTrainer and KTOTrainer out, pair by pair."""
     texts = [[logprob(model, text) for text in row[:2]] for row in ROWS]
     means = [
-        [each / (len(text) - 2) for each, text in zip(two, row[:2], strict=True)]
+        [entry / (len(text) - 2) for entry, text in zip(two, row[:2], strict=True)]
         for two, row in zip(texts, ROWS, strict=True)
     ]
     references = REFERENCES.tolist()
@@ -101,7 +100,7 @@ def expected_of(name, model):
         elif name == "simpo":
             total += -math.log(sigmoid(2.0 * (mean[0] - mean[1]) - 0.6))
         elif name == "orpo":
-            odds = [math.log(math.exp(each) / (1 - math.exp(each))) for each in mean]
+            odds = [math.log(math.exp(entry) / (1 - math.exp(entry))) for entry in mean]
             total += -mean[0] - 0.4 * math.log(sigmoid(odds[0] - odds[1]))
         else:
             ratio = two[0] - reference[0]
@@ -116,12 +115,12 @@ def expected_of(name, model):
 def test_losses_are_those_of_a_slow_loop_however_a_step_is_split_and_laid_out(folder):
     model = load_model(folder).eval()
     (found,) = on_ranks(1, losses, folder)
-    for name, each in found.items():
+    for name, entry in found.items():
         expected, texts, kl = expected_of(name, model)
-        for total, measured in each:
+        for total, measured in entry:
             assert total == pytest.approx(expected, rel=1e-5), name
-            torch.testing.assert_close(measured, each[0][1], rtol=1e-4, atol=1e-5)
-        means = (each[0][1][:, 0] / each[0][1][:, 1]).tolist()
+            torch.testing.assert_close(measured, entry[0][1], rtol=1e-4, atol=1e-5)
+        means = (entry[0][1][:, 0] / entry[0][1][:, 1]).tolist()
         if name == "dpo":
             rewards = [
                 [0.1 * (two[i] - REFERENCES[row, i].item()) for i in (0, 1)] for row, two in enumerate(texts)
@@ -131,8 +130,8 @@ def test_losses_are_those_of_a_slow_loop_however_a_step_is_split_and_laid_out(fo
             wanted = [
                 right,
                 sum(gaps) / 3,
-                sum(each[0] for each in rewards) / 3,
-                sum(each[1] for each in rewards) / 3,
+                sum(entry[0] for entry in rewards) / 3,
+                sum(entry[1] for entry in rewards) / 3,
             ]
             assert means == pytest.approx(wanted, rel=1e-4)
         if name == "kto":
@@ -180,8 +179,8 @@ def step_losses(topology, folder):
             model = load_scorer(folder, SimpleNamespace(eos_token_id=0, pad_token_id=None)).eval()
             objective = Steps(Scorer(model, packs=packs))
             step = list(objective.prepare([steps_of(places, 4) for places in parts]))
-            assert sum(int(objective.num_counted(each)) for each in step) == 5
-            sums = [objective.sum_loss(each) for each in step]
+            assert sum(int(objective.num_counted(entry)) for entry in step) == 5
+            sums = [objective.sum_loss(entry) for entry in step]
             total = sum(loss for loss, _ in sums)
             total.backward()
             found.append(
@@ -205,8 +204,8 @@ def test_the_loss_of_steps_is_that_of_a_slow_loop_over_what_each_step_ends(folde
     wrong = [found.item() for found, label in pairs if not label]
     errors = [found.item() - label for found, label in pairs]
     means = [
-        sum(abs(each) < 0.5 for each in errors) / 5,
-        sum(each**2 for each in errors) / 5,
+        sum(abs(entry) < 0.5 for entry in errors) / 5,
+        sum(entry**2 for entry in errors) / 5,
         sum(errors) / 5,
         sum(right) / 3,
         sum(wrong) / 2,

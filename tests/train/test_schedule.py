@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from vectorlm.train.optimizer_step import Schedule
+from vectorlm.train.settings import BY_LOSS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 
@@ -25,10 +26,7 @@ def rates(schedule, num_steps):
 @pytest.mark.parametrize("name", ["plateau-with-warmup", "plataeu-with-warmup"])
 def test_plateau_rises_linearly_to_the_peak_and_holds(name):
     assert rates(build(name), 7) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
-
-
-def test_plateau_starts_at_the_peak_without_warmup():
-    assert rates(build("plateau-with-warmup", num_warmup_steps=0), 2) == [1.0, 1.0]
+    assert rates(build(name, num_warmup_steps=0), 2) == [1.0, 1.0]
 
 
 def test_plateau_falls_tenfold_after_eleven_evaluations_without_progress_and_not_during_warmup():
@@ -50,18 +48,10 @@ def test_linear_and_cosine_follow_their_formulas():
     assert rates(build("cosine"), 20)[12] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linear",
-        "cosine",
-        "polynomial",
-        "constant_with_warmup",
-        "inverse_sqrt",
-        "plateau-with-warmup",
-        "greedy",
-    ],
-)
+WARM = ("linear", "cosine", "polynomial", "constant_with_warmup", "inverse_sqrt", *BY_LOSS)
+
+
+@pytest.mark.parametrize("name", WARM)
 def test_no_schedule_uses_the_full_learning_rate_in_the_first_warmup_step(name):
     assert build(name, lr=1e-3).learning_rate < 0.5e-3
 

@@ -12,7 +12,7 @@ from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.checkpoint.export import gather_weights
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings
@@ -211,7 +211,7 @@ def shards_between_passes(topology, folder):
     step = OptimizerStep(model, torch.optim.SGD(model.parameters()), None, 1.0, topology)
     tokens = torch.arange(8)[None]
     step.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss, is_last=False)
-    return [isinstance(each, DTensor) and each.grad is not None for each in model.parameters()]
+    return [isinstance(entry, DTensor) and entry.grad is not None for entry in model.parameters()]
 
 
 @pytest.mark.parametrize(("world_size", "are_shards"), [(1, True), (2, False)])
@@ -225,7 +225,7 @@ def test_blocks_are_found_without_a_declaration_and_their_absence_is_an_error():
     stack.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
     stack.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     assert transformer_blocks(stack) == list(stack.layers)
-    with pytest.raises(ConfigError, match="type Linear cannot be sharded"):
+    with pytest.raises(ConfigError, match="Linear"):
         transformer_blocks(torch.nn.Linear(2, 2))
 
 
@@ -245,7 +245,7 @@ def gradients_by_recomputation(topology, folder):
         rows = Rows(ids, torch.ones_like(ids), torch.ones_like(ids).cumsum(1) > 1, (0, 1))
         loss = computes.logprobs(rows).sum()
         loss.backward()
-        gradients = [each.grad.full_tensor() for each in model.parameters()]
+        gradients = [entry.grad.full_tensor() for entry in model.parameters()]
         found.append((len(calls), loss.detach(), *gradients))
     return found
 

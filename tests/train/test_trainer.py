@@ -65,6 +65,10 @@ def reference(folder):
         losses.append(loss.item())
         if number in (4, 6):
             evals[number] = mean_loss(model, held_out).item()
+    # Gradients are clipped, and the model learns.
+    assert max(norms) > 0.5
+    assert losses[-1] < losses[0]
+    assert evals[6] < evals[0]
     return losses, norms, evals, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -118,13 +122,6 @@ def gather_twice(topology, folder):
 def test_a_small_model_stays_whole_between_the_micro_batches_of_a_step(folder):
     for found in on_ranks(2, gather_twice, folder):
         assert found == [False] * 4 + [True, True, False, False]
-
-
-def test_the_reference_clips_and_learns(reference):
-    losses, norms, evals, _ = reference
-    assert max(norms) > 0.5
-    assert losses[-1] < losses[0]
-    assert evals[6] < evals[0]
 
 
 def one_step_metrics(topology, folder):
@@ -190,10 +187,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_names_step_rank_and_exam
     results = on_ranks(world_size, meet_nan, folder)
     ids = results[-1][1]
     for text, _, weights_are_unchanged in results:
-        assert text == (
-            f"the model's loss is nan at step 1 (on rank {world_size - 1}, examples {ids}): training stops before "
-            "the weights change. Lower the learning rate, or look at these examples."
-        )
+        assert f"nan at step 1 (on rank {world_size - 1}, examples {ids})" in text
         assert weights_are_unchanged
 
 
@@ -214,9 +208,7 @@ def meet_infinite_gradient(topology, folder):
 
 def test_a_gradient_norm_that_is_not_finite_stops_before_the_weights_change(folder):
     for rank, (text, weights_are_unchanged) in enumerate(on_ranks(2, meet_infinite_gradient, folder)):
-        assert text.startswith(
-            f"the model's gradient norm is nan at step 1 (over all ranks, seen on rank {rank})"
-        )
+        assert f"gradient norm is nan at step 1 (over all ranks, seen on rank {rank})" in text
         assert weights_are_unchanged
 
 
@@ -241,5 +233,5 @@ def train_on_an_unknown_token(topology, folder, input_ids, labels):
 )
 def test_what_the_model_has_no_token_for_is_named_with_its_row(folder, input_ids, labels, what):
     (text,) = on_ranks(1, train_on_an_unknown_token, folder, input_ids, labels)
-    assert text.startswith(f"row 20 of the dataset holds the {what}, and the model has 48 tokens;")
-    assert "dataset.ignore_index=-100" in text
+    assert text.startswith(f"row 20 of the dataset holds the {what},")
+    assert "dataset.ignore_index" in text

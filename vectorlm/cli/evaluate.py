@@ -22,7 +22,7 @@ from vectorlm.cli.sample import (
     read_pairs,
     require_model,
 )
-from vectorlm.data.encoding import asked, is_messages, split_begun
+from vectorlm.data.encoding import asked, is_messages, split_unfinished
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.workers.pool import WorkerPool
@@ -103,7 +103,7 @@ def _pair_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     prompt, texts = row["prompt"], [row["completions"][place]["text"] for place in (best, worst)]
     if is_messages(prompt):
-        prompt, begun = split_begun(prompt)
+        prompt, begun = split_unfinished(prompt)
         texts = [[{"role": "assistant", "content": begun + text}] for text in texts]
     pair = {"prompt": prompt, "chosen": texts[0], "rejected": texts[1]}
     # The template renders them before both texts, as it did for the answers.

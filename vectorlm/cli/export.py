@@ -13,7 +13,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.runs.config.load import load_config
 from vectorlm.sampling.weights.lora_factors import SCORES
 from vectorlm.train.checkpoint import folder
-from vectorlm.train.lora.load import ADAPTER_CONFIG, base_of, is_adapter_folder, load_adapters
+from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, load_adapters
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
 def _load(source: Source) -> tuple[Any, Any]:
     from vectorlm.train.checkpoint.state import load_weights
     from vectorlm.train.load import is_scorer, load_model, load_scorer, load_tokenizer
-    from vectorlm.train.lora.load import add_lora
+    from vectorlm.train.lora import add_lora
 
     if source.step is not None:
         config = load_config(source.run / "config.yaml")

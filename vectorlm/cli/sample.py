@@ -17,7 +17,7 @@ from vectorlm.runs.config.source import parse_yaml
 from vectorlm.runs.config.value import raise_problems
 from vectorlm.runs.preflight.local_model import describe_absent, download, local_folder
 from vectorlm.runs.preflight.sampling import sampling_problems
-from vectorlm.train.lora.load import base_of, is_adapter_folder
+from vectorlm.train.lora import base_of, is_adapter_folder
 from vectorlm.types import Completion, Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
@@ -187,7 +187,7 @@ def open_engine(
             if adapter is not None:
                 from transformers import AutoModelForCausalLM
 
-                from vectorlm.train.lora.load import load_adapters
+                from vectorlm.train.lora import load_adapters
 
                 # The engine takes over the merged weights like those of a training step.
                 base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")

@@ -1,25 +1,27 @@
-"""The chat: a list of messages as the tokens of the tokenizer's chat template."""
+"""Messages as tokens of the tokenizer's chat template, and which of the tokens count in the loss."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from vectorlm.data.encoding import encode_apart, end_tokens, marked_spans, plain_message, render_chat
+from vectorlm.data.encoding import decoded, encode_apart, end_tokens, marked_spans, plain_message, render_chat
 from vectorlm.errors import ConfigError, DatasetError
 
 Message = dict[str, Any]
+PRINTED_CHAT = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from)\1\s*:.*\}\s*\]\s*", re.DOTALL)
+"""Matches a list of messages printed by Python or numpy."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Renders messages, and tells which tokens count in the loss."""
+    """A tokenizer's chat template, and the tokens of messages that count in the loss."""
 
     tokenizer: Any
 
@@ -27,12 +29,12 @@ class Chat:
         if not self.tokenizer.chat_template:
             name = self.tokenizer.name_or_path
             raise ConfigError(
-                f"the rows hold messages, and the tokenizer of {name!r} has no chat template. Save one as "
+                f"rows of messages need a chat template, which the tokenizer of {name!r} does not have. Save one as "
                 f"{name}/chat_template.jinja, use an instruction-tuned model, or write the rows as text."
             )
 
     def render(self, name: str, messages: Sequence[Message], tools: Any, **how: Any) -> str:
-        """Return messages as the template writes them; `name` stands for the row in an error."""
+        """Return messages as text by the template; `name` is the row's name in errors."""
         from jinja2.exceptions import TemplateError
 
         try:
@@ -42,23 +44,34 @@ class Chat:
                 f"{name}: the chat template refuses the messages ({error}). Correct them, or remove the row."
             ) from error
 
-    def renders_same(self, name: str, text: str, messages: Sequence[Message], tools: Any) -> bool:
-        """Return whether the template writes `text` for `messages`."""
-        try:
-            return self.render(name, messages, tools) == text
-        except DatasetError:
-            return False
+    def cleaned(self, name: str, messages: Sequence[Message], tools: Any) -> tuple[list[Message], list[str]]:
+        """Return messages without the keys that the template ignores, and remarks on how it renders them."""
+        remarks = []
+        messages = [{key: value for key, value in one.items() if key != "weight"} for one in messages]
+        text = self.render(name, messages, tools)
 
-    def changes(self, name: str, messages: Sequence[Message], tools: Any, text: str) -> Iterator[str]:
-        """Say how `text`, which the template wrote, departs from `messages` and from what engines ask."""
-        said = [each["content"] for each in messages if each["role"] != "tool" and "content" in each]
-        if any(content.strip() not in text for content in said):
-            yield "the chat template changes what a message says, or cuts its reasoning out"
+        def renders_same(others: Sequence[Message], tools: Any) -> bool:
+            try:
+                return self.render(name, others, tools) == text
+            except DatasetError:
+                return False
+
+        if tools and renders_same(messages, None):
+            remarks.append("the chat template does not render the column 'tools'")
+        for key in sorted({key for message in messages for key in message} - {"role", "content"}):
+            others = [{other: value for other, value in one.items() if other != key} for one in messages]
+            if renders_same(others, tools):
+                messages = others
+                remarks.append(f"the chat template does not render {key!r} of messages")
+        contents = [one["content"] for one in messages if one["role"] != "tool" and "content" in one]
+        if any(content.strip() not in text for content in contents):
+            remarks.append("the chat template changes the text of a message, or removes its reasoning")
         if len(messages) > 1 and messages[-1]["role"] == "assistant":
             with suppress(DatasetError):
                 prompt = self.render(name, messages[:-1], tools, add_generation_prompt=True)
                 if not text.startswith(prompt):
-                    yield "the last answer does not go on from the generation prompt that engines put before it"
+                    remarks.append("the last answer does not continue the generation prompt of engines")
+        return messages, remarks
 
     def tokenise(
         self,
@@ -70,11 +83,11 @@ class Chat:
         only_assistant: bool = False,
         left_out: Collection[int] = (),
     ) -> tuple[list[int], list[bool]]:
-        """Return all tokens, and which of them count.
+        """Return all tokens, and which of them count in the loss.
 
-        Everything counts, or what follows the first `num_prompt` messages, or what the assistant says up to the end of
-        its turns: the template's ``{% generation %}`` marks it, and without that it is what each of the assistant's
-        messages adds. The messages with the indices `left_out` never count.
+        All tokens count; or those after the first `num_prompt` messages; or those of the assistant, up to the end of
+        its turns. The template's ``{% generation %}`` marks the assistant's text; without it, the text that each of
+        the assistant's messages adds counts. Messages at the indices `left_out` never count.
         """
         text = self.render(name, messages, tools)
         start = 0
@@ -100,7 +113,7 @@ class Chat:
         return end_tokens(self.tokenizer)
 
     def _marks_generation(self, tools: Any) -> bool:
-        # Rows with tools may get another of several templates.
+        # A tokenizer may have a separate template for tools.
         text = re.sub(r"\{#.*?#\}", "", self.tokenizer.get_chat_template(None, tools), flags=re.DOTALL)
         return bool(re.search(r"\{%-?\s*generation\s*-?%\}", text))
 
@@ -117,10 +130,10 @@ class Chat:
         ]
 
     def _start(self, name: str, messages: Sequence[Message], index: int, tools: Any, text: str) -> int:
-        """Return the place in `text` from which message `index`, the assistant's, is the model's to write.
+        """Return where in `text` the model begins to write message `index`, of the assistant.
 
-        That is behind the generation prompt. If there is none, or `text` goes another way (a prompt may open a
-        thought that the message does not have), it is where this message begins to differ from another in its place.
+        This is after the generation prompt. If `text` does not contain that prompt (which may open a thought that the
+        message lacks), it is where this message begins to differ from another message in its place.
         """
         prompt = text
         if index:  # Templates need a message.
@@ -134,23 +147,23 @@ class Chat:
         return len(os.path.commonprefix([text, other, prompt]))  # noqa: RUF071  It is a prefix of text.
 
     def _end(self, name: str, messages: Sequence[Message], num: int, tools: Any, text: str) -> int:
-        """Return where the first `num` messages end in `text`, after checking that it begins with them."""
+        """Return where the first `num` messages end in `text`, after a check that it begins with them."""
         begin = self.render(name, messages[:num], tools) if num else ""
         if not text.startswith(begin):
             raise DatasetError(
                 f"{name}: the chat template of {self.tokenizer.name_or_path!r} renders the first {num} messages "
-                "differently when others follow, so that what the assistant says cannot be told apart. Mark it in the "
-                "template with {% generation %} and {% endgeneration %}, or leave out assistant_only_loss and `prompt`."
+                "differently if others follow, which hides where the assistant's text begins. Mark it in the template "
+                "with {% generation %} and {% endgeneration %}, or leave out assistant_only_loss and `prompt`."
             )
         return len(begin)
 
     def _tokens(
         self, text: str, spans: Sequence[tuple[int, int]], *, cut: bool
     ) -> tuple[list[int], list[bool]]:
-        """Tokenise the text; of the characters in `spans` the tokens count.
+        """Tokenise the text; the tokens of the characters in `spans` count.
 
-        No token holds characters of both sides: the model continues the tokens of a prompt. With `cut`, what the
-        template writes behind the last end in a span does not count, since nobody says it.
+        No token crosses the border of a span, because the model continues the tokens of a prompt. With `cut`, text
+        after the last end token in a span does not count: the template writes it, not the model.
         """
         places = [0, *(place for span in spans for place in span), len(text)]
         (pieces,) = encode_apart(self.tokenizer, [[text[first:last] for first, last in pairwise(places)]])
@@ -159,7 +172,7 @@ class Chat:
         counted = [False] * len(tokens)
         for first, last in zip(borders[1:-1:2], borders[2::2], strict=True):
             ends = [place + 1 for place in range(first, last) if tokens[place] in self.ends]
-            # Another end than EOS may be the next role's marker, behind which more is said.
+            # An end token other than EOS may be the next role's marker, with more text after it.
             is_last = bool(ends) and (
                 tokens[ends[-1] - 1] == self.tokenizer.eos_token_id
                 or not self.tokenizer.decode(tokens[ends[-1] : last]).strip()
@@ -167,26 +180,60 @@ class Chat:
             if is_last and cut:
                 last = ends[-1]
             elif not ends and last > first and last < len(tokens) and tokens[last] in self.ends:
-                # The end of the turn that the template writes behind it, or the next role's marker.
+                # The end token after the turn, or the next role's marker.
                 last += 1
             counted[first:last] = [True] * (last - first)
         return tokens, counted
 
 
+def chat_in(value: Any) -> Any:
+    """Return the messages in a value that is their JSON text or an object of lists; any other value unchanged.
+
+    Raises:
+        ValueError: A text looks like a printed list of messages, but is not JSON.
+    """
+    found = value
+    if isinstance(value, str):
+        if not value.lstrip().startswith(("[", "{", '"')):
+            return value
+        try:
+            found = decoded(value)
+        except ValueError as error:
+            if PRINTED_CHAT.fullmatch(value):
+                raise ValueError(f"it looks like a list of messages, but is not JSON: {error}") from None
+            return value
+    if isinstance(found, Mapping):
+        lists = list(found.values())
+        if not isinstance(found.get("role"), list) or len({*map(len, lists)}) != 1:
+            lists = [[item] for item in lists]
+        # Tables may hold the roles in one list and the contents in another.
+        found = [dict(zip(found, items, strict=True)) for items in zip(*lists, strict=True)]
+    is_chat = isinstance(found, list) and all(
+        isinstance(item, Mapping) and not {"role", "from"}.isdisjoint(item) for item in found
+    )
+    return found if found and is_chat else value
+
+
+def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of first elements that two sequences share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (mine, yours) in pairs if mine != yours), min(len(one), len(other)))
+
+
 def messages_of(name: str, value: Any) -> list[Message]:
-    """Return messages with their content as one text, and without the keys that are null."""
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+    """Return messages with their content as one text, and without keys that are null."""
+    if not isinstance(value, list) or not all(isinstance(given, dict) for given in value):
         raise DatasetError(
             f"{name} holds {str(value)[:60]!r}: it must be a list of messages. Remove the row, or choose another "
             "data_field."
         )
     messages: list[Message] = []
     for number, given in enumerate(value):
-        message = {key: each for key, each in given.items() if each is not None}
+        message = {key: part for key, part in given.items() if part is not None}
         if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
             raise DatasetError(
-                f"{name}: message {number} is {str(given)[:60]!r}, and must have a `role` and a `content`. "
-                "Correct it, or remove the row."
+                f"{name}: message {number} is {str(given)[:60]!r}, but needs a `role` and a `content`. Correct it, or "
+                "remove the row."
             )
         try:
             plain = plain_message(message, is_data=True)
@@ -194,17 +241,30 @@ def messages_of(name: str, value: Any) -> list[Message]:
             raise DatasetError(
                 f"{name}: message {number}: {error}. Correct it, or remove the row."
             ) from error
-        # The arguments stay as they are, for templates that take only text.
-        messages.append({key: plain[key] if key == "content" else each for key, each in message.items()})
+        # Arguments of calls stay as they are, because some templates need text.
+        messages.append(message | ({"content": plain["content"]} if "content" in message else {}))
     return messages
 
 
-def weight_of(name: str, of: Mapping[str, Any]) -> int:
-    """Return the `weight` of a row of messages, or of a message: 0 leaves it out of the loss, as OpenAI's does."""
-    weight = 1 if of.get("weight") is None else of["weight"]
+def messages_behind(name: str, prompt: Sequence[Message], messages: list[Message]) -> list[Message]:
+    """Return the messages after those of `prompt`, which `messages` may repeat."""
+    if messages[: len(prompt)] == prompt:
+        return messages[len(prompt) :]
+    first = messages[0] if messages else {}
+    restarts = {"system", "developer"} | ({"user"} & {prompt[-1]["role"]})
+    if first and (first["role"] in restarts or first == prompt[0]):
+        raise DatasetError(
+            f"{name}: the messages must begin with those in 'prompt' or continue them, but the first is "
+            f"{str(first)[:60]!r}. Remove the prompt, or the messages that repeat it."
+        )
+    return messages
+
+
+def weight_of(name: str, source: Mapping[str, Any]) -> int:
+    """Return the `weight` of a row or a message; as with OpenAI, 0 leaves it out of the loss."""
+    weight = 1 if source.get("weight") is None else source["weight"]
     if weight not in (0, 1):
         raise DatasetError(
-            f"{name} has the weight {weight!r}: it must be 0 or 1, for the loss of rows and messages counts or does "
-            "not. Correct it, or rename the key."
+            f"{name} has the weight {weight!r}, which must be 0 or 1. Correct it, or rename the key."
         )
     return int(weight)

@@ -1,11 +1,11 @@
-"""Text, chat messages and token ids as the token ids that every engine takes."""
+"""Convert text and chat messages to the token ids that engines take."""
 
 from __future__ import annotations
 
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,21 @@ from vectorlm.errors import EngineError
 from vectorlm.types import Prompt, PromptRecord
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-KEYS = {"prompt", "prompt_token_ids", "tools"}
-"""Keys of a prompt that is a mapping: those of vLLM's ``TextPrompt`` and ``TokensPrompt``, and the template's tools."""
 
 SPOKEN = "(what-the-policy-wrote)"
-"""Stands for the policy's turn where a template renders what follows."""
+"""Placeholder for the policy's turn when a template renders the replies."""
 OTHER = "(something-else)"
 SHOWN_BY_ALL = {"system", "user", "assistant"}
-"""Roles that templates render, or refuse."""
+"""Roles that all templates render or refuse; they ignore none of them."""
 THOUGHT_END = re.compile(r"[<\[]/(?:\w+:)?think(?:ing)?[>\]]", re.IGNORECASE)
 THOUGHT = re.compile(
     rf"[<\[](?:\w+:)?think(?:ing)?[>\]].*?(?:{THOUGHT_END.pattern}|\Z)", re.IGNORECASE | re.DOTALL
 )
 """``<think>…</think>``, also as ``<thinking>``, ``<seed:think>`` and ``[THINK]``."""
-PRINTED_CHAT = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from)\1\s*:.*\}\s*\]\s*", re.DOTALL)
-"""A list of messages as Python or numpy prints it."""
 
 
 def has_tokenizer(model: str | Path) -> bool:
-    """Return whether there is a tokenizer beside a model; of a name that is no folder, the hub has to say."""
+    """Return whether a model's folder has a tokenizer; true for a name on the hub."""
     return not Path(model).is_dir() or any((Path(model) / name).exists() for name in TOKENIZER_FILES)
 
 
@@ -45,7 +41,7 @@ def has_chat_template(model: str | Path) -> bool:
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> Any:
-    """Read a model's tokenizer as it is; raises `EngineError` where there is none."""
+    """Read a model's tokenizer; raises `EngineError` if there is none."""
     from transformers import AutoTokenizer
 
     if not has_tokenizer(name):
@@ -57,15 +53,15 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
-    """Return what the tokenizer's chat template makes of `messages`; the library calls templates nowhere else."""
+    """Apply the tokenizer's chat template to `messages`; all of vectorlm's template calls are here."""
     return _rendered(lambda plain: tokenizer.apply_chat_template(plain, **how), messages)
 
 
 def marked_spans(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[tuple[int, int]]:
-    """Return from where to where, in characters of the rendered chat, its template marks ``{% generation %}``."""
+    """Return the spans of the rendered chat, in characters, that its template marks with ``{% generation %}``."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # It returns the spans too, and is said to return text.
+    # Annotated as text, but it returns the spans too.
     rendered: Any = _rendered(
         lambda plain: render_jinja_template(
             [plain],
@@ -82,59 +78,59 @@ def marked_spans(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: A
 def _require_shown(
     messages: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], Any], shown: Any
 ) -> None:
-    """Raise `EngineError` where a template renders `messages` as `shown` whatever those of some role say."""
-    roles = {each.get("role", "user") for each in messages if each.get("content")}
-    # Some templates know a few roles, and pass over any other without a word: `developer`, `tool`.
+    """Raise `EngineError` if the template ignores messages of some role, so that `shown` does not depend on them."""
+    roles = {message.get("role", "user") for message in messages if message.get("content")}
+    # Some templates silently skip roles that they do not know, such as `developer` and `tool`.
     for role in sorted(roles - SHOWN_BY_ALL):
-        others = [{**each, "content": OTHER} if each.get("role") == role else each for each in messages]
+        others = [{**one, "content": OTHER} if one.get("role") == role else one for one in messages]
         if render(others) == shown:
             raise EngineError(
-                f"the tokenizer's chat template leaves out messages of the role {role!r}, which the model would not "
-                "read. Use another role, or a template (chat_template.jinja) that renders it."
+                f"the tokenizer's chat template leaves out messages of the role {role!r}. Use another role, or a "
+                "template (chat_template.jinja) that renders it."
             )
 
 
 def _rendered(render: Callable[[list[dict[str, Any]]], Any], messages: Sequence[Mapping[str, Any]]) -> Any:
     try:
-        return render([plain_message(each) for each in messages])
+        return render([plain_message(message) for message in messages])
     except TypeError:
-        # Some templates put the arguments behind a text, DeepSeek's for example.
-        return render([plain_message(each, parses=False) for each in messages])
+        # Some templates append the arguments to a text, such as DeepSeek's.
+        return render([plain_message(message, parses=False) for message in messages])
 
 
 def plain_message(
     message: Mapping[str, Any], *, parses: bool = True, is_data: bool = False
 ) -> dict[str, Any]:
-    """Return a message as chat templates read it, whichever of OpenAI's forms it has.
+    """Convert a message from any of OpenAI's forms to the form that chat templates read.
 
-    Parts of text become one text, and the arguments of calls objects (JSON text without `parses`). Keys that are null
-    are left out, since tables give every message the keys of all others; arguments stay as they are.
+    Parts of text become one text. Arguments of calls become objects, or JSON text without `parses`. Keys that are null
+    are removed, because tables give every message the keys of all others; nulls in arguments stay.
 
     Raises:
         ValueError: The content is neither text nor parts of text, or the arguments of a call are not JSON. With
-            `is_data` also if they are no object, or hold a number that JSON does not have; a policy may write both.
+            `is_data`, arguments must be an object of JSON's own numbers; a policy may write others.
     """
-    found = {key: each for key, each in message.items() if each is not None}
+    found = {key: value for key, value in message.items() if value is not None}
     if "tool_calls" in found:
         found["tool_calls"] = _plain_calls(found["tool_calls"], parses, is_data)
     content = found.get("content", "")
     parts = content if isinstance(content, list) else []
-    kinds = [each.get("type") if isinstance(each, Mapping) else None for each in parts]
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
     if isinstance(content, str) or (message.get("role") == "tool" and not any(kinds)):
-        return found  # What a tool returns may be any JSON value.
+        return found  # A tool may return any JSON value.
     if not isinstance(content, list):
-        raise ValueError(f"its content is {str(content)[:60]!r}, and must be text")
+        raise ValueError(f"its content is {str(content)[:60]!r}, but must be text")
     if other := [kind for kind in kinds if kind != "text"]:
-        raise ValueError(f"a part of its content has the type {other[0]!r}, and models read text alone")
+        raise ValueError(f"a part of its content has the type {other[0]!r}, but only text is supported")
     return {**found, "content": text_of_message(found)}
 
 
 def _plain_calls(value: Any, parses: bool, is_data: bool) -> Any:
     if isinstance(value, list | tuple):
-        return [_plain_calls(each, parses, is_data) for each in value]
+        return [_plain_calls(item, parses, is_data) for item in value]
     if not isinstance(value, Mapping):
         return value
-    found = {key: _plain_calls(each, parses, is_data) for key, each in value.items() if each is not None}
+    found = {key: _plain_calls(item, parses, is_data) for key, item in value.items() if item is not None}
     if (arguments := value.get("arguments")) is None:
         return found
     try:
@@ -144,18 +140,18 @@ def _plain_calls(value: Any, parses: bool, is_data: bool) -> Any:
     if is_data:
         require_json(plain)
         if not isinstance(plain, Mapping):
-            raise ValueError(f"the arguments of a call are {str(plain)[:60]!r}, and must be a JSON object")
+            raise ValueError(f"the arguments of a call are {str(plain)[:60]!r}, but must be a JSON object")
     if not parses:
-        # The text as it came, unless it was encoded twice.
+        # Keep the original text, unless it was encoded twice.
         is_text = isinstance(arguments, str) and not arguments.lstrip().startswith('"')
         plain = arguments if is_text else json.dumps(plain, ensure_ascii=False)
     return {**found, "arguments": plain}
 
 
 def end_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end an answer: the tokenizer's EOS, and those that the model in its folder names."""
+    """Return the ids that end an answer: the tokenizer's EOS, and those in the model's config."""
     ends = [tokenizer.eos_token_id]
-    # transformers and vLLM read config.json where there is no generation_config.json.
+    # Like transformers and vLLM, read config.json only if there is no generation_config.json.
     for name in ("generation_config.json", "config.json"):
         path = Path(tokenizer.name_or_path or "", name)
         if path.is_file():
@@ -166,7 +162,7 @@ def end_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 def decoded(value: Any) -> Any:
-    """Return what JSON text stands for, also if it was encoded twice; None for an empty text, other values as they are.
+    """Decode JSON text, also if it was encoded twice; return None for an empty text, and other values unchanged.
 
     Raises:
         ValueError: A text is not JSON.
@@ -180,77 +176,49 @@ def decoded(value: Any) -> Any:
 
 
 def require_json(value: Any) -> None:
-    """Raise ValueError if a value holds a number that JSON does not have, such as the infinity that 1e400 becomes."""
+    """Raise ValueError if a value holds a number that JSON lacks, such as infinity (from 1e400)."""
     try:
         json.dumps(value, allow_nan=False, default=str)
     except ValueError:
         raise ValueError(f"{str(value)[:60]!r} holds a number that JSON cannot write") from None
 
 
-def chat_in(value: Any) -> Any:
-    """Return the messages of a value that is their JSON text, or one object of lists; any other value as it is.
-
-    Raises:
-        ValueError: A text looks like a printed list of messages, and is not JSON.
-    """
-    found = value
-    if isinstance(value, str):
-        if not value.lstrip().startswith(("[", "{", '"')):
-            return value
-        try:
-            found = decoded(value)
-        except ValueError as error:
-            if PRINTED_CHAT.fullmatch(value):
-                raise ValueError(f"it looks like a list of messages, and is not JSON: {error}") from None
-            return value
-    if isinstance(found, Mapping):
-        lists = list(found.values())
-        if not isinstance(found.get("role"), list) or len({*map(len, lists)}) != 1:
-            lists = [[each] for each in lists]
-        # Tables may hold the roles in one list, and the contents in another.
-        found = [dict(zip(found, each, strict=True)) for each in zip(*lists, strict=True)]
-    is_chat = isinstance(found, list) and all(
-        isinstance(each, Mapping) and not {"role", "from"}.isdisjoint(each) for each in found
-    )
-    return found if found and is_chat else value
-
-
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without the keys of its objects that are null."""
+    """Return a JSON value without the null keys of its objects."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def tools_of(columns: Mapping[str, Any]) -> Any:
     """Return the list in a row's column ``tools``, which may be JSON text; None if there is none.
 
     Raises:
-        ValueError: It is no list, is not JSON, or holds a number that JSON does not have.
+        ValueError: It is not a list, not JSON, or holds a number that JSON lacks.
     """
     try:
         tools = decoded(columns.get("tools"))
     except ValueError as error:
         raise ValueError(f"'tools' is not JSON: {error}") from None
     if not isinstance(tools, list | tuple | None):
-        raise ValueError(f"'tools' is {str(tools)[:60]!r}, and must be a list of tools")
+        raise ValueError(f"'tools' is {str(tools)[:60]!r}, but must be a list of tools")
     require_json(tools)
     return tools
 
 
 def asked(record: PromptRecord, own_tools: Sequence[Any] = ()) -> Any:
-    """Return what a model is asked: the prompt, and with messages the tools of its row and of its environment."""
+    """Return the prompt for a model; for messages with the tools of their row and their environment."""
     tools = [*(tools_of(record.columns) or ()), *own_tools] if is_messages(record.prompt) else None
     return {"prompt": record.prompt, "tools": tools} if tools else record.prompt
 
 
 def require_whole_characters(value: Any) -> None:
-    """Raise ValueError if half a character is in a text or JSON value, as a cut escape of JSON leaves it."""
+    """Raise ValueError if a text or JSON value holds half a character, for example from a truncated JSON escape."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"it holds half a character, {text[error.start]!a}, which no text has") from None
+        raise ValueError(f"it holds half a character, {text[error.start]!a}") from None
 
 
 def escaped_halves(value: Any) -> Any:
@@ -258,8 +226,8 @@ def escaped_halves(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, Mapping):
-        return {key: escaped_halves(each) for key, each in value.items()}
-    return [escaped_halves(each) for each in value] if isinstance(value, list) else value
+        return {key: escaped_halves(item) for key, item in value.items()}
+    return [escaped_halves(item) for item in value] if isinstance(value, list) else value
 
 
 def is_messages(prompt: Any) -> bool:
@@ -267,15 +235,15 @@ def is_messages(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def split_begun(chat: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
-    """Return a chat without the answer that its last message has begun, and what is there of it; "" if none has."""
+def split_unfinished(chat: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """Split a chat before an unfinished answer; return the messages and the answer's text, "" if there is none."""
     if not chat or chat[-1]["role"] != "assistant":
         return list(chat), ""
     return list(chat[:-1]), text_of_message(chat[-1])
 
 
 def text_of_message(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, of its parts together."""
+    """Return the text of a message, with its parts joined."""
     content = message.get("content")
     parts = [{"text": content}] if isinstance(content, str) else content or ()
     return "".join(str(part.get("text") or "") for part in parts)
@@ -284,49 +252,47 @@ def text_of_message(message: Mapping[str, Any]) -> str:
 def without_thoughts(text: str) -> str:
     """Return the text of a reasoning model without its thoughts.
 
-    A thought that never ends reaches to the end of the text. Text before an end that nothing began is a thought too:
-    many templates write the ``<think>`` themselves.
+    An unfinished thought reaches to the end of the text. Text before a ``</think>`` without a ``<think>`` is a thought
+    too, because many templates write the ``<think>`` themselves.
     """
     return THOUGHT_END.split(THOUGHT.sub("", text))[-1]
 
 
 def chat_of(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:
-    """Return the chat that a prompt and a completion are together; None where the prompt is no chat."""
+    """Return a prompt of messages with a completion appended; None if the prompt is not a chat."""
     if not is_messages(prompt):
         return None
-    before, begun = split_begun(prompt)
-    return [*before, {"role": "assistant", "content": begun + text}]
+    before, start = split_unfinished(prompt)
+    return [*before, {"role": "assistant", "content": start + text}]
 
 
 def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
-    """Return the token ids of one prompt; `tokenizer` is called for text and messages alone.
+    """Return the token ids of one prompt; `tokenizer` is called only for text and messages.
 
-    Text gets the tokenizer's special tokens, but no second BOS; those of messages are the template's. A last message of
-    the assistant's is an answer that has begun, and is left open.
+    Text gets the tokenizer's special tokens, but no second BOS; messages get those of the template. If the last message
+    is the assistant's, the model continues it.
     """
     tools = None
     if isinstance(prompt, Mapping):
         tools = prompt.get("tools")
         prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
     if isinstance(prompt, str):
-        # A class of a script's may print itself in another way.
+        # A subclass of str may override __str__.
         text = str.__str__(prompt)
         require_whole_characters(text)
         tokens = list(tokenizer().encode(text))
         bos = getattr(tokenizer(), "bos_token", None)
         if bos and text.startswith(bos):
             written = tokenizer().encode(text, add_special_tokens=False)
-            if written[0] == tokenizer().bos_token_id and tokens[: len(written) + 1] == [
-                written[0],
-                *written,
-            ]:
+            doubled = [written[0], *written]
+            if written[0] == tokenizer().bos_token_id and tokens[: len(doubled)] == doubled:
                 warnings.warn(f"a prompt begins with {bos}, which is not doubled", stacklevel=2)
                 return tokens[1:]
         return tokens
     if is_messages(prompt):
         require_whole_characters(prompt)
-        has_begun = prompt[-1]["role"] == "assistant"
-        how = {"add_generation_prompt": not has_begun, "continue_final_message": has_begun}
+        continues = prompt[-1]["role"] == "assistant"
+        how = {"add_generation_prompt": not continues, "continue_final_message": continues}
 
         def ids_of(chat: Sequence[Mapping[str, Any]]) -> list[int]:
             return list(render_chat(tokenizer(), chat, tools=tools, return_dict=True, **how)["input_ids"])
@@ -343,22 +309,22 @@ def encode_reply(
     tokenizer: Any,
     tools: Any = None,
 ) -> list[int]:
-    """Return the tokens between what the policy wrote and its next turn: the end of its turn, and the replies.
+    """Return the tokens between the policy's turn and its next turn: the end of the turn, and the replies.
 
-    What the policy wrote is not tokenised again, and an end that it wrote itself is not doubled. Templates that rewrite
-    earlier turns (that take thoughts out, for example) do so to nothing that the policy has read.
+    The policy's own tokens are kept, and an end token that it wrote is not doubled. Templates may rewrite earlier turns
+    (remove thoughts, for example), but this never changes tokens that the policy has read.
 
     Args:
         messages: The chat before the policy's turn.
-        replies: Messages after it.
+        replies: The messages after the policy's turn.
         written: The tokens of the policy's turn.
         tokenizer: Its template renders the chat, with `tools`.
 
     Raises:
-        EngineError: The template does not show what an assistant says, or a reply of some role.
+        EngineError: The template ignores messages of the assistant, or replies of some role.
     """
-    # An answer that had begun is part of the policy's turn.
-    before, _ = split_begun(messages)
+    # An unfinished answer is part of the policy's turn.
+    before, _ = split_unfinished(messages)
     chat = [*before, {"role": "assistant", "content": SPOKEN}]
     require_whole_characters(list(replies))
 
@@ -368,9 +334,7 @@ def encode_reply(
         )
         _, found, rest = text.rpartition(SPOKEN)
         if not found:
-            raise EngineError(
-                "the tokenizer's chat template leaves out what the assistant says before a reply."
-            )
+            raise EngineError("the tokenizer's chat template leaves out the assistant's turn before a reply.")
         return str(rest)
 
     _require_shown(replies, text_after, rest := text_after(replies))
@@ -382,22 +346,22 @@ def encode_reply(
 
 
 def encode_all(prompts: Sequence[Prompt], tokenizer: Callable[[], Any]) -> list[list[int]]:
-    """Return the token ids of each prompt; raises `EngineError` that names the prompt which has none."""
+    """Return the token ids of each prompt; raises `EngineError` with the index of a bad prompt."""
     found = []
     for index, prompt in enumerate(prompts):
         try:
             found.append(encode(prompt, tokenizer))
         except EngineError:
             raise
-        except Exception as error:  # A template may raise whatever its author chose.
+        except Exception as error:  # Templates may raise any exception.
             raise EngineError(f"prompt {index} cannot be encoded: {type(error).__name__}: {error}") from error
     return found
 
 
 def encode_apart(tokenizer: Any, texts: Sequence[Sequence[str]]) -> Iterator[list[list[int]]]:
-    """Yield the token ids of the pieces of each text, as a model that continues one piece would write the next.
+    """Yield the token ids of the pieces of each text; no token crosses the border of a piece.
 
-    No token holds characters of two pieces. SentencePiece puts a space before a text, and none before a later piece.
+    A later piece is tokenised as the continuation of the one before: SentencePiece puts a space before a text only.
     """
 
     def ids_of(texts: list[str]) -> list[list[int]]:
@@ -406,7 +370,7 @@ def encode_apart(tokenizer: Any, texts: Sequence[Sequence[str]]) -> Iterator[lis
     def behind(start: list[int], whole: list[int], piece: str) -> list[int]:
         if whole[: len(start)] == start:
             return whole[len(start) :]
-        # A token lies across the border: encode the piece behind a character that does not merge with it.
+        # A token crosses the border: encode the piece after a character that does not merge with it.
         for anchor in "\na.":
             start, whole = ids_of([anchor, anchor + piece])
             if whole[: len(start)] == start:
@@ -425,53 +389,8 @@ def encode_apart(tokenizer: Any, texts: Sequence[Sequence[str]]) -> Iterator[lis
 
 
 def shown_prompt(prompt: Prompt) -> str:
-    """Return a prompt as a line for people shows it: of chat messages the last, of token ids their number."""
+    """Return a prompt for display: the last of its messages, or the number of its token ids."""
     if isinstance(prompt, str) or not prompt:
         return str(prompt)
     last = prompt[-1]
     return f"({len(prompt)} tokens)" if isinstance(last, int) else str(last.get("content", ""))
-
-
-def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
-    """Return a list of prompts; one text is one prompt. Raises TypeError, naming what is not a prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, Mapping):
-        what, keys = type(prompts).__name__, ", ".join(map(repr, prompts))
-        fix = "Pass a list of texts, token ids or conversations."
-        if "input_ids" in prompts:
-            fix = "Pass its lists of token ids, made without padding: prompts['input_ids']."
-        elif "role" in prompts:
-            fix = "Put the message into a conversation, and this into a list: [[message]]."
-        raise TypeError(f"prompts is a {what} with the keys {keys}, not a list of prompts. {fix}")
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts={prompts!r} must be a text or a list of prompts.")
-    listed = list(prompts)
-    for index, prompt in enumerate(listed):
-        if not _is_prompt(prompt):
-            fix = ""
-            if isinstance(prompt, Mapping) and "role" in prompt:
-                fix = " Put the conversation in a list: [messages]."
-            elif hasattr(prompt, "__index__"):
-                fix = " Put the token ids in a list: [token_ids]."
-            raise TypeError(
-                f"prompt {index} is {str(prompt)[:60]!r}, a {type(prompt).__name__}: a prompt is text, token ids or "
-                f"chat messages ({{'role': …, 'content': …}}).{fix}"
-            )
-    return listed
-
-
-def _is_prompt(prompt: Any) -> bool:
-    """Look at the first element alone: prompts may be long."""
-    if isinstance(prompt, str):
-        return True
-    if isinstance(prompt, Mapping):
-        return bool(prompt) and prompt.keys() <= KEYS
-    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        # Arrays and tensors of token ids are not a `Sequence`.
-        return hasattr(prompt, "tolist") and hasattr(prompt, "__len__") and getattr(prompt, "ndim", 1) == 1
-    if not len(prompt):
-        return True
-    if isinstance(prompt[0], Mapping):
-        return {"role", "content"} <= prompt[0].keys()
-    return hasattr(prompt[0], "__index__")

@@ -1,9 +1,9 @@
-"""The loader: the rows that each rank sees at each optimizer step."""
+"""Load a dataset, and split it into the micro-batches of each rank and optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 _PREFERENCES = tuple(PREFERENCE_COLUMNS.values())
 FILLER_ID = -1
-"""The id, the index in the dataset, of a row that only fills up a batch."""
+"""The id of a filler row; other ids are indices in the dataset."""
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Pads rows to a batch."""
+    """Settings for padding rows to a batch."""
 
     pad_token_id: int
-    """Value of `input_ids` where there is no token."""
+    """Value of `input_ids` in the padding."""
     ignore_index: int
-    """Value of `labels` that do not count in the loss."""
+    """Label of tokens outside the loss."""
     max_seq_len: int
     """Rows are cut off after this many tokens."""
 
     def collate(self, rows: Sequence[Mapping[str, Any]], num_rows: int) -> Batch:
         """Pad `rows` on the right to the longest of them, then add filler rows up to `num_rows`.
 
-        Tokens that a row's own `attention_mask` leaves out are dropped. A filler row has one valid token, so that
-        attention is defined, and no label that counts.
+        Tokens outside a row's own `attention_mask` are dropped. A filler row has one valid token, because attention
+        needs one, and no label that counts.
         """
         filler = {"input_ids": [self.pad_token_id], "labels": [self.ignore_index], "id": FILLER_ID}
         full = [*rows, *[filler] * (num_rows - len(rows))]
@@ -58,86 +58,81 @@ class Collator:
         )
 
     def _tokens(self, row: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tokens, labels and text ids that a row keeps, int64 [T] each."""
+        """Return the tokens, labels and text ids of a row, int64 [T] each, cut to `max_seq_len`."""
         input_ids, labels = row["input_ids"] or [], row["labels"] or []
         length = len(input_ids)
         mask = row.get("attention_mask") or [1] * length
         try:
             lengths = row.get("seq_lengths") or [length]
             text_ids = [text for text, length in enumerate(lengths) for _ in range(length)]
-            columns = [torch.tensor(each, dtype=torch.int64) for each in (input_ids, labels, text_ids)]
+            columns = [torch.tensor(column, dtype=torch.int64) for column in (input_ids, labels, text_ids)]
             is_kept = torch.tensor(mask, dtype=torch.bool)
-        # A null or a text in a list, or a number beyond int64.
+        # A null or a text in a list, or a number over int64.
         except (TypeError, ValueError, RuntimeError) as error:
             raise DatasetError(
-                f"row {row['id']} of the dataset holds something else than lists of integers ({error}). Preprocess the "
-                "dataset again."
+                f"row {row['id']} of the dataset must hold lists of integers ({error}). Preprocess the dataset again."
             ) from error
         if not length == len(labels) == len(mask) == len(text_ids) or not any(mask):
             raise DatasetError(
                 f"row {row['id']} of the dataset has {length} input_ids, {len(labels)} labels, {len(mask)} "
-                f"attention_mask values, and texts of {len(text_ids)} tokens by seq_lengths: these numbers must be "
-                "equal, and at least 1. Preprocess the dataset again."
+                f"attention_mask values and seq_lengths of {len(text_ids)} tokens, which must be equal and at least 1. "
+                "Preprocess the dataset again."
             )
         if not row.keys().isdisjoint(_PREFERENCES):
             if len(lengths) != 2:
                 raise DatasetError(
-                    f"row {row['id']} of the dataset holds {len(lengths)} texts by seq_lengths, and a row of "
-                    "preference data holds two. Preprocess the dataset again."
+                    f"row {row['id']} of the dataset has {len(lengths)} seq_lengths, but preference data needs two. "
+                    "Preprocess the dataset again."
                 )
-            # Each text of a pair may be as long as a row.
-            is_kept &= torch.tensor(
-                [place < self.max_seq_len for length in lengths for place in range(length)]
-            )
-            return [each[is_kept] for each in columns]
-        return [each[is_kept][: self.max_seq_len] for each in columns]
+            # Each text of a pair may have max_seq_len tokens.
+            places = [place for length in lengths for place in range(length)]
+            is_kept &= torch.tensor(places) < self.max_seq_len
+            return [column[is_kept] for column in columns]
+        return [column[is_kept][: self.max_seq_len] for column in columns]
 
 
+@dataclass(eq=False)
 class StepLoader:
-    """Split each epoch into optimizer steps, and each step into this rank's micro-batches.
+    """Splits each epoch into optimizer steps, and each step into this rank's micro-batches.
 
     The rows of a step depend only on the seed, the epoch and the global batch size
-    ``num_data_shares * micro_batch_size * num_micro_batches``, not on how that product is split. Each row is seen
-    exactly once per epoch. Filler rows that count in no loss complete a short last step, so that all ranks do the same
-    number of forward passes. There is no state to save: the loader can start from any step of any epoch.
-
-    Args:
-        dataset: Rows with `input_ids` and `labels`, optionally `attention_mask` and `seq_lengths` (of a row's texts).
-        collator: Turns rows into batches.
-        topology: This rank's place.
-        micro_batch_size: Rows of one forward pass on one rank.
-        num_micro_batches: Forward passes of one rank per optimizer step.
-        seed: With the epoch, decides the order of the rows; at least 0.
-        shuffle: False keeps the order of the dataset.
+    ``num_data_shares * micro_batch_size * num_micro_batches``, not on how that product is split. Each epoch has each
+    row exactly once. Filler rows, which count in no loss, complete a short last step, so that all ranks make the same
+    number of forward passes. There is no state to save: the loader can start at any step of any epoch.
 
     Raises:
         ValueError: The dataset lacks a column.
-        DatasetError: It is empty, or has no label that counts.
+        DatasetError: The dataset is empty, or has no label that counts.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        collator: Collator,
-        topology: Topology,
-        *,
-        micro_batch_size: int,
-        num_micro_batches: int = 1,
-        seed: int,
-        shuffle: bool,
-    ) -> None:
+    dataset: Dataset
+    """Rows with `input_ids` and `labels`, optionally `attention_mask` and `seq_lengths` (of a row's texts)."""
+    collator: Collator
+    topology: Topology
+    _: KW_ONLY
+    micro_batch_size: int
+    """Rows of one forward pass on one rank."""
+    num_micro_batches: int = 1
+    """Forward passes of one rank per optimizer step."""
+    seed: int
+    """Determines the order of the rows, with the epoch; at least 0."""
+    shuffle: bool
+    """False keeps the order of the dataset."""
+    references: torch.Tensor | None = None
+    """float32 [rows of the dataset, 2], the `references` of batches; None if a loss needs none."""
+
+    def __post_init__(self) -> None:
         optional = ("attention_mask", "seq_lengths", *_PREFERENCES)
-        columns = ["input_ids", "labels", *(name for name in optional if name in dataset.column_names)]
-        self._dataset = dataset.select_columns(columns).with_format(None)
-        _require_target(self._dataset, collator)
-        self._collator = collator
-        self._topology = topology
-        self._micro_batch_size = micro_batch_size
-        self._num_micro_batches = num_micro_batches
-        self._seed = seed
-        self._shuffle = shuffle
-        self.references: torch.Tensor | None = None
-        """float32 [rows of the dataset, 2], the `references` of batches; None for none."""
+        columns = ["input_ids", "labels", *(name for name in optional if name in self.dataset.column_names)]
+        self.dataset = self.dataset.select_columns(columns).with_format(None)
+        # Without a label that counts, weight decay alone would move the weights. The first token is not predicted.
+        length, ignored = self.collator.max_seq_len, self.collator.ignore_index
+        labels = (label for row in self.dataset for label in (row["labels"] or [])[1:length])
+        if all(label == ignored for label in labels):
+            raise DatasetError(
+                f"no row of the dataset has a label that counts within its first {length} tokens: all are {ignored}. "
+                "Raise max_seq_len, or check how the dataset was made."
+            )
 
     def __len__(self) -> int:
         """Return the number of optimizer steps per epoch."""
@@ -146,18 +141,18 @@ class StepLoader:
     @property
     def num_examples(self) -> int:
         """Rows of the dataset."""
-        return len(self._dataset)
+        return len(self.dataset)
 
     @property
     def has_texts_in_rows(self) -> bool:
         """Whether a row holds several texts."""
-        lengths = self._dataset["seq_lengths"] if "seq_lengths" in self._dataset.column_names else ()
-        return any(len(each or ()) > 1 for each in lengths)
+        lengths = self.dataset["seq_lengths"] if "seq_lengths" in self.dataset.column_names else ()
+        return any(len(row or ()) > 1 for row in lengths)
 
     @property
     def global_batch_size(self) -> int:
         """Rows of one optimizer step over all ranks and micro-batches."""
-        return self._topology.num_data_shares * self._micro_batch_size * self._num_micro_batches
+        return self.topology.num_data_shares * self.micro_batch_size * self.num_micro_batches
 
     def steps(self, epoch: int, start_step: int = 0) -> Iterator[list[Batch]]:
         """Yield this rank's micro-batches of every optimizer step of `epoch`, from `start_step` on.
@@ -166,65 +161,50 @@ class StepLoader:
             DatasetError: A row is empty, or its columns differ in length.
         """
         order = self._order(epoch)
-        size = self._micro_batch_size
+        size = self.micro_batch_size
         for step in range(start_step, len(self)):
             start = step * self.global_batch_size
-            # Every num_data_shares-th row: a short last step leaves each rank about equally many examples.
+            # Every num_data_shares-th row, so that ranks share a short last step about equally.
             rows = order[start : start + self.global_batch_size]
-            mine = rows[self._topology.data_share :: self._topology.num_data_shares]
-            starts = range(0, size * self._num_micro_batches, size)
+            mine = rows[self.topology.data_share :: self.topology.num_data_shares]
+            starts = range(0, size * self.num_micro_batches, size)
             yield [self._batch(mine[first : first + size]) for first in starts]
 
     def _order(self, epoch: int) -> list[int]:
-        if not self._shuffle:
+        if not self.shuffle:
             return list(range(self.num_examples))
-        # A hash of the pair: seed + epoch would give seed 0, epoch 1 the order of seed 1, epoch 0.
-        mixed = np.random.SeedSequence((self._seed, epoch)).generate_state(1, np.uint64)
+        # A hash of the pair: with seed + epoch, seed 0 in epoch 1 would have the order of seed 1 in epoch 0.
+        mixed = np.random.SeedSequence((self.seed, epoch)).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(mixed[0]))
         return torch.randperm(self.num_examples, generator=generator).tolist()
 
     def _batch(self, indices: Sequence[int]) -> Batch:
-        columns: dict[str, Any] = self._dataset[list(indices)] if indices else {}
+        columns: dict[str, Any] = self.dataset[list(indices)] if indices else {}
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         rows = [{"id": index, **row} for index, row in zip(indices, rows, strict=True)]
-        batch = self._collator.collate(rows, self._micro_batch_size)
+        batch = self.collator.collate(rows, self.micro_batch_size)
         if self.references is None:
             return batch
         return replace(batch, references=self.references[batch.ids.clamp(min=0)])
 
 
-def _require_target(dataset: Dataset, collator: Collator) -> None:
-    """Look for a label that counts, from the first row on; without any, weight decay alone would move the weights."""
-    for index in range(len(dataset)):
-        # The first token of a row is not predicted.
-        if any(
-            label != collator.ignore_index
-            for label in (dataset[index]["labels"] or [])[1 : collator.max_seq_len]
-        ):
-            return
-    raise DatasetError(
-        f"no row of the dataset has a label that counts within its first {collator.max_seq_len} tokens: all are "
-        f"{collator.ignore_index} there. Raise max_seq_len, or check how the dataset was made."
-    )
-
-
 def load_dataset(path: str | Path, tokenizer: Any = None) -> Dataset:
-    """Load a dataset that preprocessing (or ``datasets.Dataset.save_to_disk``) wrote, to train with `tokenizer`.
+    """Load a dataset of preprocessing (or of ``datasets.Dataset.save_to_disk``), to train with `tokenizer`.
 
     Raises:
-        DatasetError: There is no such folder, it does not hold a single dataset, or a tokenizer with another vocabulary
-            made it.
+        DatasetError: The folder does not exist or does not hold a single dataset, or the dataset was made with another
+            vocabulary.
     """
     from datasets import Dataset
 
     dataset = load_saved(Path(path), f"'{path}'")
     if not isinstance(dataset, Dataset):
         splits = ", ".join(f"'{Path(path) / name}'" for name in dataset)
-        raise DatasetError(f"'{path}' holds several datasets, but one is needed. Use one of {splits}.")
+        raise DatasetError(f"'{path}' must hold a single dataset, but holds several. Use one of {splits}.")
     made = Summary.read(dataset)
     if tokenizer is not None and made is not None and made.vocabulary not in ("", vocabulary_of(tokenizer)):
         raise DatasetError(
-            f"'{path}' was made with the tokenizer of {made.tokenizer!r}, in whose vocabulary its ids are other tokens "
-            f"than in that of {tokenizer.name_or_path!r}. Preprocess it again with this model."
+            f"'{path}' was made with the tokenizer of {made.tokenizer!r}, whose vocabulary differs from that of "
+            f"{tokenizer.name_or_path!r}. Preprocess it again with this model."
         )
     return dataset

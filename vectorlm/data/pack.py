@@ -1,72 +1,85 @@
-"""Rows of tokens: texts cut to fit `max_seq_len`, with BOS and EOS around them."""
+"""Rows of tokens: texts with BOS and EOS, cut and packed to fit `max_seq_len`, and rows of preference data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from vectorlm.data.summary import Summary
-from vectorlm.errors import ConfigError
+from vectorlm.data.summary import Summary, add_row
+from vectorlm.errors import ConfigError, DatasetError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+COLUMNS = {
+    "pairs": ("chosen", "rejected"),
+    "labels": ("completion", "prompt", "label"),
+    "steps": ("prompt", "completions", "labels"),
+}
+"""Required columns of preference data; the first shows whether rows hold messages or text."""
+VALUES = {"pairs": "margin", "labels": "label", "steps": "labels"}
+"""The column with the value of a row."""
 
 
 @dataclass(frozen=True)
 class TokenisedText:
-    """Tokens with one label each."""
+    """Tokens, and which of them count in the loss."""
 
     input_ids: list[int]
-    labels: list[int]
-    """The same tokens where they count in the loss, the ignore index elsewhere; not shifted."""
+    counted: list[bool]
     seq_lengths: Sequence[int] = ()
     """Tokens of each text in a packed row."""
     value: float = 0.0
-    """The margin of a pair, or whether a completion is a good one."""
+    """The margin of a pair, or whether a completion is good."""
+    step_labels: Sequence[bool] = ()
+    """Whether each step is right; the last token of a step counts."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     def __add__(self, other: TokenisedText) -> TokenisedText:
-        return TokenisedText(self.input_ids + other.input_ids, self.labels + other.labels)
+        return TokenisedText(self.input_ids + other.input_ids, self.counted + other.counted)
 
     def __getitem__(self, where: slice) -> TokenisedText:
-        return TokenisedText(self.input_ids[where], self.labels[where])
+        return TokenisedText(self.input_ids[where], self.counted[where])
 
-    @classmethod
-    def ignored(cls, input_ids: Sequence[int], ignore_index: int) -> TokenisedText:
-        """Return tokens that do not count in the loss."""
-        return cls(list(input_ids), [ignore_index] * len(input_ids))
+    def labels(self, ignore_index: int) -> list[int]:
+        """Return the label of each token: the token itself, or 1 or 0 for a step; `ignore_index` outside the loss."""
+        targets = iter(map(int, self.step_labels))
+        pairs = zip(self.input_ids, self.counted, strict=True)
+        if self.step_labels:
+            return [next(targets) if counts else ignore_index for _, counts in pairs]
+        return [token if counts else ignore_index for token, counts in pairs]
 
-    @classmethod
-    def counted(cls, input_ids: Sequence[int]) -> TokenisedText:
-        """Return tokens that count in the loss."""
-        return cls(list(input_ids), list(input_ids))
+
+NOTHING = TokenisedText([], [])
 
 
 @dataclass(frozen=True)
 class Frame:
-    """How texts are cut into rows, and the tokens put around each row.
+    """The rules for cutting texts into rows, and the tokens around each row.
 
-    BOS never counts in the loss. EOS counts where a text ends; one that only closes a chunk in the middle of a
-    text does not, or the model would learn to stop there.
+    BOS never counts in the loss. EOS counts at the end of a text. At a cut in the middle of a text it does not count,
+    because the model would learn to stop there.
     """
 
     max_seq_len: int
-    """Tokens of a packed or truncated row, at most."""
+    """Most tokens of a packed or truncated row."""
     bos_token_id: int | None = None
-    """Put before each row; None for no token."""
+    """First token of each row; None for no token."""
     eos_token_id: int | None = None
-    """Put after each text and each row; None for no token."""
+    """Last token of each text and each row; None for no token."""
     overlap: int = 0
-    """Tokens of a chunk that the next one repeats; the repeated ones do not count in the loss."""
-    ignore_index: int = -100
-    """Label of a token that does not count in the loss."""
+    """Tokens that a chunk repeats from the previous one; the repeated tokens do not count in the loss."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < self.capacity:
             raise ConfigError(
-                f"overlap={self.overlap} leaves no room for new tokens in chunks of max_seq_len={self.max_seq_len}: "
-                f"it must lie between 0 and {self.capacity - 1}. Lower overlap or raise max_seq_len."
+                f"overlap={self.overlap} must be between 0 and {self.capacity - 1}, to leave space for new tokens in "
+                f"chunks of max_seq_len={self.max_seq_len}. Lower overlap or raise max_seq_len."
             )
 
     @property
@@ -77,36 +90,35 @@ class Frame:
     @property
     def opening(self) -> TokenisedText:
         """The tokens before each row."""
-        bos = [] if self.bos_token_id is None else [self.bos_token_id]
-        return TokenisedText.ignored(bos, self.ignore_index)
+        return NOTHING if self.bos_token_id is None else TokenisedText([self.bos_token_id], [False])
 
     @property
     def closing(self) -> TokenisedText:
         """The tokens after a chunk that ends in the middle of a text."""
-        return TokenisedText.ignored(self.ending.input_ids, self.ignore_index)
+        return NOTHING if self.eos_token_id is None else TokenisedText([self.eos_token_id], [False])
 
     @property
     def ending(self) -> TokenisedText:
         """The tokens after each text."""
-        return TokenisedText.counted([] if self.eos_token_id is None else [self.eos_token_id])
+        return NOTHING if self.eos_token_id is None else TokenisedText([self.eos_token_id], [True])
 
 
 def frame_texts(
     texts: Iterable[TokenisedText], frame: Frame, summary: Summary, *, truncate: bool
 ) -> Iterator[TokenisedText]:
-    """Make each text one row. Texts without tokens are dropped.
+    """Make each text one row, and drop texts without tokens.
 
-    With `truncate` a row is cut off at `frame.max_seq_len`, and ends in an EOS that does not count in the loss; what it
-    loses goes into `summary`.
+    With `truncate` a row is cut at `frame.max_seq_len` and ends in an EOS outside the loss; `summary` counts the lost
+    tokens.
     """
     for text in filter(len, texts):
         row = frame.opening + text + frame.ending
         if truncate and len(row) > frame.max_seq_len:
             length = frame.max_seq_len - len(frame.closing)
-            lost = row.labels[length:]
+            lost = row.counted[length:]
             summary.truncated += 1
             summary.lost_tokens += len(lost)
-            summary.lost_loss_tokens += len(lost) - lost.count(frame.ignore_index)
+            summary.lost_loss_tokens += sum(lost)
             row = row[:length] + frame.closing
         yield row
 
@@ -116,52 +128,18 @@ def pack_texts(
 ) -> Iterator[TokenisedText]:
     """Cut texts into chunks of at most `frame.max_seq_len` tokens; `summary` counts the cuts within texts.
 
-    ``partial`` cuts each text by itself, so that its last chunk may be short; ``full`` joins all texts, with EOS
+    ``partial`` cuts each text by itself, so that its last chunk may be short. ``full`` joins all texts, with EOS
     between them, so that only the very last chunk may be short. No token counts in the loss twice.
     """
-    waiting = _NOTHING
+    waiting = _Stretch(NOTHING, [], 0)
     for text in filter(len, texts):
-        waiting = waiting.followed_by(text, frame)
+        text = text + frame.ending
+        ends = [*waiting.ends, *[False] * (len(text) - 1), True]
+        waiting = _Stretch(waiting.text + text, ends, waiting.num_repeated)
         rows, waiting = _cut(waiting, frame, summary, is_last=packing_type == "partial")
         yield from rows
     rows, _ = _cut(waiting, frame, summary, is_last=True)
     yield from rows
-
-
-def best_fit(lengths: Sequence[int], max_seq_len: int) -> list[list[int]]:
-    """Put texts of `lengths` into rows of `max_seq_len` tokens, the longest first, each where least room is left over.
-
-    Returns:
-        The places of each row's texts in `lengths`.
-    """
-    rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}
-    # Bit n says that some row has room for n more tokens: the lowest bit from a length on is the best fit.
-    rooms = 0
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        length = lengths[place]
-        fitting = rooms >> length << length
-        if fitting:
-            room = (fitting & -fitting).bit_length() - 1
-            row = with_room[room].pop()
-            rooms ^= 0 if with_room[room] else 1 << room
-        else:
-            room, row = max_seq_len, len(rows)
-            rows.append([])
-        rows[row].append(place)
-        if left := room - length:
-            with_room.setdefault(left, []).append(row)
-            rooms |= 1 << left
-    return rows
-
-
-def join(texts: Sequence[TokenisedText]) -> TokenisedText:
-    """Make one row of several, which remain texts that do not see each other."""
-    return TokenisedText(
-        [token for text in texts for token in text.input_ids],
-        [label for text in texts for label in text.labels],
-        [len(text) for text in texts],
-    )
 
 
 @dataclass(frozen=True)
@@ -172,21 +150,13 @@ class _Stretch:
     ends: list[bool]
     """Whether a token is the last one of a text."""
     num_repeated: int
-    """How many of the first tokens the previous chunk already held."""
-
-    def followed_by(self, text: TokenisedText, frame: Frame) -> _Stretch:
-        """Append one more text and its EOS."""
-        text = text + frame.ending
-        return _Stretch(self.text + text, [*self.ends, *[False] * (len(text) - 1), True], self.num_repeated)
-
-
-_NOTHING = _Stretch(TokenisedText([], []), [], 0)
+    """Number of first tokens that the previous chunk has too."""
 
 
 def _cut(
     stretch: _Stretch, frame: Frame, summary: Summary, *, is_last: bool
 ) -> tuple[list[TokenisedText], _Stretch]:
-    """Cut off all complete chunks, or everything when nothing follows; return them and the rest."""
+    """Cut off all complete chunks, or everything if nothing follows; return the chunks and the rest."""
     rows = []
     start, fresh, length = 0, stretch.num_repeated, len(stretch.text)
     # A chunk waits for the token behind it, which may be the EOS that belongs to the chunk.
@@ -194,14 +164,135 @@ def _cut(
         end = min(start + frame.capacity, length)
         if end < length and stretch.ends[end] and frame.ending:
             end += 1
-        repeated = TokenisedText.ignored(stretch.text[start:fresh].input_ids, frame.ignore_index)
+        repeated = TokenisedText(stretch.text.input_ids[start:fresh], [False] * (fresh - start))
         summary.goes_on += not stretch.ends[end - 1]
-        closing = TokenisedText([], []) if stretch.ends[end - 1] else frame.closing
+        closing = NOTHING if stretch.ends[end - 1] else frame.closing
         row = frame.opening + repeated + stretch.text[fresh:end] + closing
         inner = [place + 1 for place in range(start, end - 1) if stretch.ends[place]]
         bounds = [0, *(len(frame.opening) + place - start for place in inner), len(row)]
         rows.append(replace(row, seq_lengths=[after - before for before, after in pairwise(bounds)]))
         start, fresh = end - frame.overlap, end
     if is_last:
-        return rows, _NOTHING
+        return rows, _Stretch(NOTHING, [], 0)
     return rows, _Stretch(stretch.text[start:], stretch.ends[start:], fresh - start)
+
+
+def best_fit(lengths: Sequence[int], max_seq_len: int) -> list[list[int]]:
+    """Pack texts of these `lengths` into rows, the longest first, each into the row with the least space left over.
+
+    Returns:
+        For each row the indices of its texts in `lengths`.
+    """
+    rows: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}
+    # Bit n is set if a row has space for n more tokens: the lowest bit from a length on is the best fit.
+    spaces = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        fitting = spaces >> length << length
+        if fitting:
+            space = (fitting & -fitting).bit_length() - 1
+            row = by_space[space].pop()
+            spaces ^= 0 if by_space[space] else 1 << space
+        else:
+            space, row = max_seq_len, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        if left := space - length:
+            by_space.setdefault(left, []).append(row)
+            spaces |= 1 << left
+    return rows
+
+
+def join(texts: Sequence[TokenisedText]) -> TokenisedText:
+    """Join several texts to one row, in which they do not attend to each other."""
+    return TokenisedText(
+        [token for text in texts for token in text.input_ids],
+        [counts for text in texts for counts in text.counted],
+        [len(text) for text in texts],
+    )
+
+
+def value_of(name: str, row: Mapping[str, Any], examples: str) -> float:
+    """Return the value of a row: a pair's margin (default 0), 1 or 0 for a good or bad completion, the number of steps.
+
+    Raises:
+        DatasetError: The value is missing, has a wrong type, or steps and labels differ in number.
+    """
+    value = row.get(VALUES.get(examples, ""))
+    if examples == "texts" or (examples == "pairs" and value is None):
+        return 0.0
+    is_label = isinstance(value, bool)
+    number: Any = value
+    if examples == "steps":
+        steps = row.get("completions")
+        num = len(steps) if isinstance(steps, list) else 0
+        has_labels = isinstance(value, list) and all(isinstance(label, bool) for label in value)
+        is_right = has_labels and len(row["labels"]) == num > 0
+        rule = f"a list of true or false for the {num} steps in 'completions'"
+        number = num
+    elif examples == "labels":
+        is_right, rule = is_label, "true or false"
+    else:
+        is_right = isinstance(value, int | float) and not is_label and math.isfinite(value)
+        rule = "a finite number"
+    if not is_right:
+        column = VALUES[examples]
+        raise DatasetError(
+            f"{name} holds {str(value)[:60]!r} in {column!r}: it must be {rule}. Correct it, or remove the row."
+        )
+    return float(number)
+
+
+def rows_of_two(
+    rows: Iterable[Mapping[str, Any]], tokens: Dataset, frame: Frame, summary: Summary
+) -> Iterator[TokenisedText]:
+    """Yield rows of two texts, each with its own BOS and EOS; rows with a text over `max_seq_len` are skipped.
+
+    A pair has the texts chosen and rejected. A labelled completion has its own text, and its prompt with the completion
+    of the next row that has another prompt, from which KTO estimates a KL divergence.
+    """
+    last_prompt = stranger = None
+    for row in rows:
+        text, num_first = TokenisedText(row["input_ids"], row["counted"]), row["num_first"]
+        if num_first:
+            texts = [text[:num_first], text[num_first:]]
+        else:
+            prompt, _ = _parts(text)
+            if prompt != last_prompt:  # Otherwise the completion found for the previous row fits here too.
+                following = (tokens[(row["index"] + step) % len(tokens)] for step in range(1, len(tokens)))
+                others = (_parts(TokenisedText(other["input_ids"], other["counted"])) for other in following)
+                stranger = next((said for other, said in others if said and other != prompt), None)
+                last_prompt = prompt
+            if stranger is None:
+                add_row(summary.skipped, "no row of another prompt beside it", row["name"])
+                continue
+            texts = [text, (prompt + stranger)[: frame.capacity]]
+        framed = list(frame_texts(texts, frame, summary, truncate=False))
+        if max(map(len, framed)) > frame.max_seq_len:
+            add_row(summary.skipped, f"a text longer than max_seq_len={frame.max_seq_len}", row["name"])
+        elif not all(any(side.counted[1:]) for side in framed):
+            add_row(summary.skipped, "a text without tokens of its own", row["name"])
+        else:
+            yield replace(join(framed), value=row["value"])
+
+
+def _parts(text: TokenisedText) -> tuple[TokenisedText, TokenisedText]:
+    """Cut a text before the first token that counts."""
+    start = text.counted.index(True) if any(text.counted) else len(text)
+    return text[:start], text[start:]
+
+
+def rows_of_steps(
+    rows: Iterable[Mapping[str, Any]], frame: Frame, summary: Summary
+) -> Iterator[TokenisedText]:
+    """Yield rows whose labels are 1 at the end of a right step and 0 at the end of a wrong one.
+
+    Rows over `max_seq_len` are skipped. BOS begins a row; no EOS ends it, because no step ends there.
+    """
+    for row in rows:
+        text = frame.opening + TokenisedText(row["input_ids"], row["counted"])
+        if len(text) > frame.max_seq_len:
+            add_row(summary.skipped, f"a text longer than max_seq_len={frame.max_seq_len}", row["name"])
+        else:
+            yield replace(text, value=row["value"], step_labels=row["step_labels"])

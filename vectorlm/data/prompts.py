@@ -1,30 +1,24 @@
-"""Prompts: reading them, and checking that the model has room to answer."""
+"""Read prompts, and check that they leave room for an answer."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
-from vectorlm.data.encoding import (
-    asked,
-    chat_in,
-    encode,
-    plain_message,
-    require_whole_characters,
-    without_nulls,
-)
+from vectorlm.data.chat import chat_in
+from vectorlm.data.encoding import asked, encode, plain_message, require_whole_characters, without_nulls
 from vectorlm.data.source import is_hub_name, load_hub, splits_of, take_split
 from vectorlm.data.tasks import Tasks, read_taskset
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
-from vectorlm.types import PromptRecord
+from vectorlm.types import Prompt, PromptRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,15 +27,17 @@ Row = TypeVar("Row")
 PARQUET = ".parquet"
 PROMPT = "'prompt', which is a text, token ids or messages"
 RULE = f"every line must be a JSON object with a {PROMPT}."
-MAX_HELD_BYTES = 2**28
-"""Larger sources stay on the disk, and a row is read when it is asked for."""
+KEYS = {"prompt", "prompt_token_ids", "tools"}
+"""Keys of a prompt that is a mapping: those of vLLM's ``TextPrompt`` and ``TokensPrompt``, and `tools`."""
+MAX_BYTES_IN_MEMORY = 2**28
+"""Larger sources stay on the disk, and a row is read when it is needed."""
 
 
 class LazyPrompts(Sequence[PromptRecord]):
-    """Prompts that are read when they are asked for."""
+    """Prompts that are read on demand."""
 
     def __init__(self, count: int, read: Callable[[int], PromptRecord]) -> None:
-        """Take what reads a row by its index; it travels to the ranks."""
+        """Take the function that reads a row by index; it is sent to the ranks."""
         self._count, self._read = count, read
 
     def __len__(self) -> int:
@@ -55,7 +51,7 @@ class LazyPrompts(Sequence[PromptRecord]):
     def __getitem__(self, index: int | slice) -> PromptRecord | list[PromptRecord]:
         """Read rows."""
         places = range(self._count)[index]
-        return self._read(places) if isinstance(places, int) else [self._read(each) for each in places]
+        return self._read(places) if isinstance(places, int) else [self._read(place) for place in places]
 
 
 def read_prompts(
@@ -64,26 +60,27 @@ def read_prompts(
     *,
     is_held_out: bool = True,
 ) -> Sequence[PromptRecord]:
-    """Take prompts as they are, or read rows with a ``prompt`` and any other columns.
+    """Return prompts from a list, or from rows with a ``prompt`` and any other columns.
 
-    Rows of more than `MAX_HELD_BYTES` stay on the disk; every row is looked at once.
+    A source over `MAX_BYTES_IN_MEMORY` stays on the disk. All rows are checked once.
 
     Args:
         source: Prompts; the path of a JSONL file, a Parquet file (``.parquet``) or a folder of
             ``datasets.Dataset.save_to_disk``; the name of a dataset on the hub; ``reasoning_gym:TASK`` or
             ``verifiers:TASKSET``; or settings.
-        setting: Name of the source in an error.
-        is_held_out: Whether tasks are others than those that are trained on, where the settings name no seed.
+        setting: Name of the source in errors.
+        is_held_out: Whether tasks differ from the training tasks, unless the settings name a seed.
 
     Raises:
         DatasetError: The source is missing, empty or broken, or a row has no ``prompt``.
     """
     settings = in_full(str(source) if isinstance(source, Path) else source)
     if not isinstance(settings, PromptSettings):
-        if files := [each for each in settings if each.endswith((PARQUET, ".jsonl")) and Path(each).exists()]:
+        files = [text for text in settings if text.endswith((PARQUET, ".jsonl")) and Path(text).exists()]
+        if files:
             raise DatasetError(
-                f"{setting} lists the file {files[0]!r} as a prompt. Name each file in a source of rl.sources, or put "
-                "them together."
+                f"{setting} lists the file {files[0]!r} as a prompt. Use one source in rl.sources per file, or join "
+                "the files."
             )
         return [PromptRecord(prompt) for prompt in settings]
     _require_one_kind(settings, setting)
@@ -100,8 +97,8 @@ def _require_one_kind(settings: PromptSettings, setting: str) -> None:
     kinds = ("path", *SHORT_FORMS)
     given = [kind for kind in kinds if getattr(settings, kind) is not None]
     if len(given) != 1:
-        raise DatasetError(f"{setting} must have one of {', '.join(f'`{kind}`' for kind in kinds)}.")
-    names = {each.name for each in fields(settings)}
+        raise DatasetError(f"{setting} needs exactly one of {', '.join(f'`{kind}`' for kind in kinds)}.")
+    names = {item.name for item in fields(settings)}
     read = {"path": {"split", "hub_config"}, "verifiers": {"config"}}
     read["reasoning_gym"] = names - read["path"]
     for name in sorted(names - read[given[0]] - {*kinds}):
@@ -115,8 +112,8 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
     is_saved = path.is_dir()
     if path.is_file() and path.suffix != PARQUET:
         if source.split is not None or source.hub_config is not None:
-            raise DatasetError(f"{setting}.split has no effect with the lines of a file. Leave it out.")
-        if path.stat().st_size <= MAX_HELD_BYTES:
+            raise DatasetError(f"{setting}.split has no effect with a JSONL file. Leave it out.")
+        if path.stat().st_size <= MAX_BYTES_IN_MEMORY:
             return read_rows(path, _prompt_record_of, RULE)
         return _lazy_lines(path)
     try:
@@ -126,8 +123,8 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
             from datasets import Dataset
             from pyarrow import parquet
 
-            is_large = path.stat().st_size > MAX_HELD_BYTES
-            # pyarrow leaves nothing in the cache of datasets.
+            is_large = path.stat().st_size > MAX_BYTES_IN_MEMORY
+            # pyarrow does not write to the cache of datasets.
             table = Dataset.from_parquet(str(path)) if is_large else Dataset(parquet.read_table(path))
         elif is_hub_name(str(source.path)):
             table = take_split(load_hub(str(source.path), source.hub_config, named), source.split, named)
@@ -137,11 +134,11 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
         if isinstance(error, DatasetError):
             raise
         raise DatasetError(
-            f"{named} cannot be read: it must be a Parquet file, or a folder of one dataset written by save_to_disk "
-            f"({type(error).__name__}: {error})"
+            f"{named} must be a Parquet file, or a folder of one dataset of save_to_disk ({type(error).__name__}: "
+            f"{error})"
         ) from error
     lazy = LazyPrompts(len(table), functools.partial(_record_in_table, table, str(source.path)))
-    if table.data.nbytes <= MAX_HELD_BYTES:
+    if table.data.nbytes <= MAX_BYTES_IN_MEMORY:
         return list(lazy)
     for _ in lazy:
         pass
@@ -149,12 +146,12 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
 
 
 def read_rows(path: str | Path, read: Callable[[Any], Row], rule: str) -> list[Row]:
-    """Read the JSON values in the lines of a file with `read`, which may raise; blank lines are left out.
+    """Convert the JSON values in the lines of a file with `read`; blank lines are skipped.
 
     Raises:
-        DatasetError: A line cannot be read; `rule` says what each must be.
+        DatasetError: A line cannot be read, or `read` raises; the message holds `rule`.
     """
-    # Not splitlines(), which would also cut at separators inside a text.
+    # splitlines() would also cut at separators inside a text.
     lines = enumerate(Path(path).read_bytes().split(b"\n"), start=1)
     return [_read_line(path, number, line, read, rule) for number, line in lines if line.strip()]
 
@@ -170,7 +167,7 @@ def _read_line(path: str | Path, number: int, line: bytes, read: Callable[[Any],
 
 
 def _lazy_lines(path: Path) -> LazyPrompts:
-    """Look at every line once, and keep where it starts, 16 bytes a line."""
+    """Check every line once, and keep its start and number: 16 bytes per line."""
     starts, start = [], 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -196,13 +193,12 @@ def _record_in_table(table: Any, name: str, number: int) -> PromptRecord:
         return _prompt_record_of(row)
     except (KeyError, TypeError, ValueError) as error:
         raise DatasetError(
-            f"row {number} of {name} has the columns {names}, but every row must have a {PROMPT} "
-            f"({type(error).__name__}: {error})"
+            f"row {number} of {name} has the columns {names}, but needs a {PROMPT} ({type(error).__name__}: {error})"
         ) from error
 
 
 def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a table without nulls in messages and tools, where the table may have added them."""
+    """Return a row of a table without nulls in messages and tools, which the table may have added."""
     return {
         column: without_nulls(value) if column in ("prompt", "tools") else value
         for column, value in row.items()
@@ -211,23 +207,22 @@ def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _prompt_record_of(columns: Any) -> PromptRecord:
     prompt = chat_in(columns.pop("prompt"))
-    # As verl's datasets hold it.
+    # The layout of verl's datasets.
     graded = columns.get("reward_model")
     if isinstance(graded, Mapping) and "ground_truth" in graded:
         columns.setdefault("ground_truth", graded["ground_truth"])
     is_list = isinstance(prompt, list)
-    of_tokens = is_list and all(type(each) is int and each >= 0 for each in prompt)
-    if not (
-        isinstance(prompt, str) or of_tokens or (is_list and all(isinstance(each, dict) for each in prompt))
-    ):
+    is_tokens = is_list and all(type(token) is int and token >= 0 for token in prompt)
+    is_chat = is_list and all(isinstance(message, dict) for message in prompt)
+    if not (isinstance(prompt, str) or is_tokens or is_chat):
         raise TypeError(f"the prompt is {str(prompt)[:40]}")
     if not prompt:
         raise TypeError("the prompt is empty")
-    for each in prompt if is_list and not of_tokens else ():
-        if each.get("content") is None and not each.get("tool_calls"):
-            raise TypeError(f"a message has no content: {str(each)[:40]}")
-        plain_message(each, is_data=True)
-    if not of_tokens:
+    for message in prompt if is_chat else ():
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise TypeError(f"a message has no content: {str(message)[:40]}")
+        plain_message(message, is_data=True)
+    if not is_tokens:
         require_whole_characters(prompt)
     return PromptRecord(prompt, columns)
 
@@ -240,16 +235,16 @@ def check_lengths(
     vocab_size: float = math.inf,
     tools: Sequence[Any] = (),
 ) -> None:
-    """Encode the prompts of `setting`, with the `tools` of their environment.
+    """Check the lengths of the prompts of `setting`, encoded with the `tools` of their environment.
 
     Raises:
-        ConfigError: One cannot be encoded: the tokenizer has no chat template, or it refuses the messages.
-        DatasetError: One is longer than `max_tokens`, or holds a token that a model of `vocab_size` does not have.
+        ConfigError: The tokenizer has no chat template, or the template refuses the messages.
+        DatasetError: A prompt is longer than `max_tokens`, or holds a token beyond `vocab_size`.
     """
     for index, prompt_record in enumerate(prompt_records):
         try:
             token_ids = encode(asked(prompt_record, tools), lambda: tokenizer)
-        except Exception as error:  # A template may raise whatever its author chose.
+        except Exception as error:  # Templates may raise any exception.
             name = tokenizer.name_or_path
             raise ConfigError(
                 f"prompt {index} of {setting} cannot be encoded with the tokenizer of {name!r} "
@@ -257,11 +252,56 @@ def check_lengths(
             ) from error
         if (largest := max(token_ids, default=0)) >= vocab_size:
             raise DatasetError(
-                f"prompt {index} of {setting} holds the token {largest}, and the model has {vocab_size}: encode it "
-                "with the model's own tokenizer."
+                f"prompt {index} of {setting} holds the token {largest}, but the model has {vocab_size} tokens. Encode "
+                "it with the model's own tokenizer."
             )
         if len(token_ids) > max_tokens:
             raise DatasetError(
-                f"prompt {index} of {setting} has {len(token_ids)} tokens, more than the {max_tokens} that leave room "
-                "for an answer: leave it out, or raise train_parameters.max_seq_len and sampler.engine.max_model_len."
+                f"prompt {index} of {setting} has {len(token_ids)} tokens, but at most {max_tokens} leave room for an "
+                "answer. Leave it out, or raise train_parameters.max_seq_len and sampler.engine.max_model_len."
             )
+
+
+def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
+    """Return a list of prompts; a text is one prompt. Raises TypeError that names the first wrong prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        keys = ", ".join(map(repr, prompts))
+        fix = "Pass a list of texts, token ids or conversations."
+        if "input_ids" in prompts:
+            fix = "Pass its lists of token ids, made without padding: prompts['input_ids']."
+        elif "role" in prompts:
+            fix = "Pass a list of conversations: [[message]]."
+        raise TypeError(f"prompts must be a list, not a {type(prompts).__name__} with the keys {keys}. {fix}")
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts={prompts!r} must be a text or a list of prompts.")
+    listed = list(prompts)
+    for index, prompt in enumerate(listed):
+        if not _is_prompt(prompt):
+            fix = ""
+            if isinstance(prompt, Mapping) and "role" in prompt:
+                fix = " Put the conversation in a list: [messages]."
+            elif hasattr(prompt, "__index__"):
+                fix = " Put the token ids in a list: [token_ids]."
+            raise TypeError(
+                f"prompt {index} is {str(prompt)[:60]!r}, a {type(prompt).__name__}: a prompt is text, token ids or "
+                f"chat messages ({{'role': …, 'content': …}}).{fix}"
+            )
+    return listed
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Check the first element only, because prompts may be long."""
+    if isinstance(prompt, str):
+        return True
+    if isinstance(prompt, Mapping):
+        return bool(prompt) and prompt.keys() <= KEYS
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        # Arrays and tensors of token ids are no `Sequence`.
+        return hasattr(prompt, "tolist") and hasattr(prompt, "__len__") and getattr(prompt, "ndim", 1) == 1
+    if not len(prompt):
+        return True
+    if isinstance(prompt[0], Mapping):
+        return {"role", "content"} <= prompt[0].keys()
+    return hasattr(prompt[0], "__index__")

@@ -1,4 +1,4 @@
-"""The settings of datasets; the config nests them in its sections ``dataset`` and ``dataset_preprocess``."""
+"""Settings for datasets: the sections ``dataset`` and ``dataset_preprocess`` of a config."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ EvaluationFolders = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSettings:
-    """The preprocessed datasets that are trained and evaluated on."""
+    """Settings for the preprocessed datasets of training and evaluation."""
 
     ignore_index: int = -100
-    """Label of a token that the loss leaves out."""
+    """Label of tokens outside the loss."""
     eval_bs: Annotated[PositiveInt | None, ReadIf("dataset.eval_ds")] = None
     """Sequences per rank in one evaluation batch; null takes `train_bs`."""
     train_bs: PositiveInt
@@ -32,65 +32,64 @@ class DatasetSettings:
     train_ds: PathText
     """Folder of the preprocessed training dataset."""
     eval_ds: EvaluationFolders | None = None
-    """Folder of the preprocessed evaluation dataset; or several by name, whose losses are `eval/NAME/loss` too. null
-    trains without a loss on held-out text."""
+    """Folder of the preprocessed evaluation dataset; or several folders by name, logged as `eval/NAME/loss` too. null
+    computes no loss on held-out text."""
 
     @property
     def held_out(self) -> Mapping[str, str]:
-        """The folders of the evaluation datasets by name; a single one has none."""
+        """The folders of the evaluation datasets by name; a single one has the name ""."""
         return {"": self.eval_ds} if isinstance(self.eval_ds, str) else self.eval_ds or {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSettings:
-    """How text becomes the datasets above; only preprocessing reads it."""
+    """Settings for preprocessing, which turns text into the datasets above."""
 
     load_path: PathText
-    """Folder that `save_to_disk` wrote; JSONL, JSON, Parquet, CSV or plain-text file, or a folder or glob of such
-    files; or the name of a dataset on the hub."""
+    """Folder of `save_to_disk`; JSONL, JSON, Parquet, CSV or plain-text file, or a folder or glob of such files; or the
+    name of a dataset on the hub."""
     save_path: PathText
-    """Folder that the processed dataset is saved to; a dataset that it holds is replaced when the new one is
-    complete."""
+    """Folder for the preprocessed dataset; an older dataset there is replaced once the new one is complete."""
     data_field: Text | None = None
-    """Column that holds the text, or a list of messages; null takes `messages`, `prompt` with `completion`, or `text`,
-    the first of these that is there."""
+    """Column with the text or a list of messages; null takes the first that exists of `messages`, `prompt` with
+    `completion`, and `text`."""
     examples: Literal["texts", "pairs", "labels", "steps"] = "texts"
-    """What a row is: a text to fine-tune on; `chosen` and `rejected`, with or without `prompt` and `margin` (`pairs`);
-    `prompt`, `completion` and whether it is a good one, `label` (`labels`); or `prompt`, a list of steps,
-    `completions`, and whether each is right, `labels` (`steps`)."""
+    """Content of a row: a text to fine-tune on (`texts`); `chosen` and `rejected`, with optional `prompt` and `margin`
+    (`pairs`); `prompt`, `completion` and `label`, true for a good completion (`labels`); or `prompt`, a list of steps
+    `completions`, and `labels`, true for right steps (`steps`)."""
     step_separator: Annotated[Separator, ReadIf("dataset_preprocess.examples", ("steps",))] = "\n"
-    """What is put after each step."""
+    """Text after each step."""
     ignore_index: Label = -100
-    """Label of a token that the loss leaves out; must equal `dataset.ignore_index`."""
+    """Label of tokens outside the loss; must equal `dataset.ignore_index`."""
     dataset_format: str = "hf"
     """Not read; accepted so that existing files load."""
     dataset_type: str | None = None
     """Not read; accepted so that existing files load."""
     packing_type: Literal["full", "partial", "best_fit"] | None = None
-    """Join all texts and cut them into rows of `max_seq_len` (`full`), cut each long text by itself (`partial`), or put
-    whole texts together so that rows have the least room left (`best_fit`; texts longer than a row are cut first). No
-    text of a row sees the one before it, unless rows are padded (`pack_rows`)."""
+    """How texts fill rows: `full` joins all texts and cuts them into rows of `max_seq_len`; `partial` cuts each long
+    text by itself; `best_fit` packs whole texts so that the least space is left (longer texts are cut first). The texts
+    of a row do not attend to each other, unless rows are padded (`pack_rows`)."""
     overlap: NonNegativeInt = 0
-    """Tokens that one chunk shares with the next while packing; they count in the loss once."""
+    """Tokens that a chunk repeats from the one before when packing; they count in the loss once."""
     add_bos_eos_tokens: bool = True
-    """Put the tokenizer's BOS and EOS tokens around each text, or each chunk when packing (where an EOS in the middle
-    of a text does not count in the loss). Messages have those of their chat template instead."""
+    """Put the tokenizer's BOS and EOS around each text, or around each chunk when packing (an EOS in the middle of a
+    text does not count in the loss). Messages get the tokens of their chat template instead."""
     from_disk: bool = True
-    """Not read: what is there at `load_path` decides. Accepted so that existing files load."""
+    """Not read, because `load_path` decides; accepted so that existing files load."""
     seperator: str | None = None
-    """Up to and including its first occurrence, text is left out of the loss; rows without it are skipped and counted.
+    """Text up to and including the first separator does not count in the loss; rows without it are skipped.
     May also be written `separator`."""
     assistant_only_loss: bool = False
-    """Of messages, only what the assistant says counts in the loss, up to and including the end of its turn."""
+    """For messages, count only the assistant's text in the loss, including the end of its turn."""
     split: str | None = None
-    """Which split to take, such as `train[:10%]` or `train+test`; null takes the only one there is. Files are the split
-    `train`, unless the names in a folder say otherwise (`test.jsonl`)."""
+    """Split to read, such as `train[:10%]` or `train+test`; null takes the only one. Files belong to the split `train`,
+    unless their names say otherwise (`test.jsonl`)."""
     hub_config: str | None = None
     """Configuration of a dataset on the hub that has several, such as `main`."""
     truncate: bool = False
-    """Cut texts off at `max_seq_len` tokens, without packing or with `best_fit`; a text that is cut ends in EOS,
+    """Truncate texts at `max_seq_len` tokens, without packing or with `best_fit`. A truncated text ends in EOS, but
     messages do not."""
     pre_pend: str | None = None
     """Text put before each example."""
     num_proc: PositiveInt = 1
-    """Processes that tokenise."""
+    """Number of processes for tokenising."""

@@ -1,4 +1,4 @@
-"""The source: the rows to preprocess, from wherever `load_path` leads."""
+"""Read the rows to preprocess from `load_path`: files, saved datasets, or the hub."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
 VALUE_NAMES = {"weight", "margin", "label", "labels"}
-"""Columns whose cells are no text, in tables that have nothing but text."""
+"""Columns of CSV files whose cells are JSON values instead of text."""
 SAVED = ("state.json", "dataset_dict.json")
-"""Files by which a folder is one that `save_to_disk` wrote."""
+"""Files that identify a folder of `save_to_disk`."""
 FORMS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -36,7 +36,7 @@ FORMS = {
     ".csv": "csv",
     ".txt": "text",
 }
-"""The form of a file by the end of its name, before any `.gz`; a `.json` file may turn out to hold JSON lines."""
+"""The form of a file by its suffix, before any `.gz`; a `.json` file may hold JSON lines."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Source:
 
     dataset: Dataset
     lines: str | None = None
-    """The content of the column `line`, beside `file` and `number`, if rows come from files: `text` or `jsonl`; None
-    for other rows, which have the columns of the dataset."""
+    """For rows from files: the form of the column `line` (`text` or `jsonl`), beside the columns `file` and `number`.
+    None if the dataset has the columns of the rows."""
     unread: Sequence[str] = ()
-    """Files at `load_path` whose names have no ending of `FORMS`."""
+    """Files at `load_path` with another suffix than those in `FORMS`."""
 
     def rows(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> Iterator[tuple[str, Any]]:
-        """Yield the name of each row in an error, and its columns.
+        """Yield each row's name for errors and its columns; None for an empty line.
 
         Raises:
             DatasetError: A line of a JSONL file is not an object.
@@ -59,23 +59,32 @@ class Source:
         for place, index in enumerate(indices):
             row = {column: values[place] for column, values in batch.items()}
             if self.lines is None:
-                # A table gives every object the keys of all others.
+                # Tables give every object the keys of all others.
                 yield f"row {index}", {column: without_nulls(value) for column, value in row.items()}
                 continue
             name, line = f"{row['file']}:{row['number']}", row["line"]
             if self.lines == "text":
                 yield name, {"text": line}
-            elif line.strip():
-                yield name, _object(name, line)
-            else:
+            elif not line.strip():
                 yield name, None
+            else:
+                try:
+                    found = json.loads(line)
+                    if not isinstance(found, dict):
+                        raise ValueError(f"this is a {type(found).__name__}")
+                except (ValueError, RecursionError) as error:
+                    shown = line if len(line) <= 60 else f"{line[:57]}..."
+                    raise DatasetError(
+                        f"{name} is {shown!r}, but must be a JSON object ({error}). Correct it."
+                    ) from error
+                yield name, found
 
 
 def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
-    """Find out what there is at `load_path`, and take the split that is asked for; `scratch` takes large files.
+    """Read `load_path`, and take the split of the settings; large files go to the folder `scratch`.
 
     Raises:
-        DatasetError: There is nothing, something else than rows, or no such split.
+        DatasetError: `load_path` does not exist or does not hold rows, or there is no such split.
     """
     path, split = settings.load_path, settings.split
     named = f"load_path={path!r}"
@@ -83,67 +92,60 @@ def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
     is_local = has_magic(path) or folder.exists()
     if not (is_local or is_hub_name(path)):
         raise DatasetError(
-            f"load_path={path!r} is not there: it must be a folder that save_to_disk wrote, a file or a folder of "
-            f"{', '.join(FORMS)}, or the name of a dataset on the hub. Correct the path."
+            f"{named} does not exist: it must be a folder of save_to_disk, a file or a folder of {', '.join(FORMS)}, "
+            "or the name of a dataset on the hub. Correct the path."
         )
     if not is_local:
         return Source(take_split(load_hub(path, settings.hub_config, named), split, named))
     if settings.hub_config is not None:
         raise ConfigError(
-            f"hub_config={settings.hub_config!r} has no effect: load_path={path!r} is on this machine. Leave it out."
+            f"hub_config={settings.hub_config!r} has no effect because {named} is on this machine. Leave it out."
         )
     if any((folder / name).is_file() for name in SAVED):
         return Source(take_split(splits_of(folder, named), split, named))
     files, unread = _files(path)
-    form = _only_form([name for names in files.values() for name in names], path)
+    forms = {_form(name) for names in files.values() for name in names}
+    if len(forms) != 1:
+        found = f"files of several forms: {', '.join(sorted(forms))}" if forms else "no such file"
+        raise DatasetError(
+            f"{named} holds {found}. It must be a folder of save_to_disk, or files of one form: {', '.join(FORMS)}. "
+            "Name the files with a glob, such as 'data/*.jsonl'."
+        )
+    (form,) = forms
     if form == "parquet":
         return Source(take_split(_read_parquet(files, path, scratch), split, named), None, unread)
     splits = {name: _read_lines(some, form, scratch / f"lines-{name}.arrow") for name, some in files.items()}
     return Source(take_split(splits, split, named), "text" if form == "text" else "jsonl", unread)
 
 
-def _object(name: str, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        if not isinstance(row, dict):
-            raise ValueError(f"this is a {type(row).__name__}")
-    except (ValueError, RecursionError) as error:
-        shown = line if len(line) <= 60 else f"{line[:57]}..."
-        raise DatasetError(
-            f"{name} is {shown!r}, and every line must be a JSON object ({error}). Correct it."
-        ) from error
-    return row
-
-
 def is_hub_name(path: str) -> bool:
-    """Whether a path that is not there could be a name on the hub: `name` or `owner/name`, with no folder `owner`."""
+    """Whether a missing path could be a name on the hub: `name` or `owner/name`, without a folder `owner`."""
     owner, _, name = path.rpartition("/")
     is_plain = not path.startswith((".", "~", "/")) and "/" not in owner and Path(name).suffix not in FORMS
     return is_plain and not (owner and Path(owner).is_dir())
 
 
 def load_hub(name: str, hub_config: str | None, named: str) -> Mapping[str, Dataset]:
-    """Load from the cache of datasets, or else from the hub; `named` stands for it in an error."""
+    """Load a dataset from the cache or the hub; `named` is its name in errors."""
     import datasets
     from huggingface_hub import HfApi
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
     try:
         if not (cache / name.replace("/", "___")).is_dir():
-            # In one try: datasets itself needs half a minute to say that a hub cannot be reached.
+            # Fails fast: datasets itself retries an unreachable hub for half a minute.
             HfApi().dataset_info(name, timeout=10)
         return datasets.load_dataset(name, hub_config)
-    # Of the network, the hub, datasets and pyarrow, each with a tree of its own.
+    # The network, the hub, datasets and pyarrow have no common base class of errors.
     except Exception as error:
         raise DatasetError(
-            f"{named} is nothing on this machine, is not in the cache of datasets ({cache}) and cannot be "
-            f"loaded from the hub ({type(error).__name__}: {error}). Correct the name, connect to the hub, or set "
-            "HF_DATASETS_CACHE."
+            f"{named} is neither on this machine nor in the cache of datasets ({cache}), and cannot be loaded from the "
+            f"hub ({type(error).__name__}: {error}). Correct the name, connect to the hub, or set HF_DATASETS_CACHE."
         ) from error
 
 
 def load_saved(folder: Path, name: str) -> Dataset | DatasetDict:
-    """Load what ``save_to_disk`` wrote; `name` stands for it in an error.
+    """Load a folder of ``save_to_disk``; `name` is its name in errors.
 
     Raises:
         DatasetError: It cannot be read.
@@ -156,12 +158,12 @@ def load_saved(folder: Path, name: str) -> Dataset | DatasetDict:
     # IndexError: datasets (5.2) cannot load a folder without rows.
     except (OSError, ValueError, KeyError, TypeError, IndexError, pyarrow.ArrowException) as error:
         raise DatasetError(
-            f"{name} holds no dataset that save_to_disk wrote, or one without rows ({error}). Make it again."
+            f"{name} must hold a dataset of save_to_disk with at least one row ({error}). Make it again."
         ) from error
 
 
 def splits_of(folder: Path, named: str) -> Mapping[str, Dataset]:
-    """Load what ``save_to_disk`` wrote, by the names of its splits; `named` stands for it in an error."""
+    """Load a folder of ``save_to_disk`` by split; `named` is its name in errors."""
     loaded = load_saved(folder, named)
     if isinstance(loaded, dict):
         return loaded
@@ -170,14 +172,14 @@ def splits_of(folder: Path, named: str) -> Mapping[str, Dataset]:
 
 
 def _files(path: str) -> tuple[dict[str, list[str]], list[str]]:
-    """List the files of each split, and the files that are not read."""
+    """List the files of each split, and the unread files."""
     folder = Path(path)
     if folder.is_file():
         return {"train": [path]}, []
     pattern = os.path.join(escape(path), "**") if folder.exists() else path
     found = sorted({name for name in glob(pattern, recursive=True) if Path(name).is_file()})
     saved = {os.path.dirname(name) for name in found if os.path.basename(name) in SAVED}
-    # What `vectorlm preprocess` has saved beside the texts is no text.
+    # Skip datasets that `vectorlm preprocess` has saved beside the texts.
     found = [name for name in found if saved.isdisjoint(map(str, Path(name).parents))]
     known = [name for name in found if _suffix(name) in FORMS]
     splits = _splits_of_names(known, path) if folder.exists() else {"train": known}
@@ -185,18 +187,18 @@ def _files(path: str) -> tuple[dict[str, list[str]], list[str]]:
 
 
 def _splits_of_names(files: Sequence[str], path: str) -> dict[str, list[str]]:
-    """Sort files into splits by their names, as the library datasets does.
+    """Sort files into splits by their names, with the rules of the library datasets.
 
     Raises:
-        DatasetError: Some files have the name of a split, and others have not.
+        DatasetError: Only some files have the name of a split.
     """
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     if not files:
         return {}
     with TemporaryDirectory(prefix="vectorlm-names-") as names:
-        # Empty files of these names: in a path of the user's, datasets takes [ ] * ? and :: for patterns.
-        of_link = {}
+        # Empty files with these names, because datasets takes [ ] * ? and :: in paths for patterns.
+        originals = {}
         for index, name in enumerate(files):
             relative = re.sub(r"[^\w./-]", "-", os.path.relpath(name, path))
             link = Path(names, relative)
@@ -204,17 +206,17 @@ def _splits_of_names(files: Sequence[str], path: str) -> dict[str, list[str]]:
                 link = link.with_name(f"{link.stem}-{index}{link.suffix}")
             link.parent.mkdir(parents=True, exist_ok=True)
             link.touch()
-            of_link[os.path.realpath(link)] = name
+            originals[os.path.realpath(link)] = name
         found = DataFilesDict.from_patterns(get_data_patterns(names), base_path=names)
         splits = {
-            str(split): sorted({of_link[os.path.realpath(each)] for each in links})
+            str(split): sorted({originals[os.path.realpath(link)] for link in links})
             for split, links in found.items()
         }
     read = {name for some in splits.values() for name in some}
     if left := [name for name in files if name not in read]:
         raise DatasetError(
-            f"load_path={path!r} holds files that belong to no split: {', '.join(left[:3])}, beside files whose names "
-            f"say {' or '.join(splits)}, such as {next(iter(read))}. Rename the files, or name the ones to read with a "
+            f"load_path={path!r} holds files that belong to no split: {', '.join(left[:3])}, beside files of the "
+            f"splits {' and '.join(splits)}, such as {next(iter(read))}. Rename the files, or select files with a "
             "glob, such as 'data/*.jsonl'."
         )
     return splits
@@ -224,19 +226,8 @@ def _suffix(name: str) -> str:
     return Path(name.lower().removesuffix(".gz")).suffix
 
 
-def _only_form(files: Sequence[str], path: str) -> str:
-    forms = {_form(name) for name in files}
-    if len(forms) == 1:
-        return forms.pop()
-    what = f"files of several forms: {', '.join(sorted(forms))}" if forms else "no such file"
-    raise DatasetError(
-        f"load_path={path!r} holds {what}. It must be a folder that save_to_disk wrote, or files of one form, by the "
-        f"end of their names: {', '.join(FORMS)}. Name the files with a glob, such as 'data/*.jsonl'."
-    )
-
-
 def _form(name: str) -> str:
-    form = FORMS.get(_suffix(name), "none of these")
+    form = FORMS.get(_suffix(name), "other")
     if form == "json":
         with _open(name) as file:
             first = file.readline().strip()
@@ -252,7 +243,10 @@ def _open(name: str) -> Any:
 
 
 def _read_lines(files: Sequence[str], form: str, path: Path) -> Dataset:
-    """Copy the rows of files to `path` as lines, with the file and the number of each."""
+    """Copy the rows of files to `path` as lines, each with its file and number for errors.
+
+    The JSON reader of datasets would change values: it unifies the types of columns, and parses dates.
+    """
     from datasets import Features, Value
 
     read = {"csv": _csv_rows, "json": _json_rows}.get(form, _lines)
@@ -275,19 +269,19 @@ def _lines(name: str, file: Any) -> Iterator[tuple[int, str]]:
 
 
 def _json_rows(name: str, file: Any) -> Iterator[tuple[int, str]]:
-    """Yield the objects of a list; no value changes, as it would in a table whose columns have types."""
+    """Yield the objects of a list as JSON text, which keeps all values."""
     with _naming(name):
         rows = json.loads(file.read().decode("utf-8-sig"))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DatasetError(
-            f"{name} must hold a list of objects, one for each row. Write it so, or write one JSON object per line "
-            "into a .jsonl file."
+            f"{name} must hold a list of objects, one per row. Write it as such, or write one JSON object per line to "
+            "a .jsonl file."
         )
     yield from enumerate(map(json.dumps, rows), start=1)
 
 
 def _csv_rows(name: str, file: Any) -> Iterator[tuple[int, str]]:
-    """Yield the rows of a table whose cells are texts as they stand there: 02134, 1.50, True and NA."""
+    """Yield the rows of a table as JSON text; cells such as 02134, 1.50, True and NA stay text."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
     while True:
@@ -295,9 +289,7 @@ def _csv_rows(name: str, file: Any) -> Iterator[tuple[int, str]]:
             if (row := next(reader, None)) is None:
                 return
         if None in row:
-            raise DatasetError(
-                f"{name}:{reader.line_num} has more cells than the first line has names. Correct it."
-            )
+            raise DatasetError(f"{name}:{reader.line_num} has more cells than the header. Correct it.")
         yield reader.line_num, json.dumps({key: _cell(key, value) for key, value in row.items()})
 
 
@@ -312,7 +304,7 @@ def _cell(name: str, text: str) -> Any:
 
 @contextmanager
 def _naming(place: str) -> Iterator[None]:
-    """Raise `DatasetError` with the `place` where a file cannot be read."""
+    """Raise `DatasetError` with the `place` in a file that cannot be read."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -326,7 +318,7 @@ def _naming(place: str) -> Iterator[None]:
 def write_rows(
     rows: Iterator[dict[str, Any]], features: Any, path: Path, rows_per_write: int = 1000
 ) -> Dataset:
-    """Write rows to an Arrow file, which is mapped into memory; only `rows_per_write` are held at once."""
+    """Write rows to an Arrow file and map it into memory; at most `rows_per_write` rows are in memory at once."""
     from datasets import Dataset
     from datasets.arrow_writer import ArrowWriter
 
@@ -342,40 +334,38 @@ def _read_parquet(files: dict[str, list[str]], path: str, scratch: Path) -> Mapp
     from datasets.exceptions import DatasetGenerationError
 
     with TemporaryDirectory(prefix="vectorlm-names-") as names:
-        # Links without letters that datasets would take for a pattern.
-        links: dict[str, list[str]] = {}
-        for split, some in files.items():
-            for name in some:
-                link = Path(names, f"{split}-{len(links.setdefault(split, []))}.parquet")
-                link.symlink_to(os.path.abspath(name))
-                links[split].append(str(link))
+        # Links with plain names, because datasets takes some characters for patterns.
+        links: dict[str, list[str]] = {split: [] for split in files}
+        for split, name in ((split, name) for split, some in files.items() for name in some):
+            link = Path(names, f"{split}-{len(links[split])}.parquet")
+            link.symlink_to(os.path.abspath(name))
+            links[split].append(str(link))
         try:
             return load_dataset("parquet", data_files=links, cache_dir=str(scratch / "tables"))
         except (DatasetGenerationError, OSError, ValueError) as error:
             cause = error.__cause__ or error
             raise DatasetError(
                 f"load_path={path!r} cannot be read as parquet ({type(cause).__name__}: {cause}). Correct the file, "
-                "or write one JSON object per line into a .jsonl file, whose lines are named in errors."
+                "or write a .jsonl file, for which errors name the line."
             ) from error
 
 
 def take_split(splits: Mapping[str, Dataset], split: str | None, named: str) -> Dataset:
-    """Take what an expression such as ``train[:10%]+test`` says from the splits of what is `named` so in an error."""
+    """Select rows by an expression such as ``train[:10%]+test``; `named` is the dataset's name in errors."""
     from datasets import ReadInstruction, concatenate_datasets
 
     names = ", ".join(splits)
     if split is None:
         if len(splits) > 1:
-            raise DatasetError(f"{named} holds several splits: name one with `split`, of {names}.")
+            raise DatasetError(f"{named} holds several splits. Set `split` to one of {names}.")
         return next(iter(splits.values()))
     try:
-        parts = ReadInstruction.from_spec(split).to_absolute(
-            {name: len(each) for name, each in splits.items()}
-        )
+        sizes = {name: len(rows) for name, rows in splits.items()}
+        parts = ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError, KeyError) as error:
         raise DatasetError(
-            f"split={split!r} cannot be taken from {named} ({error}). Use one of {names}, or an expression "
-            "such as train[:10%] or train+test."
+            f"split={split!r} does not fit {named} ({error}). Use one of {names}, or an expression such as train[:10%] "
+            "or train+test."
         ) from error
     chosen = [splits[part.splitname].select(range(part.from_ or 0, part.to)) for part in parts]
     return chosen[0] if len(chosen) == 1 else concatenate_datasets(chosen)

@@ -1,9 +1,10 @@
-"""The summary: what became of the rows of a dataset, in the words of preprocessing, ``check`` and every run."""
+"""Counts of a dataset's rows, tokens and skipped rows, for preprocessing, ``check`` and runs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,54 +16,56 @@ if TYPE_CHECKING:
 
 ROWS_PER_COUNT = 1000
 PREFERENCE_COLUMNS = {"pairs": "pair_margin", "labels": "is_good"}
-"""The column of a preprocessed dataset with the values of its pairs, or of its labelled completions."""
+"""The column for the value of each row in datasets of pairs and of labelled completions."""
 VALUE_COLUMNS = {**PREFERENCE_COLUMNS, "steps": "num_steps"}
-"""The column that tells what the rows of a preprocessed dataset are; texts have none."""
+"""The column by which the kind of a preprocessed dataset is recognised; texts have none."""
+COUNTS = ("texts", "tokens", "loss_tokens", "long_rows", "cut_tokens", "cut_loss_tokens", "idle_rows")
+"""The fields of `Summary` that are counted from the rows."""
 _KEY = "vectorlm"
-"""Under it the summary stands in the description of a dataset."""
+"""Key of the summary in a dataset's description."""
 
 Rows = dict[str, tuple[int, str]]
-"""For each reason the number of rows, and the name of the first."""
+"""By reason: the number of rows, and the name of the first."""
 
 
 def steps_per_epoch(num_rows: int, rows_per_step: int) -> int:
-    """Return the optimizer steps of an epoch, whose last may be short."""
+    """Return the number of optimizer steps of an epoch; the last step may be short."""
     return -(-num_rows // rows_per_step)
 
 
 @dataclass
 class Summary:
-    """Counts rows as they come in, are skipped, are cut and go out."""
+    """Counts of the rows that come in, are skipped, are cut, and go out."""
 
     max_seq_len: int
-    """Tokens of a row that training sees."""
+    """Tokens of a row that training reads."""
     ignore_index: int
     rows_in: int = 0
-    """Rows of the source, those that are skipped included; 0 where the dataset was made elsewhere."""
+    """Rows of the source, including skipped rows; 0 if the dataset was not made by preprocessing."""
     skipped: Rows = field(default_factory=dict)
     """Rows that were left out."""
     remarks: Rows = field(default_factory=dict)
-    """Rows that are there, with what their reader should know."""
+    """Rows that were kept, by remark."""
     unread: list[str] = field(default_factory=list)
-    """Columns of the source that nothing reads."""
+    """Columns and files of the source that were not read."""
     truncated: int = 0
-    """Texts that were cut off at `max_seq_len`."""
+    """Texts that were truncated at `max_seq_len`."""
     lost_tokens: int = 0
-    """Tokens that these lost."""
+    """Tokens that truncated texts lost."""
     lost_loss_tokens: int = 0
-    """Those of them that counted in the loss."""
+    """Lost tokens that counted in the loss."""
     goes_on: int = 0
-    """Times that a row ends in the middle of a text, which goes on in another."""
+    """Number of times that a text was cut and continues in another row."""
     begins_rows_alone: bool = False
-    """Whether BOS stands before rows of several texts, and not before each text."""
+    """Whether BOS begins each row instead of each text, in rows of several texts."""
     rows_out: int = 0
     """Rows to train on."""
     texts: int = 0
-    """Texts in them, or parts of texts."""
+    """Texts, or parts of texts, in these rows."""
     tokens: int = 0
     """Tokens of all rows."""
     loss_tokens: int = 0
-    """Tokens within `max_seq_len` that count in the loss; nothing predicts the first of a text."""
+    """Tokens within `max_seq_len` that count in the loss; the first token of a text has no prediction."""
     longest: int = 0
     """Tokens of the longest row."""
     long_rows: int = 0
@@ -70,24 +73,24 @@ class Summary:
     cut_tokens: int = 0
     """Tokens that training cuts off long rows."""
     cut_loss_tokens: int = 0
-    """Those of them that count in the loss."""
+    """Cut tokens that count in the loss."""
     has_pairs: bool = False
     """Whether each row holds two texts, of up to `max_seq_len` tokens each."""
     idle_rows: int = 0
-    """Rows that have no token within `max_seq_len` that counts in the loss."""
+    """Rows without a token within `max_seq_len` that counts in the loss."""
     tokenizer: str = ""
-    """Where the tokenizer was that made them; empty where that is not known, as the next."""
+    """Folder or name of the tokenizer; empty if unknown."""
     vocabulary: str = ""
-    """The digest of its `vocabulary_of`."""
+    """Its `vocabulary_of`; empty if unknown."""
 
     @classmethod
     def read(cls, dataset: Dataset) -> Summary | None:
-        """Return what preprocessing said of `dataset`; None where it was made elsewhere."""
+        """Return the summary that preprocessing saved with `dataset`; None if there is none."""
         return cls.parse(dataset.info.description)
 
     @classmethod
     def parse(cls, description: Any) -> Summary | None:
-        """Return what preprocessing wrote into a dataset's description; None where nothing of it is there."""
+        """Return the summary in a dataset's description; None if there is none."""
         try:
             return cls(**json.loads(description)[_KEY])
         except (ValueError, KeyError, TypeError):
@@ -95,7 +98,7 @@ class Summary:
 
     @classmethod
     def of(cls, dataset: Dataset, max_seq_len: int, ignore_index: int) -> Summary:
-        """Return what preprocessing said of `dataset`, counted for this length if it was made for another."""
+        """Return the saved summary of `dataset`, with new counts if it was made for other lengths or labels."""
         found = cls.read(dataset) or cls(max_seq_len, ignore_index)
         is_other = (found.rows_out, found.ignore_index) != (len(dataset), ignore_index)
         cuts_other = max_seq_len != found.max_seq_len and found.longest > min(max_seq_len, found.max_seq_len)
@@ -110,68 +113,54 @@ class Summary:
         dataset.info.description = json.dumps({_KEY: asdict(self)})
 
     def count(self, dataset: Dataset) -> None:
-        """Count the rows of `dataset` as training will see them."""
-        totals = np.zeros(7, dtype=np.int64)
-        self.longest = 0
+        """Count the rows of `dataset` as training reads them."""
+        totals = Counter(dict.fromkeys(COUNTS, 0))
+        self.rows_out, self.longest = len(dataset), 0
         self.has_pairs = not set(PREFERENCE_COLUMNS.values()).isdisjoint(dataset.column_names)
-        names = [each for each in ("labels", "attention_mask", "seq_lengths") if each in dataset.column_names]
+        names = [name for name in ("labels", "attention_mask", "seq_lengths") if name in dataset.column_names]
         for table in dataset.select_columns(names).with_format("arrow").iter(ROWS_PER_COUNT):
             counts, longest = _count(table, self.max_seq_len, self.ignore_index, self.has_pairs)
-            totals += counts
+            totals.update(counts)
             self.longest = max(self.longest, longest)
-        self.rows_out = len(dataset)
-        self.texts, self.tokens, self.loss_tokens, self.long_rows, self.cut_tokens = totals[:5].tolist()
-        self.cut_loss_tokens, self.idle_rows = totals[5:].tolist()
+        for name, total in totals.items():
+            setattr(self, name, total)
 
     @property
     def efficiency(self) -> float:
-        """Share of `max_seq_len` that the tokens of a row take up in the mean, as training sees them; from 0 to 1."""
+        """Mean share of `max_seq_len` that the tokens of a row fill in training, from 0 to 1."""
         num_full = self.texts if self.has_pairs else self.rows_out
         return (self.tokens - self.cut_tokens) / (num_full * self.max_seq_len)
 
     def why_skipped(self) -> str:
-        """Say how many rows were left out, and why."""
+        """Return the number of skipped rows with the reasons, as text."""
         reasons = [f"{num:,} with {why} (first: {name})" for why, (num, name) in self.skipped.items()]
         return f"{sum(num for num, _ in self.skipped.values()):,}: {', '.join(reasons)}" if reasons else "0"
 
     def head(self) -> str:
-        """Say in a line what there is to train on."""
+        """Return the size of the dataset as a line of text."""
         return (
             f"{_count_of(self.rows_out, 'row')} of {_count_of(self.texts, 'text')}, {self.tokens:,} tokens, of which "
             f"{self.loss_tokens:,} count in the loss"
         )
 
     def notes(self) -> Iterator[str]:
-        """Yield what else there is to know, a sentence each."""
-        if self.skipped:
-            yield f"skipped of {_count_of(self.rows_in, 'row')} {self.why_skipped()}"
-        if self.truncated:
-            yield (
-                f"cut off at max_seq_len: {_count_of(self.truncated, 'text')}, which lost {self.lost_tokens:,} tokens, "
-                f"{self.lost_loss_tokens:,} of them counted in the loss"
-            )
-        if self.goes_on:
-            yield (
-                f"cut in the middle of a text: {self.goes_on:,} times. The rest is in another row, which does not see "
-                "what came before (an EOS at such a cut does not count in the loss). Raise max_seq_len, or use "
-                "packing_type: best_fit with truncate: True"
-            )
-        if self.begins_rows_alone:
-            yield (
-                "BOS stands before each row, not before each text of it, as packing_type: full joins them. Use "
-                "best_fit for a model whose prompts begin with BOS"
-            )
-        if self.long_rows:
-            yield (
-                f"rows longer than max_seq_len={self.max_seq_len}: {self.long_rows:,}. Training will cut "
-                f"{self.cut_tokens:,} tokens off them, {self.cut_loss_tokens:,} of which count in the loss. Set "
-                "truncate: True or a packing_type, or raise max_seq_len"
-            )
-        if self.idle_rows:
-            yield (
-                f"{self.idle_rows:,} of {_count_of(self.rows_out, 'row')} have no counted token within "
-                f"{self.max_seq_len}"
-            )
+        """Yield further facts, one sentence each."""
+        sentences: dict[str, Any] = {
+            f"skipped of {_count_of(self.rows_in, 'row')} {self.why_skipped()}": self.skipped,
+            f"cut off at max_seq_len: {_count_of(self.truncated, 'text')}, which lost {self.lost_tokens:,} tokens, "
+            f"{self.lost_loss_tokens:,} of them counted in the loss": self.truncated,
+            f"cut in the middle of a text: {self.goes_on:,} times. The rest is in another row, which does not see what "
+            "came before (an EOS at such a cut does not count in the loss). Raise max_seq_len, or use packing_type: "
+            "best_fit with truncate: True": self.goes_on,
+            "BOS begins each row, not each text in it, because packing_type: full joins texts. Use best_fit for a "
+            "model whose prompts begin with BOS": self.begins_rows_alone,
+            f"rows longer than max_seq_len={self.max_seq_len}: {self.long_rows:,}. Training will cut "
+            f"{self.cut_tokens:,} tokens off them, {self.cut_loss_tokens:,} of which count in the loss. Set truncate: "
+            "True or a packing_type, or raise max_seq_len": self.long_rows,
+            f"{self.idle_rows:,} of {_count_of(self.rows_out, 'row')} have no counted token within "
+            f"{self.max_seq_len}": self.idle_rows,
+        }
+        yield from (sentence for sentence, applies in sentences.items() if applies)
         for remark, (num, name) in self.remarks.items():
             yield f"{_count_of(num, 'row')}: {remark} (first: {name})"
         if self.unread:
@@ -187,14 +176,13 @@ class Summary:
             "efficiency": f"{100 * self.efficiency:.1f} % of rows out x max_seq_len={self.max_seq_len}",
         }
         table = [f"  {name:12}{value}" for name, value in lines.items()]
-        return "\n".join(
-            table + [f"note: {note}." for note in self.notes() if not note.startswith("skipped")]
-        )
+        notes = [f"note: {note}." for note in self.notes() if not note.startswith("skipped")]
+        return "\n".join(table + notes)
 
 
 def vocabulary_of(tokenizer: Any) -> str:
-    """Return a digest of the tokens of a tokenizer and of their ids."""
-    tokens = sorted(tokenizer.get_vocab().items(), key=lambda each: each[1])
+    """Return a digest of a tokenizer's tokens and their ids."""
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.blake2b(repr(tokens).encode(), digest_size=8).hexdigest()
 
 
@@ -204,8 +192,8 @@ def add_row(rows: Rows, reason: str, name: str) -> None:
     rows[reason] = (num + 1, first)
 
 
-def _count(table: Any, max_seq_len: int, ignore_index: int, is_pairs: bool) -> tuple[list[int], int]:
-    """Return texts, tokens, counted ones, long rows, cut tokens, counted ones of these, idle rows; and the longest."""
+def _count(table: Any, max_seq_len: int, ignore_index: int, is_pairs: bool) -> tuple[dict[str, int], int]:
+    """Return the `COUNTS` of the rows in an Arrow table, and the length of the longest row."""
     import pyarrow.compute as pc
 
     def flat(name: str) -> np.ndarray:
@@ -214,10 +202,10 @@ def _count(table: Any, max_seq_len: int, ignore_index: int, is_pairs: bool) -> t
     labels = flat("labels")
     lengths = pc.fill_null(pc.list_value_length(table["labels"]), 0).to_numpy().astype(np.int64)
     if is_pairs:
-        lengths = flat("seq_lengths").astype(np.int64)  # Each text is a row of its own.
+        lengths = flat("seq_lengths").astype(np.int64)  # Each text is a row.
     row = np.repeat(np.arange(len(lengths)), lengths)
     kept = np.ones(len(labels), dtype=bool)
-    # Columns of another length than the labels are an error of their own, with the row's name, when training reads it.
+    # If a column has another length than the labels, training will raise an error with the row's name.
     if "attention_mask" in table.column_names and len(mask := flat("attention_mask")) == len(labels):
         kept = mask.astype(bool)
     lengths = np.bincount(row[kept], minlength=len(lengths))
@@ -230,16 +218,16 @@ def _count(table: Any, max_seq_len: int, ignore_index: int, is_pairs: bool) -> t
     counted = (labels[kept] != ignore_index) & ~is_first
     cut = place >= max_seq_len
     learned = np.bincount(row[kept][counted & ~cut], minlength=len(lengths))
-    numbers = [
-        is_first.sum(),
-        kept.sum(),
-        (counted & ~cut).sum(),
-        (lengths > max_seq_len).sum(),
-        cut.sum(),
-        (counted & cut).sum(),
-        (learned == 0).sum(),
-    ]
-    return [int(number) for number in numbers], int(lengths.max(initial=0))
+    numbers = {
+        "texts": is_first.sum(),
+        "tokens": kept.sum(),
+        "loss_tokens": (counted & ~cut).sum(),
+        "long_rows": (lengths > max_seq_len).sum(),
+        "cut_tokens": cut.sum(),
+        "cut_loss_tokens": (counted & cut).sum(),
+        "idle_rows": (learned == 0).sum(),
+    }
+    return {name: int(number) for name, number in numbers.items()}, int(lengths.max(initial=0))
 
 
 def _count_of(number: int, noun: str) -> str:

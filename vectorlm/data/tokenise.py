@@ -1,17 +1,16 @@
-"""The tokeniser: from a row of a dataset to tokens, and which of them count in the loss."""
+"""Tokenise the rows of a dataset, and decide which tokens count in the loss."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vectorlm.data.chat import Chat, Message, messages_of, weight_of
+from vectorlm.data.chat import Chat, chat_in, common_beginning, messages_behind, messages_of, weight_of
 from vectorlm.data.encoding import (
-    chat_in,
     encode,
     encode_apart,
     end_tokens,
@@ -19,7 +18,7 @@ from vectorlm.data.encoding import (
     text_of_message,
     tools_of,
 )
-from vectorlm.data.preference import COLUMNS, READ_BESIDE, common_beginning, value_of
+from vectorlm.data.pack import COLUMNS, value_of
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
 from vectorlm.errors import ConfigError, DatasetError
@@ -29,103 +28,108 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 ROWS_PER_CALL = 200
-NO_END = "no end of text counts in the loss, from which the model would learn to stop"
+NO_END = "no end of text counts in the loss, so the model would not learn to stop"
 _BY_DEFAULT = (("messages",), ("prompt", "completion"), ("text",))
-"""The columns to take where `data_field` is null: the first of these that are there."""
+"""The columns to read if `data_field` is null: the first of these that exist."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one row became."""
+    """A tokenised row."""
 
     input_ids: list[int]
     counted: list[bool]
     reason: str
-    """Why there are no tokens, where there are none."""
+    """Why a row without tokens is skipped."""
     remarks: Sequence[str] = ()
-    """What the reader of the summary should know of this row."""
+    """Remarks on this row for the summary."""
     num_first: int = 0
-    """Of a pair, how many of the tokens are the chosen text's; the others are the rejected one's."""
+    """Number of tokens of a pair's chosen text, which comes first."""
     step_labels: Sequence[bool] = ()
-    """Of steps, whether each is right; their last tokens count."""
+    """Whether each step is right; the last token of each step counts."""
 
     @property
     def skipped(self) -> str:
-        """Why the row is skipped; empty where it is not."""
+        """Why the row is skipped; empty if it is not."""
         return "" if self.input_ids else self.reason
 
 
 @dataclass(frozen=True)
 class Tokeniser:
-    """Turns rows of one form into tokens, without the special tokens that are put around texts."""
+    """Turns rows of one form into tokens, without the special tokens around texts."""
 
     source: Source
     tokenizer: Any
     settings: PreprocessSettings
     columns: tuple[str, ...]
-    """The column of text or messages, or those of the prompt and the completion."""
+    """The column of text or messages, or the two of prompt and completion."""
     is_chat: bool
-    """Whether rows are messages rather than text."""
+    """Whether rows hold messages instead of text."""
     progress: Progress
-    named: set[str] = field(default_factory=set)
-    """Columns of lines that this process has named as not read."""
+    reported: set[str] = field(default_factory=set)
+    """Unread columns of lines that this process has reported."""
 
     @property
     def unread(self) -> list[str]:
-        """Columns of a table that nothing reads; lines name theirs as they come."""
+        """Unread columns of a table; unread columns of lines are reported with the rows."""
         return [] if self.source.lines else self._unread(self.source.dataset.column_names)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int], rank: int | None) -> dict:
-        """Tokenise some rows, as `datasets.Dataset.map` wants it."""
+        """Tokenise some rows; `datasets.Dataset.map` calls this."""
         if rank is not None:
-            # In a process of its own: Ctrl-C reaches it too, and is for the one that started it.
+            # A worker process: Ctrl-C reaches it too, but the process that started it should handle it.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        named = list(self.source.rows(batch, indices))
-        filled = [(name, row) for name, row in named if row is not None]
-        values = iter([value_of(*each, self.settings.examples) for each in filled])
-        is_pair = self.settings.examples == "pairs"
-        parts = filled
-        if is_pair:
-            parts = [(name, half) for name, row in filled for half in self._halves(name, row)]
-        if self.settings.examples == "steps":
-            tokens = self._steps(filled)
-        else:
-            tokens = [self._chat(*each) for each in parts] if self.is_chat else self._texts(parts)
-        if is_pair:
-            has_prompt = [self.is_chat or bool(half["prompt"]) for _, half in parts[::2]]
-            tokens = list(map(_joined, tokens[::2], tokens[1::2], has_prompt))
-        found = iter(tokens)
-        results = [Tokens([], [], "an empty line") if row is None else next(found) for _, row in named]
+        rows = list(self.source.rows(batch, indices))
+        filled = [(name, row) for name, row in rows if row is not None]
+        examples = self.settings.examples
+        values = iter([value_of(name, row, examples) for name, row in filled])
+        found = iter(self._tokens(filled))
+        results = []
+        for name, row in rows:
+            tokens = Tokens([], [], "an empty line") if row is None else next(found)
+            is_named = tokens.skipped or tokens.remarks or examples != "texts"
+            results.append(
+                {
+                    "input_ids": tokens.input_ids,
+                    "counted": tokens.counted,
+                    "skipped": tokens.skipped,
+                    "remarks": list(tokens.remarks),
+                    "unread": self._unread(row) if self.source.lines and row else [],
+                    "name": name if is_named else "",
+                    "num_first": tokens.num_first,
+                    "step_labels": list(tokens.step_labels),
+                    "value": 0.0 if row is None else next(values),
+                }
+            )
         if not rank:
-            self.progress.add(len(named))
-        return {
-            "input_ids": [each.input_ids for each in results],
-            "counted": [each.counted for each in results],
-            "skipped": [each.skipped for each in results],
-            "remarks": [list(each.remarks) for each in results],
-            "unread": [self._unread(row) if self.source.lines and row else [] for _, row in named],
-            "name": [
-                name if each.skipped or each.remarks or self.settings.examples != "texts" else ""
-                for (name, _), each in zip(named, results, strict=True)
-            ],
-            "num_first": [each.num_first for each in results],
-            "step_labels": [list(each.step_labels) for each in results],
-            "value": [0.0 if row is None else next(values) for _, row in named],
-        }
+            self.progress.add(len(rows))
+        return {column: [result[column] for result in results] for column in results[0]}
+
+    def _tokens(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterable[Tokens]:
+        if self.settings.examples == "steps":
+            return self._steps(rows)
+        is_pair = self.settings.examples == "pairs"
+        if is_pair:
+            rows = [(name, half) for name, row in rows for half in self._halves(name, row)]
+        tokens = [self._chat(name, row) for name, row in rows] if self.is_chat else self._texts(rows)
+        if not is_pair:
+            return tokens
+        has_prompt = [self.is_chat or bool(half["prompt"]) for _, half in rows[::2]]
+        return map(_joined, tokens[::2], tokens[1::2], has_prompt)
 
     def _unread(self, columns: Iterable[str]) -> list[str]:
-        new = [name for name in columns if name not in self._read and name not in self.named]
-        self.named.update(new)
+        new = [name for name in columns if name not in self._read and name not in self.reported]
+        self.reported.update(new)
         return new
 
     @property
     def _read(self) -> tuple[str, ...]:
         examples = self.settings.examples
-        columns = COLUMNS.get(examples, self.columns) + READ_BESIDE.get(examples, ())
+        columns = COLUMNS.get(examples, self.columns) + (("prompt", "margin") if examples == "pairs" else ())
         return (*columns, "tools", "weight") if self.is_chat else columns
 
     def map(self, path: Path) -> Dataset:
-        """Tokenise all rows, in `num_proc` processes, to a file at `path`: `Tokens`, and the names of skipped rows."""
+        """Tokenise all rows to a file at `path`, in `num_proc` processes; its columns are those of `__call__`."""
         from datasets import Features, Sequence, Value
 
         dataset = self.source.dataset.with_format(None)
@@ -160,13 +164,13 @@ class Tokeniser:
                 desc="tokenise",
             )
         except Exception as error:
-            # datasets 5.2 waits for its processes after an interrupt, and raises that this took too long.
+            # datasets 5.2 waits for its processes after an interrupt, and then raises a time-out error.
             if isinstance(error.__context__, KeyboardInterrupt | SystemExit):
                 raise error.__context__ from None
             raise
 
     def _texts(self, rows: Sequence[tuple[str, Any]]) -> list[Tokens]:
-        """Tokenise the prompt by itself, as it will be when the model continues it, and leave it out of the loss."""
+        """Tokenise prompts apart from completions, as for sampling, and leave them out of the loss."""
         pairs = [self._pair(name, row) for name, row in rows]
         encoded = encode_apart(self.tokenizer, [pair or ("", "") for pair in pairs])
         return [
@@ -175,7 +179,7 @@ class Tokeniser:
         ]
 
     def _text(self, prompt: list[int], completion: list[int]) -> Tokens:
-        """Join a prompt, which does not count, and a completion, without the BOS and EOS that are put around them."""
+        """Join a prompt and a completion, without a BOS and EOS of the text itself."""
         if len(self.columns) == 2 and not completion:
             return Tokens([], [], "an empty completion")
         tokens, counted = prompt + completion, [False] * len(prompt) + [True] * len(completion)
@@ -183,63 +187,59 @@ class Tokeniser:
         if self.settings.add_bos_eos_tokens:
             bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         first, last = int(tokens[:1] == [bos]), len(tokens) - (tokens[-1:] == [eos])
-        if (first, last) != (0, len(tokens)):
-            remarks.append("the text has a BOS or EOS of its own, which add_bos_eos_tokens does not double")
+        if last - first < len(tokens):
+            remarks.append("the text already has a BOS or EOS, which add_bos_eos_tokens does not double")
         if bos is not None and not self._prompts_begin_with_bos:
-            remarks.append("a BOS is put before the text, and the tokenizer puts none before a prompt")
-        if eos is None and not any(each in self.ends for each in completion):
+            remarks.append("a BOS is put before the text, although the tokenizer puts none before a prompt")
+        if eos is None and not any(token in self.ends for token in completion):
             remarks.append(NO_END)
         return Tokens(tokens[first:last], counted[first:last], "an empty text", remarks)
 
-    def _steps(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Tokens]:
-        """Lay each prompt and its steps end to end, as TRL does: tokenised one by one, a separator after each step."""
+    def _steps(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Tokens]:
+        """Join each prompt and its steps, tokenised one by one with a separator after each step, as TRL does."""
         prompts = self._encode([pair[1] for name, row in rows if (pair := self._pair(name, row))])
-        steps = [(name, each) for name, row in rows for each in self._value(name, row, "completions")]
+        steps = [(name, step) for name, row in rows for step in self._value(name, row, "completions")]
         for name, step in steps:
             if not isinstance(step, str):
-                raise DatasetError(
-                    f"{name} holds {str(step)[:60]!r} among its steps, in 'completions': it must be text. Correct it, "
-                    "or remove the row."
-                )
-        (separator,) = self._encode([self.settings.step_separator])
-        encoded = iter(self._encode([step for _, step in steps]))
+                message = f"{name} holds the step {str(step)[:60]!r} in 'completions': it must be text."
+                raise DatasetError(f"{message} Correct it, or remove the row.")
+        encoded = iter(self._encode([self.settings.step_separator, *(step for _, step in steps)]))
+        separator = next(encoded)
         bos = [self.tokenizer.bos_token_id] if self.settings.add_bos_eos_tokens else []
-        found = []
         for prompt, (_, row) in zip(prompts, rows, strict=True):
             texts = [next(encoded) + separator for _ in row["completions"]]
-            start = prompt[prompt[:1] == bos :]
             if not all(texts):
-                found.append(Tokens([], [], "a step without tokens"))
+                yield Tokens([], [], "a step without tokens")
                 continue
-            tokens, counted = list(start), [False] * len(start)
+            tokens = prompt[prompt[:1] == bos :]
+            counted = [False] * len(tokens)
             for text in texts:
-                tokens += text
+                tokens = tokens + text
                 counted += [False] * (len(text) - 1) + [True]
-            found.append(Tokens(tokens, counted, "", step_labels=row["labels"]))
-        return found
+            yield Tokens(tokens, counted, "", step_labels=row["labels"])
 
     def _halves(self, name: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Make two rows of a pair, each of a prompt and a completion; with messages the prompt may be in both texts."""
+        """Split a pair into two rows of a prompt and a completion; the texts may repeat the prompt's messages."""
         texts = [self._value(name, row, column) for column in COLUMNS["pairs"]]
         prompt = "" if row.get("prompt") is None else self._value(name, row, "prompt")
         if self.is_chat:
-            texts = [messages_of(name, each) for each in texts]
+            texts = [messages_of(name, text) for text in texts]
             shared = texts[0][: common_beginning(*texts)]
             if prompt and not isinstance(prompt, str):
                 prompt = messages_of(name, prompt)
-                texts = [_behind(name, prompt, each) for each in texts]
+                texts = [messages_behind(name, prompt, text) for text in texts]
             elif prompt and prompt.strip() not in "\n".join(map(text_of_message, shared)):
                 raise DatasetError(
-                    f"{name}: the text in 'prompt', {prompt[:60]!r}, is not in the messages that both begin with. "
-                    "Write it as a list of messages, or remove it."
+                    f"{name}: the text in 'prompt', {prompt[:60]!r}, must be in the messages that both texts begin "
+                    "with. Write it as a list of messages, or remove it."
                 )
             else:
-                prompt, texts = shared, [each[len(shared) :] for each in texts]
-        beside = {each: row[each] for each in ("tools", "weight") if each in row}
-        return [{**beside, "prompt": prompt, "completion": each} for each in texts]
+                prompt, texts = shared, [text[len(shared) :] for text in texts]
+        beside = {column: row[column] for column in ("tools", "weight") if column in row}
+        return [{**beside, "prompt": prompt, "completion": text} for text in texts]
 
     def _pair(self, name: str, row: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Split a row into a prompt and a completion; None where it lacks the separator."""
+        """Split a row into a prompt and a completion; None if it lacks the separator."""
         texts = [self._value(name, row, column) for column in self.columns]
         for column, text in zip(self.columns, texts, strict=True):
             if not isinstance(text, str):
@@ -265,21 +265,21 @@ class Tokeniser:
         if weight_of(name, row) == 0:
             return Tokens([], [], "a weight of 0")
         if len(parts) == 2 and self.settings.examples != "pairs":
-            parts[1] = _behind(name, *parts)
+            parts[1] = messages_behind(name, *parts)
         try:
             tools = tools_of(row)
         except ValueError as error:
             raise DatasetError(f"{name}: {error}. Correct it, or remove the row.") from error
         messages = [message for part in parts for message in part]
         left_out = {index for index, message in enumerate(messages) if weight_of(name, message) == 0}
-        messages, remarks = self._rendered(name, messages, tools)
+        messages, remarks = self.chat.cleaned(name, messages, tools)
         silent = {
             index
-            for index, each in enumerate(messages)
-            if each["role"] == "assistant" and not any(each[key] for key in each if key != "role")
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and not any(message[key] for key in message if key != "role")
         }
         if silent:
-            remarks.append("the assistant says nothing in a turn, which does not count")
+            remarks.append("a turn of the assistant is empty, and does not count")
         tokens, counted = self.chat.tokenise(
             name,
             messages,
@@ -289,24 +289,10 @@ class Tokeniser:
             left_out=left_out | silent,
         )
         if not any(counted) and tokens:
-            return Tokens([], [], "nothing that the assistant says")
+            return Tokens([], [], "no text of the assistant")
         if not any(counts and token in self.ends for token, counts in zip(tokens, counted, strict=True)):
             remarks.append(NO_END)
         return Tokens(tokens, counted, "no tokens", remarks)
-
-    def _rendered(self, name: str, messages: list[Message], tools: Any) -> tuple[list[Message], list[str]]:
-        """Return messages without the keys that the template does not render, and remarks on how it renders them."""
-        remarks = []
-        messages = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
-        text = self.chat.render(name, messages, tools)
-        if tools and self.chat.renders_same(name, text, messages, None):
-            remarks.append("the chat template does not render the column 'tools'")
-        for key in sorted({key for message in messages for key in message} - {"role", "content"}):
-            others = [{name: value for name, value in each.items() if name != key} for each in messages]
-            if self.chat.renders_same(name, text, others, tools):
-                messages = others
-                remarks.append(f"the chat template does not render {key!r} of messages")
-        return messages, [*remarks, *self.chat.changes(name, messages, tools, text)]
 
     @cached_property
     def chat(self) -> Chat:
@@ -328,7 +314,8 @@ class Tokeniser:
                 f"{name} has no {column!r}, but {', '.join(row) or 'nothing'}. Correct it, or remove the row."
             )
         try:
-            value = _chat_in(column, row[column])
+            # The column `text` always holds text.
+            value = row[column] if column == "text" else chat_in(row[column])
             require_whole_characters(value)
         except ValueError as error:
             raise DatasetError(
@@ -336,103 +323,76 @@ class Tokeniser:
             ) from error
         if not self.is_chat and isinstance(row[column], str) and not isinstance(value, str):
             raise DatasetError(
-                f"{name} holds messages as JSON text in {column!r}, and the first row holds plain text. Write all rows "
-                "in one form. A column called 'text' may hold any text."
+                f"{name} holds messages as JSON text in {column!r}, but the first row holds plain text. Write all rows "
+                "in one form, or name the column 'text', which may hold any text."
             )
         return value
 
 
-def _chat_in(column: str, value: Any) -> Any:
-    """Return the messages in a column; the column ``text`` is text whatever it holds."""
-    return value if column == "text" else chat_in(value)
-
-
-def _behind(name: str, prompt: Sequence[Message], messages: list[Message]) -> list[Message]:
-    """Return the messages behind those of `prompt`, which they may repeat."""
-    if messages[: len(prompt)] == prompt:
-        return messages[len(prompt) :]
-    first = messages[0] if messages else {}
-    anew = {"system", "developer"} | ({"user"} & {prompt[-1]["role"]})
-    if first and (first["role"] in anew or first == prompt[0]):
-        raise DatasetError(
-            f"{name}: the messages neither begin with those in 'prompt' nor continue them: the first is "
-            f"{str(first)[:60]!r}. Remove the prompt, or the messages that repeat it."
-        )
-    return messages
-
-
 def _joined(chosen: Tokens, rejected: Tokens, has_prompt: bool) -> Tokens:
-    """Make one row of the two texts of a pair; without a prompt, what both begin with does not count."""
+    """Join the two texts of a pair; without a prompt, their common beginning does not count."""
     if reason := chosen.skipped or rejected.skipped:
         return Tokens([], [], reason)
     if chosen.input_ids == rejected.input_ids:
         return Tokens([], [], "chosen and rejected the same")
     shared = 0 if has_prompt else common_beginning(chosen.input_ids, rejected.input_ids)
-    counted = [[False] * shared + each.counted[shared:] for each in (chosen, rejected)]
+    counted = [[False] * shared + side.counted[shared:] for side in (chosen, rejected)]
     remarks = list(dict.fromkeys((*chosen.remarks, *rejected.remarks)))
     num_first = len(chosen.input_ids)
     return Tokens(chosen.input_ids + rejected.input_ids, counted[0] + counted[1], "", remarks, num_first)
 
 
 def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings) -> Tokeniser:
-    """Find out from the first row which columns are read, and whether they hold text or messages.
+    """Choose by the first row which columns to read, and whether they hold text or messages.
 
     Raises:
         DatasetError: There is no row, or no such column.
-        ConfigError: A setting does not fit this form, or the tokenizer has no chat template.
+        ConfigError: A setting does not fit this form, or there is no chat template.
     """
     firsts = (row for batch in source.dataset.with_format(None).iter(1) for _, row in source.rows(batch, [0]))
     row = next(filter(None, firsts), None)
     if row is None:
         raise DatasetError("the dataset has no rows. Check load_path and split.")
-    asked = settings.data_field
-    columns: tuple[str, ...] = (asked,) if asked else ()
-    columns = columns or next((some for some in _BY_DEFAULT if set(some) <= set(row)), ())
-    columns = COLUMNS.get(settings.examples, columns)
+    examples, wanted = settings.examples, settings.data_field
+    by_default = next((names for names in _BY_DEFAULT if set(names) <= set(row)), ())
+    columns = COLUMNS.get(examples, (wanted,) if wanted else by_default)
     missing = [column for column in columns if column not in row]
     if missing or not columns:
         lacks = repr(missing[0]) if missing else "'messages', 'prompt' with 'completion', or 'text'"
-        fix = f"{'' if asked else 'name columns so, or '}data_field must be one of"
-        if settings.examples != "texts":
-            fix = f"rows of dataset_preprocess.examples={settings.examples} need it, and these have"
+        fix = f"{'' if wanted else 'Rename columns, or '}data_field must be one of"
+        if examples != "texts":
+            fix = f"dataset_preprocess.examples={examples} needs it, and the columns are"
         raise DatasetError(f"the dataset has no column {lacks}: {fix} {', '.join(row)}.")
     try:
-        first = _chat_in(columns[0], row[columns[0]])
+        first = row[columns[0]] if columns[0] == "text" else chat_in(row[columns[0]])
     except ValueError:
-        first = {}  # The error is raised where the row has a name.
-    is_list = isinstance(first, list) and not any(isinstance(each, str) for each in first)
-    is_chat = (is_list or isinstance(first, Mapping)) and settings.examples != "steps"
-    if settings.examples != "texts":
-        columns = ("prompt",) if settings.examples == "steps" else ("prompt", "completion")
-    share = -(-len(source.dataset) // settings.num_proc)
-    made = Tokeniser(source, tokenizer, settings, columns, is_chat, Progress("tokenise, rows", share))
-    _require_effect(made)
-    return made
-
-
-def _require_effect(tokeniser: Tokeniser) -> None:
-    """Refuse settings that this form of rows does not read."""
-    settings, is_chat = tokeniser.settings, tokeniser.is_chat
-    is_pair = len(tokeniser.columns) == 2
-    what = "messages" if is_chat else "a prompt and a completion" if is_pair else "text"
+        first = {}  # Raised later, with the row's name.
+    is_list = isinstance(first, list) and not any(isinstance(item, str) for item in first)
+    is_chat = (is_list or isinstance(first, Mapping)) and examples != "steps"
+    if examples != "texts":
+        columns = ("prompt",) if examples == "steps" else ("prompt", "completion")
+    progress = Progress("tokenise, rows", -(-len(source.dataset) // settings.num_proc))
+    made = Tokeniser(source, tokenizer, settings, columns, is_chat, progress)
+    is_pair = len(columns) == 2
     unread = {
         "seperator": bool(settings.seperator) and (is_chat or is_pair),
         "pre_pend": bool(settings.pre_pend) and is_chat,
         "assistant_only_loss": settings.assistant_only_loss and not is_chat,
     }
-    fix = "Leave it out, or choose another data_field."
-    if settings.examples != "texts":
-        fix = "Leave it out."
+    if examples != "texts":
         names = ("data_field", "packing_type", "overlap", "truncate", "seperator")
         unread |= {name: bool(getattr(settings, name)) for name in names}
-    if settings.examples == "steps" and settings.ignore_index in (0, 1):
+    if examples == "steps" and settings.ignore_index in (0, 1):
         raise ConfigError(
-            f"dataset_preprocess.ignore_index={settings.ignore_index} is the label of a step too. Use -100."
+            f"dataset_preprocess.ignore_index={settings.ignore_index} is also the label of a step. Use -100."
         )
-    for name in (name for name, is_unread in unread.items() if is_unread):
+    form = "messages" if is_chat else "a prompt and a completion" if is_pair else "text"
+    fix = "Leave it out, or choose another data_field." if examples == "texts" else "Leave it out."
+    if name := next((name for name, is_unread in unread.items() if is_unread), None):
         raise ConfigError(
-            f"dataset_preprocess.{name}={getattr(settings, name)!r} has no effect: the rows hold {what} "
-            f"({', '.join(tokeniser.columns)}). {fix}"
+            f"dataset_preprocess.{name}={getattr(settings, name)!r} has no effect: the rows hold {form} "
+            f"({', '.join(columns)}). {fix}"
         )
     if is_chat:
-        _ = tokeniser.chat
+        _ = made.chat
+    return made

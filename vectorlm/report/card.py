@@ -9,7 +9,7 @@ import yaml
 
 from vectorlm.packages import versions_of
 from vectorlm.report.runs import PACKAGES, START, read_lines, read_settings
-from vectorlm.train.lora.load import hub_name
+from vectorlm.train.lora import hub_name
 
 SHOWN = (
     "train/loss",

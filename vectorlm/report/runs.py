@@ -19,7 +19,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.packages import versions_of
 from vectorlm.ranks.wait import span
 from vectorlm.report.profile import PhaseTimes
-from vectorlm.train.checkpoint.folder import is_held
+from vectorlm.train.checkpoint.folder import is_locked
 
 Series = list[tuple[float, float]]
 START = "run.json"
@@ -75,7 +75,7 @@ class RunFolder:
     @property
     def is_running(self) -> bool:
         """Whether a run holds the folder."""
-        return is_held(self.path, 0.0)
+        return is_locked(self.path, 0.0)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

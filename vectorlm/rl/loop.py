@@ -18,7 +18,7 @@ from vectorlm.rl.prompts import Demonstrations
 from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.update import Updater
-from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.train.handover import DeviceTurn
 from vectorlm.train.recorder import Recorder, Span, Timer
 
 UNSCORED_STEPS = 3

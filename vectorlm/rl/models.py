@@ -27,11 +27,11 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.rl.micro_batch import RowFunction
 from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.attention import PACKED
+from vectorlm.train.checkpoint.state import capture_rng, restore_rng
 from vectorlm.train.language_model import LanguageModel, inner_model, probe, require_packed
 from vectorlm.train.load import load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.packing import Rows, num_needed, pack
-from vectorlm.train.random_state import capture_rng, restore_rng
 from vectorlm.types import TrainedModel
 
 LoadSharded = Callable[[Callable[[bool], nn.Module]], nn.Module]

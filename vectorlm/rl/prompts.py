@@ -11,11 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from vectorlm.data.loader import StepLoader
 from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.rl.settings import SFTSettings
 from vectorlm.settings import CurriculumSettings
 from vectorlm.train.language_model import LanguageModel
-from vectorlm.train.objective import BatchLoader, NextTokens, known_rows
+from vectorlm.train.objective import NextTokens, known_rows
 from vectorlm.types import Batch, PromptRecord
 
 Item = TypeVar("Item")
@@ -163,7 +164,7 @@ class Demonstrations:
     """
 
     policy: LanguageModel
-    loader: BatchLoader
+    loader: StepLoader
     settings: SFTSettings
     num_batches: int
     """Batches of rollouts in the run."""

@@ -17,9 +17,17 @@ from vectorlm.runs.preflight.checked import CheckedConfig
 from vectorlm.runs.start import Run, open_run
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.loop import FineTuningLoop
-from vectorlm.train.objective import NextTokens, Objective, Scorer
+from vectorlm.train.objective import (
+    Completions,
+    GoodAndBad,
+    NextTokens,
+    Objective,
+    PreferencePairs,
+    RewardPairs,
+    Scorer,
+    Steps,
+)
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.train.pairs import Completions, GoodAndBad, PreferencePairs, RewardPairs, Steps
 from vectorlm.train.recorder import OnStep
 
 

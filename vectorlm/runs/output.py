@@ -30,7 +30,7 @@ from vectorlm.runs.start import Run
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.checkpoint.folder import folder_of, mark_finished, require_shared
 from vectorlm.train.checkpoint.state import CheckpointStore, load_weights
-from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.train.handover import DeviceTurn
 from vectorlm.train.recorder import EarlyStopping, OnStep, Recorder, Timer
 
 

@@ -48,7 +48,7 @@ from vectorlm.runs.start import Run, open_run
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import start_alone
+from vectorlm.train.lora import start_alone
 from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.recorder import OnStep

@@ -38,13 +38,13 @@ from vectorlm.runs.preflight.memory import memory_report
 from vectorlm.runs.preflight.rehearsal import REHEARSAL, rehearse
 from vectorlm.runs.preflight.resume import settings_of_rank
 from vectorlm.runs.preflight.summary import notes_of
-from vectorlm.train.checkpoint.folder import held, naming_the_full_disk
-from vectorlm.train.context import ContextGroup
-from vectorlm.train.device_turn import DeviceTurn, put_to_sleep
+from vectorlm.train.checkpoint.folder import locked, naming_the_full_disk
+from vectorlm.train.handover import DeviceTurn, put_to_sleep
 from vectorlm.train.load import load_model, load_scorer, load_tokenizer, quantize_blocks, round_blocks
-from vectorlm.train.lora.load import add_lora, continue_lora, load_adapters, merged
+from vectorlm.train.lora import add_lora, continue_lora, load_adapters, merged
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.optimizers import make_optimizer
+from vectorlm.train.packing import ContextGroup
 from vectorlm.train.shard import load_sharded
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def merge_of_run(model: Any, run: Path, adapters: Path) -> Any:
     """Merge the adapters of `model`, from the folder `adapters`, which the run in `run` has trained, if it has.
 
     Raises:
-        ConfigError: As `vectorlm.train.lora.load.merged`.
+        ConfigError: As `vectorlm.train.lora.merged`.
     """
     settings = run / "config.yaml"
     quantization = noted_of(adapters, "quantization", str)  # Of adapters that have left their run.
@@ -251,7 +251,7 @@ def _look(
     near = topology.local_world_size
     report = memory_report(checked.config, topology.world_size, device_bytes=total, ranks_per_node=near)
     output = Path(config.train_parameters.output_dir)
-    stack.enter_context(held(output))
+    stack.enter_context(locked(output))
     for leftover in output.glob(f"{REHEARSAL}*"):  # Of a run that was killed at its start.
         shutil.rmtree(leftover, ignore_errors=True)
     notes = [f"  note: {note}" for note in (*notes_of(checked.config), *rehearse(checked.config))]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data import encoding
+from vectorlm.data.prompts import as_list
 from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.ranks.collectives import Collectives
 from vectorlm.ranks.engine_ranks import EngineRanks, capture, comparable, require_equal
@@ -249,7 +250,7 @@ class SamplingEngine:
             vLLM's own objects, equal on all ranks. They cost a vLLM import in each rank; `sample` does not.
         """
         start = time.perf_counter()
-        prompts = encoding.as_list(prompts)
+        prompts = as_list(prompts)
         (batch,) = self._submit("generate", [(prompts, sampling_params)], as_request_outputs=True)
         outputs = _with_texts(batch.complete(), prompts)
         if use_tqdm and self._topology.is_main:
@@ -441,7 +442,7 @@ class SamplingEngine:
     ) -> list[BatchHandle]:
         """Queue prompts that are the same on every rank, a batch for each request."""
         pairs = [
-            (encoding.as_list(prompts), self.sampling_params if params is None else params)
+            (as_list(prompts), self.sampling_params if params is None else params)
             for prompts, params in requests
         ]
         for prompts, params in pairs:
@@ -463,7 +464,7 @@ class SamplingEngine:
         self.wait_until_ready()
 
         def mine() -> tuple[list[list[int]], list[Any]]:
-            token_ids = self._encode(encoding.as_list(local_prompts))
+            token_ids = self._encode(as_list(local_prompts))
             each = self.sampling_params if params is None else params
             return token_ids, arguments.one_each(each, len(token_ids))
 

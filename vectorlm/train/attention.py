@@ -1,4 +1,4 @@
-"""The attention of rows that are laid end to end: in one call of torch's flash kernel, or a bundle at a time."""
+"""Attention of packed rows: one call of torch's flash kernel, or one call per bundle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vectorlm.train.packing import Packing
 PACKED = "packed"
 """The name of `packed_attention` among the attention functions of transformers."""
 ASKS_FOR_GROUPS = torch.__version__ >= "2.13"
-"""Whether `varlen_attn` wants to be told of fewer key heads than queries; torch 2.11 takes them unasked."""
+"""Whether `varlen_attn` needs a flag for grouped key heads; torch 2.11 accepts them without it."""
 
 
 def packed_attention(
@@ -36,24 +36,25 @@ def packed_attention(
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as rows of their own would; the attention function that transformers calls.
+    """Attend within each row of a packed pass; transformers calls this attention function.
 
-    Where `flash_takes` them, all stretches attend in one call, without padding, masks or repeated heads: each to what
-    its row begins with, copied before its own keys, and to itself. Elsewhere those of like length do, padded.
+    If `flash_takes` the queries, all stretches attend in one call, without padding, masks or repeated heads. The keys
+    of a stretch are a copy of its row's common beginning and its own keys. Otherwise each bundle attends in a padded
+    call.
 
     Args:
         module: The attention layer.
         query: float [1, H, N, D].
         key: float [1, K, N, D], where H is a multiple of K.
         value: float [1, K, N, E].
-        attention_mask: Not read in a pass with a `packing`.
+        attention_mask: Not read if there is a `packing`.
         scaling: Factor of the scores; None means 1 / sqrt(D).
         dropout: Share of the probabilities that is dropped.
-        sliding_window: How many tokens each one sees, itself included; None means all before it.
-        softcap: Bound of the scores, as of Gemma 2.
-        packing: How the rows lie; None for a padded batch, [B, H, T, D] and so on, which is masked. Ranks that share
-            the pass exchange its tokens, of which each has some, for heads, and attend with some of these.
-        **kwargs: What else `sdpa_attention_forward` takes.
+        sliding_window: Number of tokens that a token attends to, itself included; None means all before it.
+        softcap: Bound of the scores, as in Gemma 2.
+        packing: The layout of the rows; None for a padded batch, [B, H, T, D] and so on, with a mask. Ranks that share
+            the pass exchange their tokens for a share of the heads.
+        **kwargs: Further arguments of `sdpa_attention_forward`.
 
     Returns:
         float [1, N, H, E] in the order of the pass, and None.
@@ -65,7 +66,7 @@ def packed_attention(
     attend = partial(_attend, scaling=scaling, dropout=dropout, softcap=softcap)
     if packing is None:
         mask = None if attention_mask is None else _additive(attention_mask, query.dtype)
-        # transformers leaves the mask out where every token sees all before it.
+        # transformers passes no mask if every token attends to all before it.
         return attend(query, key, value, mask).transpose(1, 2).contiguous(), None
     for name, given in {**kwargs, "sliding_window": sliding_window}.items():
         packing.seen.setdefault(name, set()).add(given if isinstance(given, int) else type(given))
@@ -104,7 +105,7 @@ def _in_bundles(
     packing: Packing,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """Attend as `packed_attention` does, a bundle at a time, with rows padded to the longest of each."""
+    """Attend one bundle at a time, with rows padded to the longest of the bundle."""
     parts = []
     for bundle in packing.bundles:
         own = slice(bundle.start, bundle.end)
@@ -124,7 +125,7 @@ def _in_bundles(
 
 
 def flash_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether torch's flash kernel for rows of any length takes queries of this kind: on CUDA, in 16 bits."""
+    """Return whether torch's flash kernel for rows of any length supports these tensors: on CUDA, in 16 bits."""
     size = query.shape[-1]
     is_taken = (
         query.is_cuda and query.dtype.itemsize == 2 and size == value.shape[-1] <= 256 and size % 8 == 0
@@ -141,9 +142,9 @@ def _attend(
     dropout: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Return float [B, H, T, E]; `mask` is added to the scores, and None lets each query see all before it."""
+    """Return float [B, H, T, E]; `mask` is added to the scores, and None means causal attention."""
     repeats = query.shape[1] // key.shape[1]
-    # On CUDA torch's kernels for padded rows take fewer keys than queries only in what `flash_takes` takes too.
+    # On CUDA, torch's kernels for padded rows support grouped keys only where `flash_takes` holds too.
     takes_fewer = softcap is None and mask is None and not query.is_cuda
     if repeats > 1 and not takes_fewer:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -169,33 +170,33 @@ def _attend(
 def _mask(
     shared: int, length: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return float [length, shared + length]: 0 where a token behind a common beginning sees another, else very low."""
+    """Return float [length, shared + length]: 0 where a token after a common beginning attends, else very low."""
     seen = torch.ones(length, shared + length, dtype=torch.bool, device=device).tril(shared)
     return _additive(seen if window is None else seen.triu(shared - window + 1), dtype)
 
 
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what is added to scores: one tensor of their dtype, which all layers can keep."""
+    """Return the additive mask in the dtype of the scores, so that all layers can reuse it."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def _ends(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return where stretches begin and end, int32 [len(lengths) + 1], as the kernel takes it."""
+    """Return the borders of stretches, int32 [len(lengths) + 1], as the kernel expects them."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def _as_rows(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> torch.Tensor:
-    """Cut [H, sum of lengths, D] into rows [len(lengths), H, longest, D]; what fills them up is arbitrary."""
+    """Cut [H, sum of lengths, D] into rows [len(lengths), H, longest, D]; the padding is arbitrary."""
     longest = max(lengths)
     if min(lengths) < longest:
         x = x.index_select(1, packing.once(_to_rows, lengths, x.device))
     elif x.untyped_storage().nbytes() > x.nbytes:
-        x = x.clone()  # Of a view, attention would keep for the backward pass all that it is a part of.
+        x = x.clone()  # Attention would keep the whole base of a view for the backward pass.
     return x.unflatten(1, (len(lengths), longest)).transpose(0, 1)
 
 
 def _end_to_end(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> torch.Tensor:
-    """Undo `_as_rows`: from [len(lengths), H, longest, D] to [H, sum of lengths, D]."""
+    """Invert `_as_rows`: from [len(lengths), H, longest, D] to [H, sum of lengths, D]."""
     flat = x.transpose(0, 1).flatten(1, 2)
     if min(lengths) == max(lengths):
         return flat
@@ -213,6 +214,6 @@ def _from_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.cat([row * longest + torch.arange(n) for row, n in enumerate(lengths)]).to(device)
 
 
-# Each pass has another layout: compiled, every one of them would be compiled again.
+# Every pass has its own layout, and torch.compile would recompile for each.
 AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
 AttentionMaskInterface.register(PACKED, sdpa_mask)

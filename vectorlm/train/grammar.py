@@ -1,4 +1,4 @@
-"""Which tokens a grammar allowed at each place of a completion, found from the completion's tokens."""
+"""The tokens that a grammar allows at each place of a completion."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vectorlm.errors import RolloutError
 from vectorlm.train.packing import Rows
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
-"""The fields of ``vllm.StructuredOutputsParams`` that `Grammar` takes."""
+"""The supported fields of ``vllm.StructuredOutputsParams``."""
 
 
 class Grammar:
-    """The grammar of completions, compiled with xgrammar as vLLM compiles it."""
+    """The grammar of completions, compiled with xgrammar as in vLLM."""
 
     def __init__(
         self,
@@ -25,9 +25,9 @@ class Grammar:
         vocab_size: int,
         end_tokens: Collection[int],
     ) -> None:
-        """Take one of `KINDS` and its value; `end_tokens` may be drawn where the text may end, and are then the last.
+        """Take one of `KINDS` and its value.
 
-        `vocab_size` is the number of logits, padding included.
+        `end_tokens` are allowed where the text may end, and end it. `vocab_size` is the number of logits with padding.
         """
         import xgrammar
 
@@ -40,8 +40,8 @@ class Grammar:
         elif kind == "regex":
             compiled = compiler.compile_regex(value)
         else:
-            # A JSON string is one of EBNF too.
-            texts = (json.dumps(each, ensure_ascii=False) for each in value)
+            # A JSON string is a valid EBNF string too.
+            texts = (json.dumps(choice, ensure_ascii=False) for choice in value)
             compiled = compiler.compile_grammar(
                 value if kind == "grammar" else f"root ::= {' | '.join(texts)}"
             )
@@ -49,10 +49,10 @@ class Grammar:
         self._vocab_size = vocab_size
 
     def bitmasks(self, rows: Rows) -> torch.Tensor:
-        """Return int32 [M, ceil(V / 32)], on the CPU: for each token that is asked for, a bit for each token allowed.
+        """Return int32 [M, ceil(V / 32)] on the CPU: for each token that is asked for, a bit per allowed token.
 
         Raises:
-            RolloutError: A token is not allowed, so the completion was drawn from something else.
+            RolloutError: The completion holds a token that the grammar does not allow.
         """
         import xgrammar
 
@@ -60,11 +60,11 @@ class Grammar:
         found = xgrammar.allocate_token_bitmask(int(rows.is_asked.sum()), self._vocab_size)
         matcher, place = self._matcher, 0
         for row in torch.nonzero(rows.is_asked.any(dim=1))[:, 0].tolist():
-            lists = (each[row].tolist() for each in (rows.input_ids, rows.is_asked, rows.turn_starts))
+            lists = (x[row].tolist() for x in (rows.input_ids, rows.is_asked, rows.turn_starts))
             for at, (token, is_asked, start) in enumerate(zip(*lists, strict=True)):
                 if at == start:
                     matcher.reset()
-                # After an end token that did not end the completion (`ignore_eos`) vLLM allows everything.
+                # After an end token that is ignored (`ignore_eos`), vLLM allows every token.
                 is_free = matcher.is_terminated()
                 if is_asked:
                     if not is_free:
@@ -72,8 +72,7 @@ class Grammar:
                     place += 1
                 if start >= 0 and not is_free and not matcher.accept_token(token):
                     raise RolloutError(
-                        "a completion does not follow rl.sampling_params.structured_outputs: its token "
-                        f"{at - start} is {token}, which the grammar does not allow there. Train on completions "
-                        "that were sampled with it."
+                        f"token {at - start} of a completion is {token}, which the grammar of rl.sampling_params."
+                        "structured_outputs does not allow there. Train on completions sampled with it."
                     )
         return found

@@ -1,4 +1,4 @@
-"""A causal language model with its tokenizer, read from a directory."""
+"""Read models and tokenizers from folders, and quantise models to NF4."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STEP_SEPARATOR = "step_separator"
-"""Under this name tokenizer_config.json tells what ends a step, where the model beside it scores steps."""
+"""Key of tokenizer_config.json: the text that ends a step, if the model scores steps."""
 
 
 def load_tokenizer(path: str | Path, step_separator: str | None = None) -> PreTrainedTokenizerBase:
-    """Read the tokenizer saved beside a model, as it is; a `step_separator` is noted in what is saved of it.
+    """Read the tokenizer saved beside a model; `step_separator` is written into copies that are saved later.
 
     Raises:
-        ConfigError: There is no model or no tokenizer, or fewer embeddings than the tokenizer has tokens.
+        ConfigError: There is no model or no tokenizer, or the model has too few embeddings for the tokenizer.
     """
     from transformers import AutoTokenizer
 
     with _naming(path, "tokenizer"):
         description = _description(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
-    # Of a model for text and images, the part for text says it.
+    # A model for text and images has it in the section for text.
     num_embeddings = (description.get("text_config") or description).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if isinstance(num_embeddings, int) and largest >= num_embeddings:
         raise ConfigError(
-            f"model={str(path)!r} has embeddings for {num_embeddings} tokens, and its tokenizer has a token "
-            f"{largest}. Resize the embeddings (docs/data.md shows how), or save the tokenizer that belongs to it."
+            f"model={str(path)!r} has embeddings for {num_embeddings} tokens, but its tokenizer has a token "
+            f"{largest}. Resize the embeddings (see docs/data.md), or save the matching tokenizer beside the model."
         )
     if step_separator is not None:
         tokenizer.init_kwargs[STEP_SEPARATOR] = step_separator
@@ -50,9 +50,9 @@ def load_tokenizer(path: str | Path, step_separator: str | None = None) -> PreTr
 def load_model(
     path: str | Path, *, flash_attention: bool = False, dtype: str = "float32", is_empty: bool = False
 ) -> PreTrainedModel:
-    """Read a causal language model onto the CPU, with weights of `dtype` and in training mode; as `load_pretrained`.
+    """Read a causal language model onto the CPU, in training mode; see `load_pretrained`.
 
-    Without a CUDA device there is no Flash Attention, and the model's own computes the same.
+    Without a CUDA device the model's own attention replaces Flash Attention, and computes the same.
     """
     from transformers import AutoModelForCausalLM
 
@@ -61,14 +61,12 @@ def load_model(
 
 
 def _attention(path: str | Path, flash_attention: bool) -> str | None:
-    """Return which of transformers' implementations a model gets; None for its own choice."""
-    import torch
-
+    """Return the attention implementation for a model; None for the default of transformers."""
     with _naming(path, "model"):
         capped = _description(path).get("attn_logit_softcapping")
     if flash_attention and torch.cuda.is_available():
         return "flash_attention_2"
-    # transformers 5.19: torch's kernel silently leaves out the cap on Gemma 2's attention scores, and the trainer's
+    # transformers 5.19: torch's kernel silently omits the cap on Gemma 2's attention scores. The trainer's
     # log-probabilities would differ from the engine's.
     return "eager" if capped else None
 
@@ -81,34 +79,26 @@ def load_scorer(
     dtype: str = "float32",
     is_empty: bool = False,
 ) -> Any:
-    """Read a model with one score of a whole text, a head that starts from small random numbers unless it is there.
+    """Read a model that scores whole texts; a missing head starts from small random numbers.
 
-    A new head reads the last token that is no EOS, whether or not texts end in one: its config calls EOS padding, which
-    is where transformers looks.
+    A new head reads the last token that is not EOS, whether or not texts end in EOS: its config declares EOS as the
+    padding token, which transformers skips.
 
     Raises:
-        ConfigError: It cannot be read, has several labels, or transformers has no such model of its architecture.
+        ConfigError: It cannot be read, has several labels, or transformers has no scoring model of its architecture.
     """
     from transformers import AutoModelForSequenceClassification
 
-    attention = _attention(path, flash_attention)
-    model = load_pretrained(
-        AutoModelForSequenceClassification,
-        path,
-        dtype,
-        is_empty,
-        ("score.",),
-        num_labels=1,
-        attn_implementation=attention,
-    )
+    options = {"num_labels": 1, "attn_implementation": _attention(path, flash_attention)}
+    model = load_pretrained(AutoModelForSequenceClassification, path, dtype, is_empty, ("score.",), **options)
     config = model.config.get_text_config()
     if not is_scorer(path):
         ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
         config.pad_token_id = next((token for token in ends if token is not None), None)
     if config.pad_token_id is None:
         raise ConfigError(
-            f"model={str(path)!r} cannot be a reward model: its tokenizer has neither eos_token nor pad_token, and "
-            "transformers would not find the end of a text. Save it with one of them."
+            f"model={str(path)!r} cannot be a reward model: its tokenizer needs an eos_token or a pad_token, which "
+            "marks the end of a text. Save the tokenizer with one of them."
         )
     return model.train()
 
@@ -127,10 +117,10 @@ def load_pretrained(
     new: tuple[str, ...] = (),
     **arguments: Any,
 ) -> Any:
-    """Read a model through the class `auto` of transformers; if `is_empty`, without memory for its parameters.
+    """Read a model with the auto class `auto` of transformers; if `is_empty`, without memory for its parameters.
 
     Raises:
-        ConfigError: It cannot be read, or lacks a tensor whose name begins with none of `new`.
+        ConfigError: It cannot be read, or lacks a tensor whose name does not begin with one of `new`.
     """
     arguments["dtype"] = dtype_of(dtype)
     if not is_empty:
@@ -138,8 +128,8 @@ def load_pretrained(
             model, info = auto.from_pretrained(path, output_loading_info=True, **arguments)
         if missing := sorted(name for name in info["missing_keys"] if not name.startswith(new)):
             raise ConfigError(
-                f"model={str(path)!r} lacks {len(missing)} tensors ({', '.join(missing[:5])}), which would start "
-                "from random values. Use a complete checkpoint."
+                f"model={str(path)!r} lacks {len(missing)} tensors ({', '.join(missing[:5])}), which would be "
+                "random. Use a complete checkpoint."
             )
         return model
     from accelerate import init_empty_weights
@@ -154,7 +144,7 @@ def load_pretrained(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Keep transformers from advising to train what starts anew."""
+    """Silence transformers' report that a new head should be trained."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -167,31 +157,31 @@ def _without_report() -> Iterator[None]:
 
 @contextmanager
 def _naming(path: str | Path, what: str) -> Iterator[None]:
-    """Say which folder it was that transformers could not read."""
+    """Name the folder in errors of transformers."""
     try:
         yield
     except (MemoryError, RuntimeError):
-        # As where memory is short, which no other file would mend.
+        # Out of memory, for example: another file would not help.
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).strip()}"
         fix = f"Download or save the {what} again, complete, with an architecture that transformers knows."
         if isinstance(error, ImportError):
-            fix = "Install the package that is missing."
+            fix = "Install the missing package."
         if re.search("Flash ?Attention", text):
             fix = "Set train_parameters.use_flash_attention to false, or install the package flash-attn."
         raise ConfigError(f"the {what} in {str(path)!r} cannot be loaded: {text} {fix}") from error
 
 
 def _description(path: str | Path) -> dict[str, Any]:
-    # Before transformers looks, which takes a folder that is not there for a name on the hub.
+    # Read before transformers, which takes a missing folder for a name on the hub.
     return json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer with a frozen weight in NF4, whose scales are quantised again.
+    """A linear layer with a frozen weight in NF4 and double quantisation.
 
-    The packed weight is a buffer: FSDP2 leaves it alone, so each rank holds all of it, and no checkpoint has it.
+    The packed weight is a buffer: FSDP2 does not shard it, so each rank has all of it, and checkpoints leave it out.
 
     Source: Dettmers et al. 2023, arXiv 2305.14314, eq. 5.
     """
@@ -208,7 +198,7 @@ class NF4Linear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The packed weight: PEFT asks where it lies, and what it is."""
+        """The packed weight, whose device and dtype PEFT reads."""
         return self.packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -218,16 +208,16 @@ class NF4Linear(nn.Linear):
         return matmul_4bit(input, self.packed.view(-1, 1).t(), self.quant_state, bias=self.bias)
 
     def dequantize(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the weight behind some rows of `self.packed`, in the dtype that it was loaded in."""
+        """Return the weight for some rows of `self.packed`, in the dtype it was loaded in."""
         from bitsandbytes.functional import dequantize_4bit
 
-        # A scale is of 64 numbers, which may go over the end of a row.
+        # The 64 numbers of a scale may cross the end of a row: convert the whole weight.
         first = (packed.storage_offset() - self.packed.storage_offset()) // self.packed.shape[1]
         return dequantize_4bit(self.packed.view(-1, 1), self.quant_state)[first : first + len(packed)]
 
 
 def quantize_blocks(model: nn.Module, device: str) -> nn.Module:
-    """Put `NF4Linear` layers on `device` in the place of all linear ones inside the transformer blocks."""
+    """Replace all linear layers inside the transformer blocks by `NF4Linear` layers on `device`."""
     for owner, name, layer in list(_linear_layers(model)):
         setattr(owner, name, NF4Linear(layer, device))
     return model
@@ -235,7 +225,7 @@ def quantize_blocks(model: nn.Module, device: str) -> nn.Module:
 
 @torch.no_grad()
 def round_blocks(model: nn.Module) -> None:
-    """Give the linear layers inside the transformer blocks, without adapters, the weights that NF4 makes of theirs."""
+    """Round the weights of all linear layers inside the transformer blocks to NF4, except adapters."""
     for _, _, layer in _linear_layers(model):
         quantized = NF4Linear(layer, str(layer.weight.device))
         layer.weight.copy_(quantized.dequantize(quantized.packed))

@@ -1,4 +1,4 @@
-"""Training on a dataset: the loop that every rank runs."""
+"""The fine-tuning loop, which all ranks run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vectorlm.data.loader import StepLoader
 from vectorlm.sampling.weights.model_tensors import reshard
-from vectorlm.train.objective import BatchLoader, Objective
+from vectorlm.train.objective import Objective
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.recorder import Recorder, memory_bytes, num_multiplied
 from vectorlm.train.settings import LoopSettings
@@ -22,37 +23,40 @@ from vectorlm.types import Batch, TrainedModel
 
 @dataclass(kw_only=True)
 class FineTuningLoop:
-    """Minimise the mean of an objective over what counts in each global batch.
+    """Minimise the mean of an objective over all tokens (or pairs) of each global batch.
 
-    The loss of an optimizer step is the sum over all its tokens (or pairs), on every rank and in every micro-batch,
-    divided by their number; so no result depends on how a global batch is split.
+    The loss of an optimizer step is summed over all ranks and micro-batches, and divided by the global count. Therefore
+    no result depends on how a global batch is split.
     """
 
     optimizer_step: OptimizerStep
     objective: Objective
-    train_loader: BatchLoader
-    eval_loaders: Mapping[str, BatchLoader]
-    """The held-out datasets by name; the name of a single one is empty."""
+    train_loader: StepLoader
+    eval_loaders: Mapping[str, StepLoader]
+    """Held-out datasets by name; a single one has the name ""."""
     settings: LoopSettings
     recorder: Recorder
     step: int = 0
     """Optimizer steps done."""
 
     def __post_init__(self) -> None:
+        assert self.optimizer_step.schedule is not None
+        self._schedule = self.optimizer_step.schedule
+        self._topology = self.optimizer_step.topology
+        self._device = self._topology.device
         model = self.optimizer_step.model
         self._num_weights = num_multiplied(model, bool(model.config.tie_word_embeddings))
         self._tokens_seen = 0
 
     def run(self) -> None:
         """Train to the end of the last epoch, from the start or from the recorder's checkpoint."""
-        schedule, recorder = self.optimizer_step.schedule, self.recorder
+        recorder = self.recorder
         models = {"policy": TrainedModel(self.optimizer_step.model, self.optimizer_step.optimizer)}
-        assert schedule is not None
         saved = recorder.resume(models)
         if saved is None:
             recorder.write(0, self.evaluate_if_due({}))
         else:
-            schedule.load_state_dict(saved["schedule"])
+            self._schedule.load_state_dict(saved["schedule"])
             self._tokens_seen = saved.get("tokens_seen", 0)
             self.step = recorder.resume_step or 0
         for micro_batches in self.remaining_steps():
@@ -67,9 +71,8 @@ class FineTuningLoop:
             recorder.save_if_due(self.step, models, self._state)
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides model and optimizer."""
-        assert self.optimizer_step.schedule is not None
-        return {"schedule": self.optimizer_step.schedule.state_dict(), "tokens_seen": self._tokens_seen}
+        """Return the loop's own state for a checkpoint."""
+        return {"schedule": self._schedule.state_dict(), "tokens_seen": self._tokens_seen}
 
     def remaining_steps(self) -> Iterator[list[Batch]]:
         """Yield this rank's micro-batches of each remaining optimizer step."""
@@ -112,36 +115,33 @@ class FineTuningLoop:
         if num_counted:
             metrics["train/loss"] = loss_value
         else:
-            what = self.objective.counts
-            self.recorder.say(
-                f"step {self.step + 1}: no {what} counts in the loss; the weights stay as they are"
-            )
+            text = f"no {self.objective.counts} counts in the loss; the weights stay unchanged"
+            self.recorder.say(f"step {self.step + 1}: {text}")
         if len(measured):
             dist.all_reduce(measured)
             metrics |= self._means("train", measured)
         if self.settings.device_peak_tflops is not None:
-            peak = self.settings.device_peak_tflops * 1e12 * self.optimizer_step.topology.world_size
+            peak = self.settings.device_peak_tflops * 1e12 * self._topology.world_size
             metrics["perf/mfu"] = flops_per_s / peak
         return metrics
 
     def evaluate_if_due(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Evaluate the held-out text and the engine's answers where they are due and not in `row`."""
+        """Run the evaluations that are due and not in `row`: on held-out text, and of the engine's answers."""
         metrics: dict[str, float] = {}
         is_due = self.eval_loaders and self.recorder.is_due(self.settings.logging_steps, self.step)
         if is_due and "eval/loss" not in row:
             with self.recorder.timer.span("time/held_out_s"):
                 metrics |= self.held_out_losses()
-            assert self.optimizer_step.schedule is not None
-            self.optimizer_step.schedule.observe(metrics["eval/loss"])
+            self._schedule.observe(metrics["eval/loss"])
             metrics |= self.recorder.stopping.observe(self.step, metrics)
-        of_answers = {} if "sampler/generate_s" in row else self.recorder.evaluate_if_due(self.step)
-        if (metrics or not self.eval_loaders) and (of_answers or self.recorder.evaluation is None):
-            self.recorder.require_logged(self.step, metrics | of_answers)
-        return metrics | of_answers | self.recorder.stopping.observe(self.step, of_answers)
+        answers = {} if "sampler/generate_s" in row else self.recorder.evaluate_if_due(self.step)
+        if (metrics or not self.eval_loaders) and (answers or self.recorder.evaluation is None):
+            self.recorder.require_logged(self.step, metrics | answers)
+        return metrics | answers | self.recorder.stopping.observe(self.step, answers)
 
     @torch.no_grad()
     def held_out_losses(self) -> dict[str, float]:
-        """Return the mean loss, and what is measured beside it, of all held-out rows and of each named dataset."""
+        """Return the mean loss and the objective's other means, over all held-out rows and for each named dataset."""
         model = self.optimizer_step.model
         model.eval()
         shape = (len(self.eval_loaders), 1 + len(self.objective.names), 2)
@@ -160,39 +160,32 @@ class FineTuningLoop:
             found |= self._means(f"eval/{name}", sums) if name else {}
         return found | self._means("eval", totals.sum(dim=0))
 
-    def _means(self, place: str, sums: torch.Tensor) -> dict[str, float]:
-        """Name the means of sums, [K, 2], with the loss first where it is among them, unless nothing counted."""
+    def _means(self, prefix: str, sums: torch.Tensor) -> dict[str, float]:
+        """Name the means of `sums`, [K, 2] with or without the loss first; means of nothing are left out."""
         names = ["loss", *self.objective.names][-len(sums) :]
-        rows = zip(names, sums.tolist(), strict=True)
         return {
-            f"{place}/{name}": total / max(num, 1) for name, (total, num) in rows if num or name == "loss"
+            f"{prefix}/{name}": total / max(num, 1)
+            for name, (total, num) in zip(names, sums.tolist(), strict=True)
+            if num or name == "loss"
         }
 
-    @property
-    def _device(self) -> str:
-        return self.optimizer_step.topology.device
-
     def _count(self, micro_batches: Sequence[Batch]) -> tuple[int, int, int]:
-        """Count what counts in a step and its tokens, and the bytes of the fullest rank."""
-        topology = self.optimizer_step.topology
+        """Return the global counts of a step, units of the loss and tokens, and the bytes of the fullest rank."""
+        topology = self._topology
         totals = torch.zeros(2 + topology.world_size, dtype=torch.int64, device=self._device)
         for batch in micro_batches:
             totals[0] += self.objective.num_counted(batch)
-            totals[1] += batch.attention_mask[batch.ids >= 0].sum()  # Without rows that fill up a short step.
+            totals[1] += batch.attention_mask[batch.ids >= 0].sum()  # Without filler rows.
         totals[2 + topology.rank] = memory_bytes(self._device)
         dist.all_reduce(totals)
-        num_counted, num_tokens, *each_bytes = totals.tolist()
-        # Ranks that share rows have counted the same ones.
-        return (
-            num_counted // topology.context_parallel,
-            num_tokens // topology.context_parallel,
-            max(each_bytes),
-        )
+        num_counted, num_tokens, *rank_bytes = totals.tolist()
+        # Ranks that share rows have counted the same rows.
+        shares = topology.context_parallel
+        return num_counted // shares, num_tokens // shares, max(rank_bytes)
 
     def _add_up_finite(self, my_loss: torch.Tensor, micro_batches: Sequence[Batch]) -> float:
-        """Return the sum of all ranks' losses; stop every rank if one of them is not finite."""
-        topology = self.optimizer_step.topology
-        # Ranks that share rows have the same loss.
+        """Return the sum of all ranks' losses; raise on every rank if one loss is not finite."""
+        topology = self._topology
         losses = torch.zeros(topology.world_size, dtype=torch.float64, device=self._device)
         losses[topology.rank] = my_loss
         dist.all_reduce(losses)
@@ -203,4 +196,5 @@ class FineTuningLoop:
             dist.all_gather_object(ids, [i for batch in micro_batches for i in batch.ids.tolist() if i >= 0])
             where = f"on rank {bad}, examples {ids[bad]}"
             self.optimizer_step.require_finite(values[bad], self.step + 1, where, "these examples")
+        # Ranks that share rows have the same loss.
         return losses[:: topology.context_parallel].sum().item()

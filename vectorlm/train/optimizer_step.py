@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -21,26 +23,26 @@ COUNTED = (
     *("best", "num_bad_epochs", "num_good_epochs", "cooldown_counter", "warmup_counter", "reset_start"),
     *("last_epoch", "_streaming_avg"),
 )
-"""What such a schedule counts; the rest of its state are its arguments, which may be others after a resume."""
+"""The progress in the state of a schedule by the loss; the rest are its arguments, which a resumed run may change."""
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Makes the optimizer steps of one model; all ranks call each method alike.
+    """Makes the optimizer steps of one model; all ranks call the methods alike.
 
-    For each step: `backward` for each micro-batch, `require_finite` with the loss of the whole step, then `finish`.
-    Until `finish` the weights stay as they were, so a step that raises changes none.
+    Each step: `backward` for each micro-batch, `require_finite` with the loss of the whole step, then `finish`. The
+    weights change in `finish` only, so a step that raises leaves them unchanged.
     """
 
     model: Any
-    """Sharded with FSDP2."""
+    """A model sharded with FSDP2."""
     optimizer: Optimizer
     schedule: Schedule | None
-    """None leaves the learning rate alone."""
+    """None keeps the learning rate constant."""
     max_grad_norm: float
     topology: Topology
     name: str = "policy"
-    """What errors call the model."""
+    """Name of the model in errors."""
 
     def __post_init__(self) -> None:
         if self._gathers_once:
@@ -52,17 +54,15 @@ class OptimizerStep:
         if self._gathers_once:
             self.model.set_requires_gradient_sync(is_last)
             self.model.set_reshard_after_backward(is_last)
-        # FSDP averages gradients over ranks; the loss is already a share of the whole step's loss.
+        # FSDP averages gradients over ranks, but the loss is already a share of the whole step's loss.
         (loss * self.topology.world_size).backward()
 
     @cached_property
     def _gathers_once(self) -> bool:
-        sizes = [(each.numel(), each.requires_grad) for each in self.model.parameters()]
-        return gathers_once(
-            sum(size for size, _ in sizes),
-            sum(size for size, is_trained in sizes if is_trained),
-            self.topology.world_size,
-        )
+        parameters = list(self.model.parameters())
+        num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        num_all = sum(parameter.numel() for parameter in parameters)
+        return gathers_once(num_all, num_trained, self.topology.world_size)
 
     def require_finite(
         self,
@@ -71,7 +71,7 @@ class OptimizerStep:
         details: str = "over all ranks",
         look_at: str = "the rewards in rollouts.jsonl",
     ) -> None:
-        """Raise `NonFiniteLoss` unless the loss of `step` is finite; the text adds `details` and what to look at."""
+        """Raise `NonFiniteLoss` unless the loss of `step` is finite; `details` and `look_at` go into the message."""
         if not math.isfinite(loss):
             raise NonFiniteLoss(
                 f"the {self.name}'s loss is {loss} at step {step} ({details}): training stops before the weights "
@@ -81,8 +81,7 @@ class OptimizerStep:
     def finish(self, step: int) -> dict[str, float]:
         """Clip the gradient, update the weights, step the schedule; return `grad_norm` and `learning_rate`.
 
-        A gradient that is 0 throughout is a step with nothing to learn: weights and optimizer stay as they are, which
-        momentum and weight decay would move.
+        If the gradient is 0 everywhere, the optimizer is skipped: momentum and weight decay would move the weights.
         """
         total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
@@ -102,11 +101,11 @@ class OptimizerStep:
 
 
 class Schedule:
-    """Sets the learning rate: call `step` after each optimizer step, `observe` after each evaluation.
+    """The learning rate over a run: call `step` after each optimizer step, `observe` after each evaluation.
 
     Most schedules of transformers depend on the step alone. ``plateau-with-warmup`` rises linearly, step k of
-    W using lr (k + 1) / (W + 1), then falls each time the evaluation loss has stopped falling (torch's
-    ReduceLROnPlateau); ``greedy`` does so with transformers' GreedyLR, which may rise again, up to the peak.
+    W using lr (k + 1) / (W + 1), then falls whenever the evaluation loss stops falling (torch's
+    ReduceLROnPlateau). ``greedy`` uses transformers' GreedyLR, which may rise again, up to the peak.
     """
 
     def __init__(
@@ -115,8 +114,8 @@ class Schedule:
         """Set the learning rate of the first step; the optimizer holds the peak learning rate.
 
         Raises:
-            ValueError: transformers has no schedule `name`, or one that needs other `arguments` of its own.
-            TypeError: It takes no such argument.
+            ValueError: transformers has no schedule `name`, or the schedule needs other `arguments`.
+            TypeError: The schedule has no such argument.
         """
         from transformers import get_scheduler
 
@@ -129,20 +128,19 @@ class Schedule:
         if name in PLATEAU_NAMES:
             self._inner = ReduceLROnPlateau(optimizer, **arguments)
         else:
-            # GreedyLR's own bounds (1e-3 to 1) would lift any usual learning rate by orders of magnitude.
+            # GreedyLR's default bounds (1e-3 to 1) are orders of magnitude above usual learning rates.
             bounds = {"min_lr": 0.0, "max_lr": list(self._peaks)} if name == "greedy" else {}
-            own = {**bounds, **arguments}
-            self._inner = get_scheduler(name, optimizer, num_warmup_steps, num_steps, own)
+            self._inner = get_scheduler(name, optimizer, num_warmup_steps, num_steps, {**bounds, **arguments})
         if self._follows_loss:
             self._warm_up()
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate that the next optimizer step will use."""
+        """The learning rate of the next optimizer step."""
         return self._optimizer.param_groups[0]["lr"]
 
     def go_to(self, num_steps: int) -> None:
-        """Go on to where the schedule is after `num_steps` steps of the run, made or left out."""
+        """Advance to the state after `num_steps` steps of the run, made or skipped."""
         while self._num_steps_done < num_steps:
             self.step()
 
@@ -151,7 +149,7 @@ class Schedule:
         self._num_steps_done += 1
         if not self._follows_loss:
             with warnings.catch_warnings():
-                # A first step with nothing to learn makes no optimizer step.
+                # torch warns if the first optimizer step was skipped because its gradient is 0.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self._inner.step()
         elif self._num_steps_done <= self._num_warmup_steps:
@@ -163,7 +161,7 @@ class Schedule:
             self._inner.step(eval_loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the optimizer's own state."""
+        """Return the state for a resumed run; the optimizer's own state holds the learning rate."""
         return {
             "num_steps_done": self._num_steps_done,
             "name": self._name,
@@ -172,10 +170,10 @@ class Schedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the steps of `state`, whose schedule may have had another length, peak or name.
+        """Continue after the steps of `state`, whose schedule may have had another length, peak or name.
 
-        A schedule by steps depends on their number alone. One by the loss keeps the learning rate that came back with
-        the optimizer's state, in proportion to the peak, and starts from its peak under another name.
+        A schedule by steps depends on their number alone. A schedule by the loss keeps the learning rate of the
+        optimizer's state, scaled to the new peak; if the name changed, it starts from its peak.
         """
         self._num_steps_done = state["num_steps_done"]
         groups = self._optimizer.param_groups
@@ -196,3 +194,78 @@ class Schedule:
         fraction = min((self._num_steps_done + 1) / (self._num_warmup_steps + 1), 1.0)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * fraction
+
+
+class Parts(Optimizer):
+    """Several optimizers stepped as one, with one parameter group each."""
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        groups = [group for part in parts for group in part.param_groups]
+        # Schedules of transformers read the peak learning rate from the defaults.
+        super().__init__(groups, {"lr": groups[0]["lr"]})
+        self._parts = parts
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step each part on its group; loading a checkpoint replaces the groups."""
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+            part.step()
+
+
+class WholeTensors(Optimizer):
+    """An optimizer that needs whole tensors, stepped one tensor at a time; all ranks hold all of its state.
+
+    Adafactor's averages over columns cross the ranks, so it cannot step shard by shard.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self._inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Gather each tensor, step it, and keep this rank's rows."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                whole, whole.grad = (
+                    tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    for tensor in (parameter.detach(), parameter.grad.detach())
+                )
+                self._inner.param_groups = [{**group, "params": [whole]}]
+                self._inner.state = defaultdict(dict, {whole: self.state[parameter]})
+                self._inner.step()
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    own = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+                    parameter.to_local().copy_(own)
+        self._inner.param_groups, self._inner.state = [], defaultdict(dict)
+
+
+def pass_lr_as_tensor(optimizer: Optimizer, is_cuda: bool) -> Optimizer:
+    """Store the learning rate of torchao's optimizers as a number, which schedules and checkpoints expect.
+
+    These optimizers compile their step; on CPU compiling takes longer than it saves, so it is turned off there.
+    """
+    before: list[Any] = []
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"].item()
+
+    def enter(*_: Any) -> None:
+        before[:] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+        if not is_cuda:
+            before.append(torch.compiler.set_stance("force_eager"))
+
+    def leave(*_: Any) -> None:
+        if not is_cuda:
+            before.pop().__exit__(None, None, None)
+        for group, lr in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = lr
+
+    optimizer.register_step_pre_hook(enter)
+    optimizer.register_step_post_hook(leave)
+    return optimizer

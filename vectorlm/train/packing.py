@@ -1,10 +1,12 @@
-"""Rows laid end to end for one forward pass: without padding, and what rows begin with in common computed once.
+"""Rows laid end to end for one forward pass, without padding; beginnings that rows share are computed once.
 
-Source of the common beginning: Liu et al. 2025, arXiv:2506.05433 (prefix grouper).
+Sources: Liu et al. 2025, arXiv:2506.05433 (prefix grouper); Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed Ulysses:
+ranks share the tokens of a pass, and exchange them for heads around attention).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,29 +14,87 @@ from itertools import accumulate, groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
-from vectorlm.train.context import ContextGroup
+from vectorlm.ranks.topology import Topology
 
 MOST_PADDED, SPARE = 1.25, 64
-"""Stretches attend together while, padded, they have at most `MOST_PADDED` times as many tokens, plus `SPARE`."""
+"""Stretches are padded to attend together while they have at most `MOST_PADDED` times their tokens, plus `SPARE`."""
+
+
+@dataclass(frozen=True, eq=False)
+class ContextGroup:
+    """The ranks that share the tokens of each pass: a rank has every `size`-th token, starting at its index.
+
+    This gives all ranks equally many tokens to compute, and about equally many tokens that are asked for.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    """This rank's index in the group."""
+    size: int
+
+    @classmethod
+    def of(cls, topology: Topology) -> ContextGroup | None:
+        """Make groups of neighbouring ranks; all ranks call this. None if ranks do not share passes."""
+        size = topology.context_parallel
+        if size == 1:
+            return None
+        group, _ = dist.new_subgroups(size)
+        return cls(group, topology.rank % size, size)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's tokens [1, n] of a pass [1, N], padded with 0 to a multiple of `size`."""
+        return F.pad(x, (0, -x.shape[1] % self.size))[:, self.rank :: self.size]
+
+    def to_heads(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Exchange all heads of this rank's tokens, [1, H, n, D], for its heads of all tokens, [1, H / size, N, D].
+
+        If `size` does not divide H (grouped keys), heads are repeated for several ranks.
+        """
+        x = x.repeat_interleave(self.size // math.gcd(x.shape[1], self.size), dim=1)
+        found = self._exchange(x[0].unflatten(0, (self.size, -1)))
+        return found.permute(1, 2, 0, 3).flatten(1, 2)[None, :, :num_tokens]
+
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Exchange this rank's heads of all tokens, [1, N, h, E], for all heads of its tokens, [1, n, h * size, E]."""
+        x = F.pad(x[0], (0, 0, 0, 0, 0, -x.shape[1] % self.size))
+        found = self._exchange(x.unflatten(0, (-1, self.size)).transpose(0, 1))
+        return found.transpose(0, 1).flatten(1, 2)[None]
+
+    def gather(self, values: torch.Tensor, places: torch.Tensor, num: int) -> torch.Tensor:
+        """Return the values of all ranks, [num, ...], on each rank; this rank's values go to `places`.
+
+        Every rank then computes the whole loss, but the gradient flows to its own values only. FSDP adds up these
+        shares of the weights' gradients.
+        """
+        found = values.new_zeros(num, *values.shape[1:]).index_copy(0, places, values.detach())
+        dist.all_reduce(found, group=self.group)  # Exact: every value is added to zeros only.
+        return found.index_copy(0, places, values)
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """Send x[r] to rank r of the group, and return what this rank received from each."""
+        return wait_tensor(all_to_all_single_autograd(x.contiguous(), None, None, self.group))
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a forward pass reads, and which of its tokens are asked for; B rows, T tokens, on the CPU."""
+    """The input of a forward pass and the tokens it is asked for; B rows, T tokens, on the CPU."""
 
     input_ids: torch.Tensor
     """int64 [B, T], padded on the right."""
     attention_mask: torch.Tensor
     """int64 [B, T], 1 up to the end of each row."""
     is_asked: torch.Tensor
-    """bool [B, T], the tokens whose value is asked for; the first of a row has none."""
+    """bool [B, T], the tokens whose values are computed; the first token of a row has none."""
     groups: Sequence[int]
-    """B numbers: neighbours of the same number may share what they begin with."""
+    """B numbers: neighbouring rows with the same number may share a common beginning."""
     labels: torch.Tensor | None = None
-    """int64 [B, T], what is asked for in place of `input_ids`."""
+    """int64 [B, T], the tokens to evaluate instead of `input_ids`."""
     turn_starts: torch.Tensor | None = None
-    """int64 [B, T], where the completion that each token belongs to begins; -1 for tokens of none."""
+    """int64 [B, T], where the completion of each token begins; -1 outside completions."""
 
     @property
     def targets(self) -> torch.Tensor:
@@ -44,25 +104,25 @@ class Rows:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Stretches of rows that lie one after the other, and attend in one go, padded to the longest of them."""
+    """Consecutive stretches of rows that attend in one call, padded to the longest of them."""
 
     start: int
     lengths: tuple[int, ...]
     shared: tuple[int, int] = (0, 0)
-    """From where to where in the pass lies what their rows begin with."""
+    """Start and end, in the pass, of the common beginning of their rows."""
 
     @property
     def end(self) -> int:
-        """The index behind its last token."""
+        """The index after the last token."""
         return self.start + sum(self.lengths)
 
 
 class Packing:
-    """Rows laid end to end; N tokens are computed, and M are asked for.
+    """Rows laid end to end: N computed tokens, M of them asked for.
 
-    Ranks that share a pass have its tokens and places split among them.
+    Ranks that share a pass split its tokens and places.
 
-    No dataclass: FSDP2 would build one again at every block, looking for tensors to cast.
+    This is no dataclass: FSDP2 would rebuild one at every block, in search of tensors to cast.
     """
 
     def __init__(
@@ -73,9 +133,9 @@ class Packing:
         bundles: Sequence[Bundle],
         context: ContextGroup | None = None,
     ) -> None:
-        """Take `input_ids` and places in rows, int64 [1, N], and all tokens in their order as `bundles`.
+        """Take `input_ids` and `position_ids`, int64 [1, N], and `bundles` that cover all tokens in order.
 
-        `places`, int64 [M], says where the token before each one that is asked for lies, row by row.
+        `places`, int64 [M], holds the index of the token before each token that is asked for, row by row.
         """
         self.context, self.num_tokens, self.num_asked = context, input_ids.shape[1], len(places)
         self._mine: Any = slice(None)
@@ -86,43 +146,43 @@ class Packing:
         self.input_ids, self.position_ids, self.places = input_ids, position_ids, places
         self.bundles = tuple(bundles)
         self.seen: dict[str, set[Any]] = {}
-        """What attention layers were given besides queries, keys and values, by name."""
+        """Arguments of attention layers beside queries, keys and values, by name."""
         self._made: dict[Any, torch.Tensor] = {}
 
     def arguments(self, device: str | torch.device) -> dict[str, Any]:
-        """Return what a model of transformers takes for this pass."""
+        """Return the arguments of a transformers model for this pass."""
         return {
             "input_ids": self.input_ids.to(device),
             "position_ids": self.position_ids.to(device),
-            # A mask of four dimensions is handed through as it is; without one, transformers would make one [N, N].
+            # transformers passes a mask of four dimensions on; without a mask it would build one of [N, N].
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
             "use_cache": False,
             "packing": self,
         }
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """Return those of M numbers, [M, ...], that belong to the places of this rank."""
+        """Return the rows of x, [M, ...], for the places of this rank."""
         return x[self._mine]
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Put the values of all ranks' places together, as [M, ...]; undoes `own`."""
+        """Combine the values of all ranks' places to [M, ...]; the inverse of `own`."""
         if self.context is None:
             return values
         return self.context.gather(values, self._mine.to(values.device), self.num_asked)
 
     @cached_property
     def stretches(self) -> tuple[tuple[int, ...], ...]:
-        """The lengths of all stretches in their order, and of the keys that each of them sees."""
+        """The lengths of all stretches in order, and the number of keys that each attends to."""
         queries = [length for bundle in self.bundles for length in bundle.lengths]
         keys = [b.shared[1] - b.shared[0] + length for b in self.bundles for length in b.lengths]
         return tuple(queries), tuple(keys)
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """Put what a row begins with before each of its stretches, in a tensor [N, ...] of the pass."""
+        """Insert the common beginning before each stretch of a tensor [N, ...] of the pass."""
         if not any(bundle.shared[1] for bundle in self.bundles):
             return x
         lengths, _ = self.stretches
-        # One `split` has one backward pass; a slice for each stretch would make a gradient of N tokens each.
+        # One `split` has one backward pass; a slice per stretch would make a gradient of N tokens per slice.
         pieces = dict(zip(accumulate(lengths, initial=0), x.split(lengths), strict=False))
         parts, start = [], 0
         for bundle in self.bundles:
@@ -133,7 +193,7 @@ class Packing:
         return torch.cat(parts)
 
     def once(self, make: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        """Return what `make` makes of the arguments, made once for all layers of the pass."""
+        """Return `make(*arguments)`, computed once for all layers of the pass."""
         key = (make, *arguments)
         if key not in self._made:
             self._made[key] = make(*arguments)
@@ -141,12 +201,12 @@ class Packing:
 
 
 def num_needed(is_asked: torch.Tensor) -> list[int]:
-    """Return how many tokens of each row must be computed: all before the last one that is asked for."""
+    """Return how many tokens of each row must be computed: all before the last token that is asked for."""
     return torch.where(is_asked, torch.arange(is_asked.shape[1]), 0).amax(dim=1).tolist()
 
 
 def num_shared(input_ids: torch.Tensor, needed: Sequence[int]) -> int:
-    """Return how many of the needed tokens of every row [B, T] are the same in all of them."""
+    """Return the length of the common beginning of the needed tokens of all rows [B, T]."""
     if len(needed) < 2:
         return 0
     beginning = input_ids[:, : min(needed)]
@@ -154,9 +214,9 @@ def num_shared(input_ids: torch.Tensor, needed: Sequence[int]) -> int:
 
 
 def pack(rows: Rows, context: ContextGroup | None = None) -> Packing:
-    """Lay out the tokens that must be computed, at least one: all beginnings, then what follows each of them.
+    """Lay out the tokens that must be computed, at least one: all common beginnings, then the rests of the rows.
 
-    The ranks of a `context` call with the same rows.
+    The ranks of a `context` call this with the same rows.
     """
     needed = num_needed(rows.is_asked)
     if not any(needed):
@@ -166,7 +226,7 @@ def pack(rows: Rows, context: ContextGroup | None = None) -> Packing:
     bundles: list[Bundle] = []
 
     def lay(stretches: list[tuple[list[int], int, int]], shared: tuple[int, int] = (0, 0)) -> None:
-        """Lay down the tokens of rows from one place to another, the longest stretch first."""
+        """Append stretches (rows, first token, last token), the longest first."""
         stretches.sort(key=lambda stretch: stretch[1] - stretch[2])
         for lengths in _alike([last - first for _, first, last in stretches]):
             bundles.append(Bundle(bundles[-1].end if bundles else 0, lengths, shared))
@@ -188,7 +248,7 @@ def pack(rows: Rows, context: ContextGroup | None = None) -> Packing:
             beginnings += [([row], 0, needed[row]) for row in members]
     lay(beginnings)
     for stretches in filter(None, endings):
-        # Any of its rows knows where the beginning lies.
+        # All rows of the group have the same place for their beginning.
         (row, *_), shared, _ = stretches[0]
         start = int(places[row, 0])
         lay(stretches, (start, start + shared))
@@ -199,7 +259,7 @@ def pack(rows: Rows, context: ContextGroup | None = None) -> Packing:
 
 
 def _alike(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Cut a falling sequence where padding to the first of each part would cost more than another part."""
+    """Cut a falling sequence wherever padding would cost more than a further part."""
     parts: list[list[int]] = []
     for length in lengths:
         if parts and (len(parts[-1]) + 1) * parts[-1][0] <= MOST_PADDED * (sum(parts[-1]) + length) + SPARE:

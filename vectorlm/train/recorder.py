@@ -1,4 +1,4 @@
-"""What a training loop leaves behind: metrics, checkpoints and evaluations, each at its interval, and its times."""
+"""Write metrics, checkpoints and evaluations at their intervals, and time the phases of a step."""
 
 from __future__ import annotations
 
@@ -17,42 +17,43 @@ from torch.profiler import record_function
 
 from vectorlm.errors import ConfigError
 from vectorlm.settings import nearest
-from vectorlm.types import Checkpoints, Evaluation, MetricSink, TrainedModel
+from vectorlm.train.checkpoint.state import CheckpointStore
+from vectorlm.types import Evaluation, MetricSink, TrainedModel
 
 FALLING = (
     *("loss", "perplexity", "bits_per_byte"),
     *("step_brier", "/kl", "rejected_reward", "wrong_probability"),
 )
-"""How metrics end of which the lowest is the best, unless a setting or the harness says otherwise."""
+"""Endings of metrics that are best when lowest, unless a setting or the harness says otherwise."""
 OWN = ("eval/accuracy", "eval/reward/")
-"""How metrics of rewards begin, which are never guessed to fall."""
+"""Beginnings of reward metrics, which are always best when highest."""
 
 
 @dataclass
 class EarlyStopping:
-    """Follows one metric of a run; the evaluation before training does not count. All ranks call each method alike."""
+    """Follows one metric over a run, from the first evaluation after step 0. All ranks call the methods alike."""
 
     metric: str = "eval/loss"
-    """Its direction is `mode`, that of a task in the harness, or falling for the names in `FALLING`."""
+    """Lower is better if `mode` or the harness (`falling`) says so, or else if its name ends as in `FALLING`."""
     patience: int | None = None
-    """Training is over after this many evaluations in a row without improvement; None lets it run to its end."""
+    """Stop after this many evaluations in a row without improvement; None never stops."""
     min_delta: float = 0.0
-    """How much better an evaluation must be to count as an improvement."""
+    """Smallest change that counts as an improvement."""
     is_named: bool = False
     """Whether the config names the metric."""
     keeps_best: bool = False
-    """Whether the best evaluation has a checkpoint."""
+    """Whether the best evaluation gets a checkpoint."""
     mode: Literal["max", "min"] | None = None
     """Whether the highest or the lowest value is the best."""
     falling: dict[str, bool] = field(default_factory=dict)
-    """Of metrics of the harness: whether the lowest is the best; evaluations fill it."""
+    """For metrics of the harness: whether the lowest is the best. Evaluations fill it."""
     say: Callable[[str], None] = print
     is_asked: bool = False
     """Whether the user has ended the run."""
 
     def __post_init__(self) -> None:
         self._best: tuple[float, int | None] = (math.inf, None)
-        # What the next evaluation must beat by min_delta, in the direction that falls.
+        # The next evaluation must be lower than this by min_delta, after `_sign`.
         self._to_beat: tuple[float, int | None] = (math.inf, None)
         self._num_without = 0
         self._was_logged = False
@@ -65,29 +66,27 @@ class EarlyStopping:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint; None where none is kept."""
+        """The step of the best checkpoint; None if the best is not kept."""
         return self._best[1]
 
     @property
     def is_over(self) -> bool:
-        """Whether training has not improved for as many evaluations as `patience` allows, or the user ended it."""
+        """Whether `patience` is exhausted, or the user ended the run."""
         return self.is_asked or (self.patience is not None and self._num_without >= self.patience)
 
     def require_logged(self, metrics: Mapping[str, float]) -> None:
-        """Raise `ConfigError` where `metrics`, of all evaluations of a step, lack the metric that a config names."""
+        """Raise `ConfigError` if the config names a metric that is not in `metrics`, all evaluations of a step."""
         if self.is_named and not self._was_logged and self.metric not in metrics:
             known = sorted(name for name in metrics if name.startswith("eval/"))
-            rule = f"is not logged: it must be one of {', '.join(known) or 'none'}."
-            raise ConfigError(
-                f"train_parameters.best_metric={self.metric!r} {rule} {nearest(self.metric, known)}".rstrip()
-            )
+            text = f"must be one of {', '.join(known) or 'none'}. {nearest(self.metric, known)}"
+            raise ConfigError(f"train_parameters.best_metric={self.metric!r} {text}".rstrip())
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take the metrics of an evaluation after `step`, and return more of them."""
+        """Take the metrics of an evaluation after `step`, and return more metrics."""
         self._was_logged |= self.metric in metrics
         if step == 0 or self.metric not in metrics:
             return {}
-        # A reward that draws at random gives each rank another accuracy.
+        # A reward function may be random, so that ranks differ.
         of_main = [metrics[self.metric]]
         if dist.is_initialized():
             dist.broadcast_object_list(of_main)
@@ -105,23 +104,17 @@ class EarlyStopping:
             best, at = self._to_beat
             by = f" by more than {self.min_delta:g}" if self.min_delta else ""
             to_beat = "" if at is None else f" (to beat: {self._sign * best:.4f} of step {at})"
-            self.say(
-                f"stopped early at step {step}: {self.metric} has not improved{by} in {self._num_without} "
-                f"evaluations{to_beat}"
-            )
+            text = f"has not improved{by} in {self._num_without} evaluations{to_beat}"
+            self.say(f"stopped early at step {step}: {self.metric} {text}")
         return {"eval/stopped_early": float(self.is_over)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        return {
-            "metric": self.metric,
-            "best": self._best,
-            "to_beat": self._to_beat,
-            "num_without": self._num_without,
-        }
+        """Return the state for a resumed run."""
+        state = {"metric": self.metric, "best": self._best, "to_beat": self._to_beat}
+        return {**state, "num_without": self._num_without}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the evaluations of `state`; of another metric they say nothing."""
+        """Continue after the evaluations of `state`, unless they followed another metric."""
         if (before := state.get("metric", self.metric)) != self.metric:
             self.say(f"the best step is chosen by {self.metric} from here on; it was by {before}")
             return
@@ -130,15 +123,15 @@ class EarlyStopping:
 
 
 OnStep = Callable[[int, dict[str, Any], list[dict[str, Any]]], Any]
-"""Takes a step, its metrics and its rollouts; True ends the run after the step."""
+"""Takes a step, its metrics and its rollouts; returns True to end the run after the step."""
 Span = tuple[str, float, float]
 """A name, a start and an end, in seconds."""
 BREAK_S = 0.01
-"""Two spans of one name with a shorter break between them become one."""
+"""Spans of one name are joined if the break between them is shorter."""
 
 
 class Timer:
-    """Add up the seconds spent in named spans, until they are drained.
+    """Seconds spent in named spans, added up until they are drained.
 
     It reads the host's clock: work queued on an accelerator counts where the host waits for it.
     """
@@ -148,14 +141,14 @@ class Timer:
         self.seconds: dict[str, float] = {}
         """Seconds by name since the last drain."""
         self.spans: list[Span] = []
-        """Every span since the last drain, in the order of their ends."""
+        """All spans since the last drain, ordered by their ends."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Add the time of the block to `name`, also when the block raises; nested spans count for both names."""
         start = self._clock()
         try:
-            # So that a profile's trace names the phases.
+            # A profile's trace shows the phases by name.
             with record_function(name):
                 yield
         finally:
@@ -166,45 +159,45 @@ class Timer:
             self.spans.append((name, start, end))
 
     def drain(self) -> dict[str, float]:
-        """Return the seconds by name since the last drain, and start again, without spans."""
+        """Return the seconds by name since the last drain, and reset seconds and spans."""
         drained, self.seconds, self.spans = self.seconds, {}, []
         return drained
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorder:
-    """Logs, evaluates, saves and resumes a loop of `num_steps` steps; all ranks call each method alike."""
+    """Logs, evaluates, saves and resumes a loop of `num_steps` steps; all ranks call the methods alike."""
 
     num_steps: int
     """Steps of the whole run."""
     sink: MetricSink
     say: Callable[[str], None] = print
-    """Shows text on the console."""
+    """Prints to the console."""
     evaluation: Evaluation | None = None
     evaluate_every: int = 1
-    """Steps between two evaluations; there is one before training and one at the end too."""
-    checkpoints: Checkpoints | None = None
+    """Steps between evaluations; the run also evaluates before the first step and after the last."""
+    checkpoints: CheckpointStore | None = None
     save_every: int = 1
-    """Steps between two checkpoints; there is one at the end too."""
+    """Steps between checkpoints; the last step is saved too."""
     resume_step: int | None = None
-    """The step of the checkpoint to resume from; None in a new run."""
+    """Step of the checkpoint to resume from; None for a new run."""
     stopping: EarlyStopping = field(default_factory=EarlyStopping)
-    """Follows the evaluations: which one was the best, and whether training still improves."""
+    """Tracks the best evaluation, and decides when to stop early."""
     end_epoch: Callable[[int], None] = lambda epoch: None
-    """Called at the end of each epoch, with its number from 1."""
+    """Called at the end of an epoch with its number, from 1."""
     on_step: OnStep | None = None
-    """Called on rank 0 after each step."""
+    """Called on rank 0 after every step."""
     timer: Timer = field(default_factory=Timer)
-    """Times evaluations and checkpoints, and whatever the loop times with it."""
+    """Times evaluations, checkpoints and the loop's own phases."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of `step`, with the seconds of each phase since the last line."""
+        """Write the metrics of `step`, and the seconds of all phases since the last call."""
         if step == 0:
             self.require_logged(step, metrics)
         self.sink.write(step, {**metrics, **self.timer.drain()})
 
     def require_logged(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raise `ConfigError` where all evaluations after `step` lack the metric to follow; never at the run's end."""
+        """Raise `ConfigError` if the evaluations after `step` lack the metric to follow; not after the last step."""
         if step < self.num_steps:
             self.stopping.require_logged(metrics)
 
@@ -215,49 +208,46 @@ class Recorder:
     def ends_by_user(
         self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Mapping[str, Any]]
     ) -> bool:
-        """Show `on_step` copies of what the step has made; return whether the run ends now, and would not have."""
+        """Call `on_step` with copies of the step's results; return whether it ends the run early."""
         if self.on_step is None or step == self.num_steps or self.stopping.is_over:
             return False
-        is_alone = not dist.is_initialized()
         ends = [False]
-        if is_alone or dist.get_rank() == 0:
-            # It may draw random numbers: nothing of the run changes with them.
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            # on_step may draw random numbers, which must not change the run.
             devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
             with torch.random.fork_rng(devices):
-                ends = [
-                    self.on_step(step, dict(metrics), copy.deepcopy([dict(each) for each in rollouts]))
-                    is True
-                ]
-        if not is_alone:
+                copies = copy.deepcopy([dict(rollout) for rollout in rollouts])
+                ends = [self.on_step(step, dict(metrics), copies) is True]
+        if dist.is_initialized():
             dist.broadcast_object_list(ends)
         if ends[0]:
             self.stopping.is_asked = True
-            self.say(f"stopped at step {step}, as on_step asked")
+            self.say(f"stopped at step {step}: on_step returned True")
         return ends[0]
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
-        """Evaluate where an evaluation is due, and return its metrics."""
+        """Return the metrics of an evaluation if one is due."""
         if self.evaluation is None or not self.is_due(self.evaluate_every, step):
             return {}
         with self.timer.span("time/evaluate_s"):
             return self.evaluation.evaluate(step)
 
     def say_padded(self, reason: str | None) -> None:
-        """Say why rows are padded, if they are."""
+        """Print why rows are padded; None if they are not."""
         if reason is not None:
             self.say(f"rows are padded ({reason})")
 
     def save_if_due(
         self, step: int, models: Mapping[str, TrainedModel], state: Callable[[], dict[str, Any]]
     ) -> None:
-        """Save the models and the loop's own state where a checkpoint is due: a longer run may go on from the last."""
+        """Save the models and the loop's state if a checkpoint is due; the last step is, for a longer run later."""
         is_due = step == self.stopping.best_step or self.is_due(self.save_every, step)
         if self.checkpoints is not None and is_due:
             with self.timer.span("time/save_s"):
                 self.checkpoints.save(step, models, state() | {"watch": self.stopping.state_dict()})
 
     def resume(self, models: Mapping[str, TrainedModel]) -> dict[str, Any] | None:
-        """Load the checkpoint into the models and return the loop's own state; None in a new run."""
+        """Load the checkpoint into the models and return the loop's state; None in a new run."""
         if self.resume_step is None or self.checkpoints is None:
             return None
         saved = self.checkpoints.load(self.resume_step, models)
@@ -267,13 +257,13 @@ class Recorder:
 
 
 def num_multiplied(model: Any, has_tied_head: bool) -> int:
-    """Count the weights that a token is multiplied with: of the embeddings it only reads one row."""
+    """Count the weights that every token is multiplied with: all but the embeddings, which are looked up."""
     total = sum(parameter.numel() for parameter in model.parameters())
     return total if has_tied_head else total - model.get_input_embeddings().weight.numel()
 
 
 def memory_bytes(device: str) -> int:
-    """Return the most device memory that torch has held on this rank; on CPU, what its process holds now."""
+    """Return the peak device memory of torch on this rank; on CPU the current memory of the process."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
     return psutil.Process().memory_info().rss

@@ -1,4 +1,4 @@
-"""A model spread over the ranks with FSDP2."""
+"""Load a model and shard it over the ranks with FSDP2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.attention.varlen
 from torch import nn
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -21,44 +20,39 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.train.settings import ModelSettings, Recomputation
 
 RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False, "HYBRID_SHARD": True}
-"""By strategy: whether a block frees its gathered weights between forward and backward."""
+"""Whether a block frees its gathered weights between forward and backward, by strategy."""
 DEFAULTS = ModelSettings()
 
 
 def load_sharded(
     load: Callable[[bool], nn.Module], topology: Topology, settings: ModelSettings = DEFAULTS
 ) -> nn.Module:
-    """Load a model and shard it; called on all ranks.
+    """Load a model and shard it; all ranks call this.
 
-    `load` loads the whole model; if its argument is true, with parameters that have no memory. With
-    `low_cpu_mem_usage` rank 0 alone reads weights, and sends the others their shards.
+    `load(is_empty)` loads the whole model, or only its structure on the meta device. With `low_cpu_mem_usage` only rank
+    0 reads the weights, and sends the other ranks their shards.
     """
     if not settings.loads_on_main(topology.world_size):
         return shard_model(load(False), topology, settings)
     model = load(not topology.is_main)
-    # A group of its own: other objects are sent over the default group (settings and checks before this, resumption and
-    # names of files after it) and over the engine's, and none of them can be taken for weights here.
+    # A separate group: objects sent over the default group or the engine's cannot be mistaken for weights.
     group = dist.new_group()
-    of_main: list[Any] = [_structure(model) if topology.is_main else None]
-    dist.broadcast_object_list(of_main, src=0, group=group)
-    # Files may hold more than the config says, by which the others are built: a head beside tie_word_embeddings.
+    sent: list[Any] = [_structure(model) if topology.is_main else None]
+    dist.broadcast_object_list(sent, src=0, group=group)
+    # The other ranks build the model from its config, but files may hold more: a head beside tie_word_embeddings.
     mine = _structure(model)
-    for name, parameter in of_main[0].items():
+    for name, parameter in sent[0].items():
         if parameter != mine.get(name):
             first, shape, dtype, requires_grad = parameter
-            owner, _, attribute = name.rpartition(".")
             new = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
-            setattr(
-                model.get_submodule(owner), attribute, new if first == name else model.get_parameter(first)
-            )
+            _set(model, name, new if first == name else model.get_parameter(first))
     weights = model.state_dict() if topology.is_main else {}
     shard_model(model, topology, settings)
     if not topology.is_main:
         buffers = dict(model.named_buffers())
         model.to_empty(device="cpu" if settings.cpu_offload else topology.device)
         for name, buffer in buffers.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, buffer)
+            _set(model, name, buffer)
     for name, tensor in model.state_dict().items():
         if topology.is_main:
             whole = weights[name].to(topology.device)
@@ -66,21 +60,25 @@ def load_sharded(
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device)
         dist.broadcast(whole, src=0, group=group)
         if isinstance(tensor, DTensor):
-            whole = distribute_tensor(
-                whole, tensor.device_mesh, tensor.placements, src_data_rank=None
-            ).to_local()
+            mesh, placements = tensor.device_mesh, tensor.placements
+            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
             tensor = tensor.to_local()
         tensor.copy_(whole)
     dist.destroy_process_group(group)
     return model
 
 
+def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, tensor)
+
+
 def _structure(model: nn.Module) -> dict[str, tuple[str, torch.Size, torch.dtype, bool]]:
-    """Return of each parameter the first of its names, its shape and dtype, and whether it is trained."""
+    """Return each parameter's first name, shape and dtype, and whether it is trained, by name."""
     firsts: dict[nn.Parameter, str] = {}
     return {
-        name: (firsts.setdefault(each, name), each.shape, each.dtype, each.requires_grad)
-        for name, each in model.named_parameters(remove_duplicate=False)
+        name: (firsts.setdefault(weight, name), weight.shape, weight.dtype, weight.requires_grad)
+        for name, weight in model.named_parameters(remove_duplicate=False)
     }
 
 
@@ -89,8 +87,8 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
 
     ``FULL_SHARD`` gathers a block's weights for its forward and again for its backward; ``SHARD_GRAD_OP`` keeps them in
     between; ``NO_SHARD`` replicates them on every rank; ``HYBRID_SHARD`` shards within each node and replicates over
-    nodes. Gradients are summed in fp32, also those of bf16 weights. Names of parameters do not change. `OptimizerStep`
-    keeps a small model whole for all micro-batches of a step, whatever the strategy.
+    nodes. Gradients are summed in fp32, also for bf16 weights. Names of parameters do not change. With every strategy,
+    `OptimizerStep` keeps a small model gathered for all micro-batches of a step.
     """
     strategy = settings.sharding_strategy
     shape = {
@@ -109,7 +107,7 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
     blocks = transformer_blocks(model)
     if settings.compile:
         for block in blocks:
-            # The method, not the module: names of parameters stay, and FSDP's hooks stay outside.
+            # Compiling the method keeps the names of parameters, and leaves FSDP's hooks outside.
             block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
     for module in (*reversed(blocks), model):
         fully_shard(
@@ -123,29 +121,25 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
 
 
 def recompute(model: Any, what: Recomputation, topology: Topology) -> None:
-    """Let the backward pass compute again what `ModelSettings.use_activation_checkpointing` says."""
+    """Recompute activations in the backward pass; `what` is `ModelSettings.use_activation_checkpointing`."""
     arguments: dict[str, Any] = {"use_reentrant": False}
     if what == "keep_attention":
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, attention_operators())
-    # Other versions of transformers have no such arguments.
+        names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+        kept = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names]
+        kept.append(torch.ops.torch_attn._varlen_attn.default)
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    # Passed only if needed: older versions of transformers lack these arguments.
     more: dict[str, Any] = {}
     if what == "offload" and topology.is_cuda:
         more = {"offload": True}
     elif not isinstance(what, bool | str):
         more = {"every_n_layers": what}
-    # Inside the blocks, so that no wrapper changes a parameter's name.
+    # transformers recomputes inside the blocks, so no wrapper changes a parameter's name.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **more)
 
 
-def attention_operators() -> list[OpOverload]:
-    """Return the operators whose results are kept where all but attention is computed again."""
-    names = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    found = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in names]
-    return [*found, torch.ops.torch_attn._varlen_attn.default]
-
-
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the repeated blocks of `model`: what it declares unsplittable, else its longest module list."""
+    """Find the repeated blocks of `model`: the modules that it declares unsplittable, else its longest module list."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
@@ -153,7 +147,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         blocks = max(lists, key=len, default=[])
     if not blocks:
         raise ConfigError(
-            f"model of type {type(model).__name__} cannot be sharded: it declares no _no_split_modules and "
-            "holds no ModuleList of blocks. Use a transformers causal language model."
+            f"model of type {type(model).__name__} cannot be sharded: it has neither _no_split_modules nor a "
+            "ModuleList of blocks. Use a transformers causal language model."
         )
     return blocks

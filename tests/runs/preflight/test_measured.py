@@ -12,12 +12,11 @@ from vectorlm.rl.models import disable_dropout
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.memory import plan_of_config
 from vectorlm.train import settings
-from vectorlm.train.context import ContextGroup
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.train.packing import Rows
+from vectorlm.train.packing import ContextGroup, Rows
 from vectorlm.train.shard import load_sharded
 
 CONFIG = """

@@ -13,7 +13,7 @@ from vectorlm.cli import main
 from vectorlm.errors import CheckpointError
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.resume import find_resumption, identity_of, settings_of_rank
-from vectorlm.train.checkpoint.folder import held
+from vectorlm.train.checkpoint.folder import locked
 
 ROOT = Path(__file__).parents[3]
 WITH = "train_parameters.checkpointing_enabled=True"
@@ -169,7 +169,7 @@ def test_a_finished_run_says_so_at_once(path):
 
 def test_a_folder_in_use_is_refused_before_a_model_is_loaded(path):
     in_use = r"train_parameters\.output_dir='runs/tiny' is in use by another run\."
-    with held(Path("runs/tiny")), pytest.raises(AssertionError, match=in_use):
+    with locked(Path("runs/tiny")), pytest.raises(AssertionError, match=in_use):
         on_ranks(1, train, load_config(path, [WITH]))
 
 

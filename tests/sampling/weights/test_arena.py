@@ -9,7 +9,7 @@ import torch
 
 from vectorlm.sampling.weights.arena import Arena, MappedArenas
 from vectorlm.sampling.weights.plan import Layout, Slot
-from vectorlm.train.device_turn import _host_block
+from vectorlm.train.handover import _host_block
 
 
 def test_what_one_process_writes_the_other_reads():

@@ -13,7 +13,7 @@ from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.checkpoint.folder import newest
 from vectorlm.train.checkpoint.state import CheckpointStore, capture_rng, restore_rng, state_of
 from vectorlm.train.load import load_model, load_tokenizer
-from vectorlm.train.lora.load import add_lora
+from vectorlm.train.lora import add_lora
 from vectorlm.train.shard import shard_model
 from vectorlm.types import TrainedModel
 
@@ -140,7 +140,9 @@ def save_once(topology, folder, path):
 def saved(folder, tmp_path_factory):
     """Checkpoints of a step by one rank and by two, each with the weights after the next step."""
     paths = {world_size: tmp_path_factory.mktemp(f"by-{world_size}") for world_size in (1, 2)}
-    return {each: (path, on_ranks(each, save_once, folder, path)[0]) for each, path in paths.items()}
+    return {
+        one_item: (path, on_ranks(one_item, save_once, folder, path)[0]) for one_item, path in paths.items()
+    }
 
 
 def load_once(topology, folder, path):
@@ -181,7 +183,7 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-NAMED = r"the checkpoint \S+step-00000001 cannot be read (?s:.*)Delete it, and the run goes on from the one before"
+NAMED = r"the checkpoint \S+step-00000001 cannot be read"
 
 
 @pytest.mark.parametrize(
@@ -203,13 +205,13 @@ def test_a_checkpoint_that_is_not_as_it_was_written_is_named(
     spoil(tmp_path / "step-00000001" / broken)
     with pytest.raises(Exception, match=f"CheckpointError: {NAMED}") as caught:
         on_ranks(world_size, load_once, folder, tmp_path)
-    assert broken == "files.json" or f"{broken} is not as it was written" in str(caught.value)
+    assert broken == "files.json" or f"{broken} has changed" in str(caught.value)
 
 
 def test_a_file_that_has_no_digest_is_named(saved, tmp_path, folder):
     shutil.copytree(saved[1][0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "step-00000001/files.json").write_text("{}")
-    with pytest.raises(Exception, match=r"rank-0\.pt.* is not as it was written"):
+    with pytest.raises(Exception, match=r"rank-0\.pt.* has changed"):
         on_ranks(1, load_once, folder, tmp_path)
 
 

@@ -13,7 +13,7 @@ from vectorlm.report.step_lines import StepLines, report_wait, sample_with_progr
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.rl.rewards.grade import grade
 from vectorlm.rl.rollout import Rollout, logged_means
-from vectorlm.train.device_turn import DeviceTurn
+from vectorlm.train.handover import DeviceTurn
 from vectorlm.types import ENVIRONMENT, PromptRecord, RewardResult
 
 Answers = list[Sequence[Rollout]]

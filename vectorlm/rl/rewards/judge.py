@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from vectorlm.data.encoding import is_messages, split_begun, text_of_message, without_thoughts
+from vectorlm.data.encoding import is_messages, split_unfinished, text_of_message, without_thoughts
 
 NUMBER = r"(?<![\d.])(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+)?"
 """A number, of ``8/10`` the first."""
@@ -59,7 +59,7 @@ async def judge(
 
     question, begun = prompt, ""
     if is_messages(prompt):
-        before, begun = split_begun(prompt)
+        before, begun = split_unfinished(prompt)
         lines = [f"{each['role']}: {text_of_message(each)}" for each in before]
         question = text_of_message(before[0]) if len(before) == 1 else "\n".join(lines)
     if not isinstance(question, str):

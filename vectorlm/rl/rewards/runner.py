@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from vectorlm.data.encoding import chat_of, is_messages, split_begun
+from vectorlm.data.encoding import chat_of, is_messages, split_unfinished
 from vectorlm.plugin import raised_at, text_of
 from vectorlm.rl.rewards.registry import (
     COMPLETIONS,
@@ -195,7 +195,7 @@ def _run_lists(
                 for place, each in enumerate(chat)
                 if place in own or (place > min(own) and each["role"] != "assistant")
             ]
-        before, _ = split_begun(item.prompt)
+        before, _ = split_unfinished(item.prompt)
         # An environment may have changed or added to what was asked, and an agent may have asked something else.
         is_same = itertools.takewhile(bool, map(operator.eq, before, chat))
         rest = chat[len(list(is_same)) :]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vectorlm.data.encoding import asked, encode, encode_reply, is_messages, split_begun
+from vectorlm.data.encoding import asked, encode, encode_reply, is_messages, split_unfinished
 from vectorlm.errors import EngineError, RolloutError
 from vectorlm.ranks.workers.pool import together
 from vectorlm.rl.environments.hosted import HostedEnvironment
@@ -145,7 +145,7 @@ class GroupSampler:
         prompt, tools = (prompt["prompt"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
         is_chat = is_messages(prompt)
         # What precedes the policy's message, and what it holds so far: what the prompt has begun, replies of text.
-        chat, begun = split_begun(prompt) if is_chat else ([], "")
+        chat, begun = split_unfinished(prompt) if is_chat else ([], "")
         own, contents = begun, []  # The same without replies of text, and the policy's messages so.
         # A truncated turn has not finished what it began to write.
         while not rollout.is_truncated:

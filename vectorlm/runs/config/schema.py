@@ -42,6 +42,7 @@ from vectorlm.settings import (
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
     EvaluationSettings,
+    HandoverSettings,
     KeepSettings,
     LoopSettings,
     ModelSettings,
@@ -49,7 +50,6 @@ from vectorlm.train.settings import (
     ProfileSettings,
     RewardModelSettings,
     ScheduleSettings,
-    TurnSettings,
 )
 
 ALIASES: Mapping[str, str] = {
@@ -66,7 +66,7 @@ class SamplerSettings:
 
     evaluation: EvaluationSettings = inline(EvaluationSettings)
     engine: EngineSettings = inline(EngineSettings)
-    turn: TurnSettings = inline(TurnSettings)
+    turn: HandoverSettings = inline(HandoverSettings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from vectorlm.data.encoding import (
     end_tokens,
     is_messages,
     render_chat,
-    split_begun,
+    split_unfinished,
 )
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import load_plugin
@@ -174,7 +174,7 @@ def call_notes(
     call = ToolCall(tools[0]["function"]["name"], {"x": 1}, id="1" * CALL_ID_LENGTH)
     called, told = message_of("", [call]), tool_message(call, "done")
     prompt: Any = record.prompt
-    chat = split_begun(prompt)[0] if is_messages(prompt) else [{"role": "user", "content": "question"}]
+    chat = split_unfinished(prompt)[0] if is_messages(prompt) else [{"role": "user", "content": "question"}]
     try:
         encode_reply([*chat, called, told], [told], (), tokenizer, tools)
         with_text, with_call = (

@@ -20,7 +20,7 @@ from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.config.value import show
 from vectorlm.sampling.weights.model_size import files_of_index
-from vectorlm.train.lora.load import ADAPTER_CONFIG, base_of, is_adapter_folder, options_of
+from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, options_of
 
 HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 """What may be the name of a model on the Hub; every short relative path looks the same."""

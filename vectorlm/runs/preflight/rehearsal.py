@@ -30,7 +30,7 @@ from vectorlm.sampling.weights.plan import require_same
 from vectorlm.train.checkpoint.export import saved_tensors, write_model
 from vectorlm.train.language_model import inner_model
 from vectorlm.train.load import load_model, load_pretrained, load_scorer, load_tokenizer
-from vectorlm.train.lora.load import add_lora, is_still, merged, unmatched_names
+from vectorlm.train.lora import add_lora, is_still, merged, unmatched_names
 
 REHEARSAL = ".rehearsal-"
 """How the name of the folder begins that a rehearsal removes again."""

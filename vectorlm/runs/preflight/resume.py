@@ -22,7 +22,7 @@ from vectorlm.runs.config.setting import all_settings, to_plain
 from vectorlm.runs.config.value import show
 from vectorlm.settings import PromptSettings
 from vectorlm.train.checkpoint.folder import newest
-from vectorlm.train.lora.load import ADAPTER_CONFIG
+from vectorlm.train.lora import ADAPTER_CONFIG
 from vectorlm.train.optimizers import OPTIMIZERS
 
 FIXED = (

@@ -1,4 +1,4 @@
-"""The export of a trained model in Hugging Face layout."""
+"""Write a trained model as a Hugging Face folder, and convert GGUF files to one."""
 
 from __future__ import annotations
 
@@ -26,59 +26,53 @@ from vectorlm.ranks.wait import report_wait
 from vectorlm.sampling.weights.model_tensors import WRAPPERS
 from vectorlm.sampling.weights.plan import shortened
 from vectorlm.train.checkpoint import folder
-from vectorlm.train.lora.load import STARTING, lasting_name
+from vectorlm.train.lora import STARTING, lasting_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_SHARD = "5GB"
-"""Largest safetensors file; a larger model gets several and an index."""
+"""Largest safetensors file; a larger model gets several files and an index."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""With these errors of a disk there is no room to write anything else."""
+"""Errors of a full disk, after which nothing else can be written."""
 
 
 def save_model(
-    model: nn.Module,
-    folder: str | Path,
-    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    model: nn.Module, folder: str | Path, tokenizer: PreTrainedTokenizerBase | str | Path | None = None
 ) -> None:
-    """Write a model as a folder that transformers, peft and vLLM load; all ranks call it, and rank 0 writes.
+    """Write a model as a folder that transformers, peft and vLLM load; all ranks call this, and rank 0 writes.
 
-    The weights are the trainer's, bit for bit, whatever the layout of the ranks: one process, whole models, FSDP2 with
-    full or hybrid shards, ``DistributedDataParallel``, ``torch.compile``. A shared tensor is written once. Of a PEFT
-    model the adapters alone are written, for ``PeftModel.from_pretrained``. The folder appears, or replaces an older
-    one, when it is complete.
+    The weights equal the trainer's bit for bit, with any layout of the ranks: one process, whole models, FSDP2 with
+    full or hybrid shards, ``DistributedDataParallel``, ``torch.compile``. A shared tensor is written once. For a PEFT
+    model only the adapters are written, for ``PeftModel.from_pretrained``. The folder appears, or replaces an older
+    one, once it is complete.
 
     >>> vectorlm.save_model(model, "models/mine")  # doctest: +SKIP
 
     Args:
         model: A transformers or PEFT model, or one of the wrappers above around it.
-        folder: Where to write.
-        tokenizer: What is saved beside the weights: a tokenizer, or the folder or name to load it from; when omitted,
-            where the model was loaded from.
+        folder: The folder to write.
+        tokenizer: The tokenizer to save, or the folder or name to load it from; by default the folder or name that the
+            model was loaded from.
 
     Raises:
-        TypeError: The model cannot be saved in this layout; the text says what to pass.
-        CheckpointError: The folder cannot be written; no half of it is left. All ranks raise.
+        TypeError: The model has an unsupported layout; the text says what to pass.
+        CheckpointError: The folder cannot be written; no partial folder is left. All ranks raise.
     """
-    export_model(_without_wrappers(model), tokenizer, folder)
-
-
-def _without_wrappers(model: Any) -> Any:
-    """Return the transformers or PEFT model inside wrappers of torch's."""
-    while inner := model._modules.get("_orig_mod", model._modules.get("module")):
-        model = inner
-    if "_fsdp_wrapped_module" in model._modules:
-        raise TypeError("the model is wrapped by FSDP1, which is not supported: use fully_shard (FSDP2).")
-    if not hasattr(model, "save_pretrained"):
+    inner: Any = model
+    while found := inner._modules.get("_orig_mod", inner._modules.get("module")):
+        inner = found
+    if "_fsdp_wrapped_module" in inner._modules:
+        raise TypeError("the model is wrapped by FSDP1, which is not supported. Use fully_shard (FSDP2).")
+    if not hasattr(inner, "save_pretrained"):
         raise TypeError(
-            f"save_model takes a transformers or PEFT model, and {type(model).__name__} has no save_pretrained. If it "
+            f"save_model needs a transformers or PEFT model, but {type(inner).__name__} has no save_pretrained. If it "
             "holds such a model as an attribute, pass that: wrapper.lm, for example."
         )
-    return model
+    export_model(inner, tokenizer, folder)
 
 
-def _tokenizer_of(model: Any, source: str | Path | None) -> PreTrainedTokenizerBase | None:
+def _load_tokenizer(model: Any, source: str | Path | None) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
     if source is not None:
@@ -101,14 +95,14 @@ def export_model(
     path: str | Path,
     card: str | None = None,
 ) -> None:
-    """Write weights (safetensors), configuration and tokenizer to the folder `path`; called on all ranks.
+    """Write weights (safetensors), configuration and tokenizer to the folder `path`; all ranks call this.
 
-    Rank 0 holds one full copy in host memory, the others one tensor at a time. Of a model with adapters only the
-    adapters are written. The folder appears, or replaces an older one, when it is complete. `tokenizer` is as for
-    `save_model`; rank 0's `card` is the README.md.
+    Rank 0 needs host memory for one full copy, the others for one tensor. For a model with adapters only the adapters
+    are written. The folder appears, or replaces an older one, once it is complete. `tokenizer`: see `save_model`; rank
+    0's `card` becomes README.md.
 
     Raises:
-        CheckpointError: The folder cannot be written; no half of it is left. All ranks raise.
+        CheckpointError: The folder cannot be written; no partial folder is left. All ranks raise.
     """
     path = Path(path).absolute()
 
@@ -118,15 +112,20 @@ def export_model(
         with folder.naming(path, "export"):
             try:
                 if isinstance(tokenizer, str | Path | None):
-                    given = _tokenizer_of(model, tokenizer)
-                # Of this folder alone: other programs may be writing beside it.
+                    given = _load_tokenizer(model, tokenizer)
+                # Clean up for this folder only: other programs may write beside it.
                 write_model(model, weights, given, folder.begin(path), card)
                 folder.finish(path)
                 rescued.unlink(missing_ok=True)
             except BaseException as error:
                 shutil.rmtree(folder.unfinished(path), ignore_errors=True)
                 if isinstance(error, Exception) and getattr(error, "errno", None) not in FULL:
-                    _rescue(weights, rescued, error)
+                    try:
+                        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, rescued)
+                        error.add_note(f"The weights alone are in {rescued}.")
+                    except Exception:
+                        with contextlib.suppress(OSError):
+                            rescued.unlink()
                 raise
 
     with report_wait(f"writing the model {path}", is_on=_is_main()):
@@ -140,30 +139,28 @@ def export_model(
 def write_model(
     model: Any, weights: Mapping[str, torch.Tensor], tokenizer: Any, work: Path, card: str | None
 ) -> None:
-    """Write the files of an exported model into the folder `work`; `weights` are what `saved_tensors` names."""
-    of_adapters: dict[str, Any] = {}
+    """Write the files of an exported model into the folder `work`; `weights` are the tensors of `saved_tensors`."""
     adapters = getattr(model, "peft_config", {})
-    # peft leaves it out of an adapter that was added to others.
-    base = next(
-        (each.base_model_name_or_path for each in adapters.values() if each.base_model_name_or_path), None
-    )
-    for name, options in adapters.items():
+    # peft leaves the base model out of an adapter that was added to others.
+    bases = [options.base_model_name_or_path for options in adapters.values()]
+    base = next(filter(None, bases), None)
+    for options in adapters.values():
         own = options.base_model_name_or_path or base
         options.base_model_name_or_path = own and lasting_name(own)
-        if name != STARTING:
-            of_adapters.setdefault("selected_adapters", []).append(name)
+    selected = [name for name in adapters if name != STARTING]
     if adapters:
-        _require_all_in_adapters(model, weights, of_adapters.get("selected_adapters", ()))
+        _require_all_in_adapters(model, weights, selected)
     generation_config: Any = getattr(model, "generation_config", None)
     is_whole = generation_config is not None and not hasattr(model, "peft_config")
     if is_whole:
-        # transformers would refuse to write some that it reads.
+        # transformers refuses to write some generation configs that it reads.
         model.generation_config = type(generation_config)()
     noise: Any = getattr(model, "training_noise", ())
     for config, name, value in noise:
         setattr(config, name, value)
     try:
-        model.save_pretrained(work, state_dict=dict(weights), max_shard_size=MAX_SHARD, **of_adapters)
+        options = {"selected_adapters": selected} if selected else {}
+        model.save_pretrained(work, state_dict=dict(weights), max_shard_size=MAX_SHARD, **options)
     finally:
         for config, name, _ in noise:
             setattr(config, name, 0.0)
@@ -172,25 +169,25 @@ def write_model(
     if is_whole:
         written, named = copy.copy(generation_config), generation_config.eos_token_id
         ends = {named} if isinstance(named, int) else set(named or ())
-        # As it came, unless the engines of the run stopped at more.
+        # Unchanged, unless the engines of the run stop at further tokens.
         if tokenizer is not None and not end_tokens(tokenizer) <= ends:
             written.eos_token_id = sorted(ends | end_tokens(tokenizer))
         written.to_json_file(work / "generation_config.json", keys_to_pop=["compile_config"])
     if tokenizer is not None:
         tokenizer.save_pretrained(work)
         _restore_class(tokenizer, work / "tokenizer_config.json")
-    # peft leaves a template of a card.
+    # peft writes a template of a card.
     (work / "README.md").unlink(missing_ok=True)
     if card is not None:
         (work / "README.md").write_text(card, encoding="utf-8")
 
 
 def _restore_class(tokenizer: Any, path: Path) -> None:
-    """Let a saved tokenizer_config.json name the class that the tokenizer came with, which older releases know."""
+    """Keep the tokenizer's original class in a saved tokenizer_config.json, for older releases of transformers."""
     source = Path(str(getattr(tokenizer, "name_or_path", "")), path.name)
     if not (source.is_file() and path.is_file()):
         return
-    came, saved = (json.loads(each.read_text(encoding="utf-8")) for each in (source, path))
+    came, saved = (json.loads(file.read_text(encoding="utf-8")) for file in (source, path))
     kept = {name: value for name, value in saved.items() if name not in ("is_local", "local_files_only")}
     if "tokenizer_class" in came:
         kept["tokenizer_class"] = came["tokenizer_class"]
@@ -200,7 +197,7 @@ def _restore_class(tokenizer: Any, path: Path) -> None:
 def _require_all_in_adapters(
     model: Any, weights: Mapping[str, torch.Tensor], adapters: Sequence[str]
 ) -> None:
-    """Raise unless what was trained is part of an adapter: peft leaves out a base's own parameters in silence."""
+    """Raise unless all trained tensors belong to an adapter: peft silently omits parameters of the base model."""
     from peft import get_peft_model_state_dict
 
     written = {
@@ -209,22 +206,12 @@ def _require_all_in_adapters(
         for tensor in get_peft_model_state_dict(model, dict(weights), name).values()
     }
     buffers = {name for name, _ in model.named_buffers()}
-    lost = [name for name, each in weights.items() if id(each) not in written and name not in buffers]
+    lost = [name for name, tensor in weights.items() if id(tensor) not in written and name not in buffers]
     if lost:
         raise ValueError(
-            f"{shortened(lost)} of the base model was trained, and a folder of adapters does not hold it. Name its "
-            "layer in modules_to_save, freeze it, or save the merged model: model.merge_and_unload()"
+            f"{shortened(lost)} of the base model was trained, but adapters do not include it. Name its layer in "
+            "modules_to_save, freeze it, or save the merged model: model.merge_and_unload()"
         )
-
-
-def _rescue(weights: Mapping[str, torch.Tensor], path: Path, error: Exception) -> None:
-    """Write the weights alone to the file `path`, and add to `error` where they are."""
-    try:
-        save_file({name: each.contiguous() for name, each in weights.items()}, path)
-        error.add_note(f"The weights alone are in {path}.")
-    except Exception:
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 def _is_main() -> bool:
@@ -232,9 +219,9 @@ def _is_main() -> bool:
 
 
 def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that ``save_pretrained`` writes, in full on rank 0's host and none elsewhere.
+    """Return the whole tensors for ``save_pretrained``, on rank 0's host; other ranks get none.
 
-    A shared parameter comes once, under its first name; frozen weights under adapters are left out.
+    A shared parameter has its first name only; frozen weights under adapters are left out.
     """
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in saved_tensors(model).items():
@@ -247,14 +234,14 @@ def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what is exported of `model`, as its rank holds it."""
-    # Also makes FSDP2 take back the bf16 copies of a forward without backward.
+    """Return the tensors to export, as this rank holds them."""
+    # state_dict() also makes FSDP2 free the bf16 copies of a forward without backward.
     saved = model.state_dict().keys()
     has_adapters = hasattr(model, "peft_config")
-    # PEFT wants a trained tensor that two modules share under both names.
+    # PEFT needs a trained tensor that two modules share under both names.
     named = model.named_parameters(remove_duplicate=not has_adapters)
-    trained = [(name, each) for name, each in named if each.requires_grad or not has_adapters]
-    buffers = [(name, each) for name, each in model.named_buffers() if name in saved]
+    trained = [(name, weight) for name, weight in named if weight.requires_grad or not has_adapters]
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in trained + buffers:
         for part in WRAPPERS:
@@ -264,11 +251,11 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 SOURCE = "gguf_source.txt"
-"""The file in a converted folder that says which GGUF file it was made of."""
+"""The file in a converted folder that identifies its GGUF file."""
 
 
 def is_made_of(folder: Path, file: Path) -> bool:
-    """Return whether `convert_gguf` made `folder` of `file` as it is now, by its size and its time."""
+    """Return whether `convert_gguf` made `folder` from `file` in its present state (size and time)."""
     note = folder / SOURCE
     return note.is_file() and note.read_text(encoding="utf-8") == _source(file)
 
@@ -278,9 +265,7 @@ def _source(file: Path) -> str:
 
 
 def convert_gguf(file: Path, path: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file to the folder `path`, weights in float32.
-
-    Quantised weights become the numbers that they stand for. The folder has its name once it is complete.
+    """Convert a GGUF file to a folder with model and tokenizer at `path`; weights are dequantised to float32.
 
     Raises:
         ConfigError: The file cannot be read, transformers lacks its architecture, tensors of the model are missing, or
@@ -288,36 +273,35 @@ def convert_gguf(file: Path, path: Path) -> None:
         CheckpointError: The folder cannot be written.
     """
     if not is_installed("gguf"):
-        raise ConfigError(f"{file} is a GGUF file, and the package gguf is missing: pip install gguf")
-    import torch
+        raise ConfigError(f"{file} is a GGUF file, which needs the package gguf. Run `pip install gguf`.")
     from gguf import GGUFReader
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     load: Any = AutoModelForCausalLM.from_pretrained
-    # Each of the readers raises its own errors for a file that is cut, or of an unknown architecture.
+    # The readers raise all kinds of errors for a truncated file or an unknown architecture.
     try:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).get_text_config()
         rope: Any = getattr(config, "rope_parameters", None) or {}
-        # Some models have them by the kind of layer.
-        kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+        # Some models have parameters per kind of layer.
+        kinds = {found.get("rope_type") for found in (rope, *rope.values()) if isinstance(found, dict)}
         if kinds - {None} == {"default"} and (scaling := _scaling(GGUFReader(file))) is not None:
             raise ConfigError(
-                f"{file} scales its rotary position embeddings ({scaling}), which transformers does not read from GGUF "
-                "files: the model would compute something else. Use its folder in Hugging Face layout."
+                f"{file} scales its rotary position embeddings ({scaling}), which transformers ignores in GGUF files: "
+                "the model would compute other values. Use its folder in Hugging Face layout."
             )
         read, loading = load(file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True)
         if missing := sorted(loading["missing_keys"]):
-            raise ValueError(f"{len(missing)} tensors of the model are missing, the first is {missing[0]!r}")
+            raise ValueError(f"{len(missing)} tensors of the model are missing, such as {missing[0]!r}")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{file} cannot be read as a GGUF file ({type(error).__name__}: {error}). Download it again if it is cut; "
-            "transformers' documentation lists the architectures that it reads."
+            f"{file} cannot be read as a GGUF file ({type(error).__name__}: {error}). Download it again, or use an "
+            "architecture that transformers reads from GGUF files."
         ) from error
     config = read.config
-    # The model counts as quantised, which cannot be saved, though its weights are whole numbers of float32 now.
+    # The model still counts as quantised, which cannot be saved, although its weights are float32 now.
     del config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -333,8 +317,10 @@ def convert_gguf(file: Path, path: Path) -> None:
 
 
 def _scaling(reader: Any) -> str | None:
-    """Return what scales the rotary position embeddings in a GGUF file: a tensor or a setting."""
-    if found := {"rope_freqs.weight", "rope_factors_long.weight"} & {each.name for each in reader.tensors}:
+    """Return the tensor or setting that scales the rotary position embeddings in a GGUF file; None if there is none."""
+    if found := {"rope_freqs.weight", "rope_factors_long.weight"} & {
+        tensor.name for tensor in reader.tensors
+    }:
         return min(found)
     for name, field in reader.fields.items():
         if name.endswith(".rope.scaling.type") and field.contents() != "none":

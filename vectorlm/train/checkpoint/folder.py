@@ -1,4 +1,4 @@
-"""Folders of a run: complete as soon as they have their name, and shared by all nodes."""
+"""Folders that are complete once they have their final name, their locks, and the checkpoints in them."""
 
 from __future__ import annotations
 
@@ -24,31 +24,24 @@ from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.ranks.engine_ranks import gather
 from vectorlm.ranks.topology import Topology
 
-HELD_PATIENCE_S = 3.0
-"""A run that was killed a moment ago may not be gone yet."""
+LOCK_PATIENCE_S = 3.0
+"""Seconds to wait for a lock: a run that was just killed may still be ending."""
 OF_OTHER_RANKS = re.compile(r"gloo|NCCL|^Dist\w*Error")
-"""How torch says that another rank is gone, or does not come."""
+"""Matches errors of torch because another rank is gone."""
 FAILURES = {
-    "read": (
-        "the checkpoint {} cannot be read",
-        "Delete it, and the run goes on from the one before, or starts over.",
-    ),
-    "write": (
-        "the checkpoint {} cannot be written",
-        "The one before is whole: once the disk can be written to, the same command goes on from it.",
-    ),
-    "export": (
-        "the model {} cannot be written",
-        "No half of it is left: with a checkpoint, the same command writes it once the cause is gone.",
-    ),
+    "read": "the checkpoint {} cannot be read ({}). Delete it to continue from the one before, or to start over.",
+    "write": "the checkpoint {} cannot be written ({}). Fix the cause and run the same command again: the previous "
+    "checkpoint is intact.",
+    "export": "the model {} cannot be written ({}). Fix the cause and run the same command again: no partial folder is "
+    "left.",
 }
-"""What could not be done with a folder, and what to do then."""
+"""Error messages for a folder and a cause."""
 EARLY = "stopped early"
-"""What a run that stopped early notes in its newest checkpoint."""
+"""Content of the file `finished` if the run stopped early."""
 FORMAT = 1
-"""What a checkpoint holds; it goes up when an earlier version could not read a new one."""
+"""Version of the checkpoint format; raised when older versions could not read new checkpoints."""
 PATIENCE_S = 10.0
-"""Network file systems may take some seconds to show another machine's new file."""
+"""Seconds that network file systems may take to show another machine's new file."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +51,21 @@ class FoundCheckpoint:
     step: int
     path: Path
     identity: dict[str, Any]
-    """What it notes of its run."""
+    """Facts about the run, from identity.json."""
     is_finished: bool
-    """Whether the run ended with it and exported its model."""
+    """Whether the run ended here and exported its model."""
     stopped_early: bool = False
-    """Whether it ended before its last step."""
+    """Whether the run ended before its last step."""
 
 
 def steps_in(path: Path) -> list[int]:
     """Return the steps of the complete checkpoints under `path`, in order."""
-    numbers = (each.name.removeprefix("step-") for each in path.glob("step-*"))
+    numbers = (found.name.removeprefix("step-") for found in path.glob("step-*"))
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
 def folder_of(path: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` is."""
+    """Return the folder of the checkpoint of `step`."""
     return path / f"step-{step:08d}"
 
 
@@ -91,8 +84,8 @@ def newest(path: Path) -> FoundCheckpoint | None:
         assert isinstance(identity, dict), "identity.json holds no object"
     if identity.get("format", 0) > FORMAT:
         raise CheckpointError(
-            f"{found} has format {identity['format']}, which a newer version of vectorlm wrote; this one reads up to "
-            f"{FORMAT}. Install that version, or choose another output_dir."
+            f"{found} has format {identity['format']} of a newer vectorlm; this one reads up to {FORMAT}. Install the "
+            "newer version, or choose another output_dir."
         )
     note = found / "finished"
     is_finished = note.exists()
@@ -100,46 +93,44 @@ def newest(path: Path) -> FoundCheckpoint | None:
 
 
 def mark_finished(path: Path, stopped_early: bool = False) -> None:
-    """Note in the newest checkpoint under `path` that its run has exported its model."""
+    """Record in the newest checkpoint under `path` that its run has exported its model."""
     for step in steps_in(path)[-1:]:
         (folder_of(path, step) / "finished").write_text(EARLY if stopped_early else "")
 
 
 @contextlib.contextmanager
 def naming(path: Path, doing: Literal["read", "write", "export"]) -> Iterator[None]:
-    """Name the folder `path` in what the block raises, what to do then, and whether its disk is full.
+    """Turn errors of the block into a `CheckpointError` that names the folder, the cause and a full disk.
 
     Raises:
-        CheckpointError: The block failed, unless only another rank did, or the process is ending.
+        CheckpointError: The block failed, unless another rank caused it, or the process is ending.
     """
     try:
         yield
     except BaseException as error:
-        of_others = OF_OTHER_RANKS.search(f"{type(error).__name__}: {error}")
-        if of_others or isinstance(error, KeyboardInterrupt | SystemExit | CheckpointError):
+        is_foreign = OF_OTHER_RANKS.search(f"{type(error).__name__}: {error}")
+        if is_foreign or isinstance(error, KeyboardInterrupt | SystemExit | CheckpointError):
             raise
-        # torch's CheckpointException, a BaseException, holds what each rank raised; its own first line says nothing.
+        # torch's CheckpointException, a BaseException, holds the ranks' errors; its own first line is useless.
         failures = getattr(error, "failures", {})
         causes = [cause for _, (cause, _) in sorted(failures.items())]
         cause = causes[0] if causes else error
         text = f"{type(cause).__name__}: {cause}"
-        disk = next(each for each in path.absolute().parents if each.exists())
+        disk = next(parent for parent in path.absolute().parents if parent.exists())
         if doing != "read" and not shutil.disk_usage(disk).free:
-            # Not every library that writes says so.
+            # Not all libraries report it.
             text = f"No space left on device: {text}"
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        written = (each.stat().st_size for each in unfinished(path).rglob("*") if each.is_file())
+        written = (file.stat().st_size for file in unfinished(path).rglob("*") if file.is_file())
         if doing != "read" and limit != resource.RLIM_INFINITY and max(written, default=0) >= limit:
             text = f"File too large: this process may write files of {limit:,} bytes (ulimit -f): {text}"
-        what, fix = FAILURES[doing]
-        notes = " ".join(["", *getattr(error, "__notes__", ())])
-        text = f"{what.format(path)} ({text}). {fix}{notes}"
-        raise CheckpointError(text).of_rank(min(failures, default=None)) from error
+        message = " ".join([FAILURES[doing].format(path, text), *getattr(error, "__notes__", ())])
+        raise CheckpointError(message).of_rank(min(failures, default=None)) from error
 
 
 @contextlib.contextmanager
 def naming_the_full_disk(path: str) -> Iterator[None]:
-    """Say of an error for want of space where that was: Python says so only where a file is opened."""
+    """Add `path` to errors about a full disk: Python names a file only in errors of open()."""
     try:
         yield
     except OSError as error:
@@ -149,7 +140,7 @@ def naming_the_full_disk(path: str) -> Iterator[None]:
 
 
 def digests(path: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of each of the files below `path`, by its name; empty for one that cannot be read."""
+    """Return the SHA-256 of files below `path` by name; "" for a file that cannot be read."""
     found = {}
     for name in names:
         found[name] = ""
@@ -159,12 +150,12 @@ def digests(path: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def unfinished(path: Path) -> Path:
-    """Return where the folder `path` is written; readers never look there."""
+    """Return the hidden folder in which `path` is written."""
     return path.with_name(f".{path.name}.unfinished")
 
 
 def begin(path: Path, names: str | None = None) -> Path:
-    """Make an empty folder to write `path` in; remove what killed runs left of it, or of folders called `names`."""
+    """Make an empty folder to write `path` in; clean up after killed runs, for `path` or all folders named `names`."""
     names = names or glob.escape(path.name)
     for replaced in path.parent.glob(f".{names}.replaced"):
         name = path.with_name(replaced.name[1:].removesuffix(".replaced"))
@@ -173,7 +164,7 @@ def begin(path: Path, names: str | None = None) -> Path:
     work = unfinished(path)
     for ending in ("unfinished", "retired", "replaced"):
         for leftover in path.parent.glob(f".{names}.{ending}"):
-            # Its own folder says why it stays: the file system may be read-only.
+            # An error for `work` itself names the cause, such as a read-only file system.
             shutil.rmtree(leftover, ignore_errors=leftover != work)
     work.mkdir(parents=True)
     return work
@@ -182,12 +173,11 @@ def begin(path: Path, names: str | None = None) -> Path:
 def finish(path: Path) -> None:
     """Rename the `unfinished` folder of `path` to `path`, replacing an older one.
 
-    Everything in it is on disk by then: a folder with its final name is complete even after a power cut.
+    Its files are on the disk before: a folder with its final name is complete even after a power cut.
     """
     work = unfinished(path)
-    for each in work.rglob("*"):
-        _sync(each)
-    _sync(work)
+    for item in [*work.rglob("*"), work]:
+        _sync(item)
     replaced = path.with_name(f".{path.name}.replaced")
     if path.exists():
         os.replace(path, replaced)
@@ -196,30 +186,30 @@ def finish(path: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-_held: set[int] = set()
-"""The descriptors of the folders that this process holds."""
+_locked: set[int] = set()
+"""Descriptors of the folders that this process has locked."""
 
 
 def _let_go() -> None:
-    """Close what a fork inherited: a helper that user code has started must not hold the folder beyond its run."""
-    for descriptor in _held:
+    """Close the inherited locks after a fork: a helper process of user code must not keep them beyond the run."""
+    for descriptor in _locked:
         os.close(descriptor)
-    _held.clear()
+    _locked.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)
 
 
 @contextlib.contextmanager
-def held(path: Path, patience_s: float = HELD_PATIENCE_S) -> Iterator[None]:
-    """Keep other runs out of the folder `path` for the block; it is made, and gets no file.
+def locked(path: Path, patience_s: float = LOCK_PATIENCE_S) -> Iterator[None]:
+    """Lock the folder `path` against other runs during the block; the folder is made, but gets no lock file.
 
     Raises:
-        ConfigError: Another run holds it, and goes on holding it for `patience_s`.
+        ConfigError: Another run has locked it, and does not release it within `patience_s`.
     """
     path.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDONLY)
-    _held.add(descriptor)
+    _locked.add(descriptor)
     deadline = time.monotonic() + patience_s
     try:
         while True:
@@ -228,7 +218,7 @@ def held(path: Path, patience_s: float = HELD_PATIENCE_S) -> Iterator[None]:
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"train_parameters.output_dir='{path}' is in use by another run. Wait for its end, or name "
+                        f"train_parameters.output_dir='{path}' is in use by another run. Wait for its end, or choose "
                         "another folder."
                     ) from error
                 time.sleep(0.1)
@@ -240,26 +230,26 @@ def held(path: Path, patience_s: float = HELD_PATIENCE_S) -> Iterator[None]:
             break
         yield
     finally:
-        if descriptor in _held:
-            _held.remove(descriptor)
+        if descriptor in _locked:
+            _locked.remove(descriptor)
             os.close(descriptor)
 
 
-def is_held(path: Path, patience_s: float = HELD_PATIENCE_S) -> bool:
-    """Whether a run holds the folder `path`, and goes on holding it for `patience_s`."""
+def is_locked(path: Path, patience_s: float = LOCK_PATIENCE_S) -> bool:
+    """Whether a run has locked the folder `path`, and does not release it within `patience_s`."""
     if not path.is_dir():
         return False
     try:
-        with held(path, patience_s):
+        with locked(path, patience_s):
             return False
     except ConfigError:
         return True
 
 
 def retire(path: Path) -> None:
-    """Delete a complete folder; it is renamed first, so that no reader finds half of it.
+    """Delete a complete folder; it is renamed first, so that no reader finds a partial one.
 
-    A link is removed and what it leads to left alone. What cannot be deleted is no reason to end a run.
+    A link is removed without its target. If the folder cannot be deleted, this only warns.
     """
     if path.is_symlink():
         path.unlink()
@@ -273,10 +263,11 @@ def retire(path: Path) -> None:
 
 
 def require_shared(path: str | Path, topology: Topology) -> None:
-    """Make the folder `path` on rank 0 and check that all nodes see it; called on all ranks.
+    """Make the folder `path` on rank 0 and check that all nodes see it; all ranks call this.
 
-    Raises a `CheckpointError` on every rank if a rank does not see rank 0's folder: each rank writes its own shards of
-    a checkpoint, so no node would have all of them.
+    Raises:
+        CheckpointError: A node does not see rank 0's folder; all ranks raise. Each rank writes its own shards of a
+            checkpoint, so no node would have all of them.
     """
     if topology.num_nodes == 1:
         return
@@ -285,7 +276,7 @@ def require_shared(path: str | Path, topology: Topology) -> None:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
     try:
-        # Nobody looks before it is there: a network file system may remember for a while what it did not find.
+        # Look only after the file exists: network file systems may cache that a file is missing.
         name = gather(topology, marker.name)[0]
         deadline = time.monotonic() + PATIENCE_S
         while not (sees := Path(path, name).exists()) and time.monotonic() < deadline:
@@ -298,9 +289,8 @@ def require_shared(path: str | Path, topology: Topology) -> None:
     if blind:
         nodes = f"node {blind[0]} does" if len(blind) == 1 else f"nodes {', '.join(map(str, blind))} do"
         raise CheckpointError(
-            f"{nodes} not see the output_dir {path} of node 0: each rank writes its shards of a checkpoint, so all "
-            "nodes must share the folder. Use a folder on a shared file system, or set "
-            "train_parameters.checkpointing_enabled=False."
+            f"{nodes} not see the output_dir {path} of node 0, but all nodes must share it: each rank writes its "
+            "shards there. Use a shared file system, or set train_parameters.checkpointing_enabled=False."
         )
 
 

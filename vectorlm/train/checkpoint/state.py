@@ -1,13 +1,15 @@
-"""The checkpoints of a run: everything that a killed run needs to continue as if it had not been killed."""
+"""Checkpoints: the complete state of a run, from which a killed run continues bit for bit."""
 
 from __future__ import annotations
 
 import json
+import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,28 +24,27 @@ from torch.distributed.checkpoint.state_dict import (
 
 from vectorlm.ranks.wait import report_wait
 from vectorlm.train.checkpoint import folder
-from vectorlm.train.random_state import capture_rng, restore_rng
 from vectorlm.types import TrainedModel
 
 DIGESTS = "files.json"
-"""Names and digests of the files of a checkpoint."""
+"""The file with the digests of all files of a checkpoint."""
 
-# Frozen weights are loaded from the model's folder again; a LoRA checkpoint holds only the adapters.
+# Frozen weights come from the model's folder; a LoRA checkpoint holds only the adapters.
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class CheckpointStore:
-    """The checkpoints under one folder, ``step-00000040/`` and so on; the newest ones are kept, and the best.
+    """The checkpoints in a folder, ``step-00000040/`` and so on; keeps the newest ones and the best one.
 
-    A checkpoint holds the shards of the weights and of the optimizer's state, and for each rank its random
-    generators and the loop's own state. It gets its name when all ranks have written, and notes the digest of each
-    file. `save` and `load` are collective.
+    A checkpoint holds the shards of the weights and of the optimizer's state, each rank's random generators and loop
+    state, and the digest of every file. It gets its final name when all ranks have written. `save` and `load` are
+    collective.
 
     Args:
         path: The folder; it need not exist.
-        identity: What each checkpoint notes of the run, as JSON values.
-        num_kept: Newest checkpoints that stay on disk, >= 1.
-        best_step: Returns the step of a checkpoint that stays too, or None.
+        identity: Facts about the run that each checkpoint records, as JSON values.
+        num_kept: Number of newest checkpoints to keep, >= 1.
+        best_step: Returns the step of the best checkpoint, which is kept too, or None.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class CheckpointStore:
         self._num_kept, self._best_step = num_kept, best_step
 
     def save(self, step: int, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`, with this rank's `loop` state of tensors and plain values.
+        """Write the checkpoint of `step`; `loop` is this rank's loop state, of tensors and plain values.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -76,7 +77,7 @@ class CheckpointStore:
                 identity = {**self._identity, "format": folder.FORMAT, "best_step": best}
                 (work / "identity.json").write_text(json.dumps(identity, indent=2))
             dist.barrier()
-            # torch reads its files without looking at their checksums.
+            # torch does not verify its files when it reads them.
             written = _digests(work, _files(work))
             if rank == 0:
                 (work / DIGESTS).write_text(json.dumps(written, indent=2))
@@ -87,12 +88,12 @@ class CheckpointStore:
             dist.barrier()
 
     def load(self, step: int, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
-        """Restore models, optimizers and random generators of `step`; return what was saved as `loop`.
+        """Restore models, optimizers and random generators of `step`; return the saved `loop`.
 
-        The number of ranks may have changed: a new rank keeps its random generators and gets rank 0's `loop`.
+        The number of ranks may differ: a new rank keeps its random generators and gets rank 0's `loop`.
 
         Raises:
-            CheckpointError: The checkpoint cannot be read, or is not as it was written.
+            CheckpointError: The checkpoint cannot be read, or a file has changed.
         """
         source, rank = folder.folder_of(self._path, step), dist.get_rank()
         with folder.naming(source, "read"), report_wait(f"reading the checkpoint {source}", is_on=rank == 0):
@@ -101,12 +102,11 @@ class CheckpointStore:
             paths = dcp.FileSystemReader(source / "shards").read_metadata().planner_data
             written = {path[:4] for path in paths.values()}
             for name, state in states.items():
-                # An optimizer keeps nothing for a weight that got no gradient, and torch makes up a state here.
+                # torch makes up a state for weights without a gradient, for which the optimizer has saved none.
                 by_weight = state.get("optimizer", {}).get("state", {})
-                for weight in [
-                    each for each in by_weight if (name, "optimizer", "state", each) not in written
-                ]:
-                    del by_weight[weight]
+                for weight in list(by_weight):
+                    if (name, "optimizer", "state", weight) not in written:
+                        del by_weight[weight]
             dcp.load(states, checkpoint_id=source / "shards")
             is_new = not (source / f"rank-{rank}.pt").exists()
             saved = torch.load(source / f"rank-{0 if is_new else rank}.pt", weights_only=True)
@@ -122,18 +122,18 @@ class CheckpointStore:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Load the policy's weights from the checkpoint `path`; called on all ranks, or without any.
+    """Load the policy's weights from the checkpoint `path`; all ranks call this, or a single process.
 
-    Of a model with adapters only the trained tensors are there, and the others stay as they are.
+    For a model with adapters, only the trained tensors are loaded.
 
     Raises:
-        CheckpointError: The checkpoint cannot be read, or is not as it was written.
+        CheckpointError: The checkpoint cannot be read, or a file has changed.
     """
     with folder.naming(path, "read"):
         _require_as_written(path)
         state = {"policy": {"model": get_model_state_dict(model, options=_OPTIONS)}}
         with warnings.catch_warnings():
-            # That there are no ranks is meant.
+            # A single process without ranks is intended.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.load(state, checkpoint_id=path / "shards")
         set_model_state_dict(model, state["policy"]["model"], options=_OPTIONS)
@@ -143,12 +143,12 @@ def _require_as_written(path: Path) -> None:
     written = json.loads((path / DIGESTS).read_text())
     present = _digests(path, sorted({*written, *_files(path)} - {DIGESTS, "finished"}))
     if spoiled := [name for name in present if written.get(name) != present[name]]:
-        raise ValueError(f"{', '.join(spoiled)} is not as it was written")
+        raise ValueError(f"{', '.join(spoiled)} has changed since it was written")
 
 
 def _files(path: Path) -> list[str]:
     """Return the names of all files below `path`."""
-    return sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file())
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
 
 
 def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
@@ -162,19 +162,19 @@ def _digests(path: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def state_of(trained: TrainedModel) -> dict[str, Any]:
-    """Return a model's state for a checkpoint, as tensors that `set_state` reads back."""
+    """Return a model's state for a checkpoint; `set_state` restores it."""
     if trained.optimizer is None:
         return {"model": get_model_state_dict(trained.model)}
     is_fresh = _is_fresh(trained)
     weights, optimizer_state = get_state_dict(trained.model, trained.optimizer, options=_OPTIONS)
     if is_fresh:
-        # To have a state to return, torch made a step itself, which would count in Adam's bias correction.
+        # torch made a step to create the state, which would count in Adam's bias correction.
         trained.optimizer.state.clear()
     return {"model": weights, "optimizer": optimizer_state}
 
 
 def set_state(trained: TrainedModel, state: dict[str, Any]) -> None:
-    """Restore model and optimizer from a `state_of`; of the optimizer's arguments only the learning rate."""
+    """Restore model and optimizer from `state_of`; only the learning rate replaces an argument of the optimizer."""
     if trained.optimizer is None:
         set_model_state_dict(trained.model, state["model"])
         return
@@ -186,5 +186,29 @@ def set_state(trained: TrainedModel, state: dict[str, Any]) -> None:
 
 
 def _is_fresh(trained: TrainedModel) -> bool:
-    """Return whether the optimizer has made no step yet."""
+    """Return whether the optimizer has not made a step yet."""
     return trained.optimizer is not None and not trained.optimizer.state
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the states of the random generators of Python, NumPy, torch and CUDA, as tensors and plain values."""
+    version, words, spare = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    inner = numpy_state["state"]
+    return {
+        "python": [version, list(words), spare],
+        "numpy": numpy_state | {"state": inner | {"key": inner["key"].tolist()}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Restore all random generators from `capture_rng`."""
+    version, words, spare = state["python"]
+    random.setstate((version, tuple(words), spare))
+    key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state(state["numpy"] | {"state": state["numpy"]["state"] | {"key": key}})
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,4 +1,4 @@
-"""Handing the devices over between the trainer and its engine."""
+"""Hand the devices over between the trainer and its engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vectorlm.settings import require_choice
 from vectorlm.types import Engine, InFlight, UpdateReport
 
 SleepMode = Literal["none", "kv_cache", "all"]
-"""What the engine frees while the trainer works."""
+"""The memory that the engine frees while the trainer works."""
 RAISED_ON_ALL_RANKS = (EngineError, RankMismatch, WeightMismatch)
 ENGINE_IS_GONE = (EngineDied, EngineTimeout)
 
 
 def put_to_sleep(engine: Engine, sleep: SleepMode) -> None:
-    """Put as much of `engine` to sleep as `sleep` says; called on all ranks."""
+    """Free the memory of `engine` that `sleep` names; all ranks call this."""
     if sleep != "none":
         engine.sleep(weights=sleep == "all", kv_cache=True)
 
@@ -54,66 +54,63 @@ class DeviceTurn:
         in_flight: InFlight = "refuse",
         topology: Topology | None = None,
     ) -> None:
-        """Put the engine to sleep, so that the turn is the trainer's; called on all ranks.
+        """Put the engine to sleep, so that the trainer has the devices; all ranks call this.
 
         Args:
             engine: Awake or asleep; on CUDA built with ``enable_sleep_mode=True`` unless `sleep` is `none`.
             model: The trained model, whose weights the engine samples with.
-            optimizer: Guarded against steps out of turn.
-            sleep: What the engine frees while the trainer works: nothing, its KV cache, or its weights too.
+            optimizer: Its steps raise while the engine has the devices.
+            sleep: The memory that the engine frees while the trainer works: none, its KV cache, or its weights too.
             offload_optimizer: Keep the optimizer's state and the gradients on the host while the engine works.
-            in_flight: What happens to requests in flight when new weights arrive; see `Engine.update`. All but
-                `refuse` need an engine that stays awake.
-            topology: This rank's place; read from the environment when omitted.
+            in_flight: The fate of requests in flight when new weights arrive; see `Engine.update`. All but `refuse`
+                need an engine that stays awake.
+            topology: This rank's place; read from the environment if omitted.
 
         Raises:
-            ValueError: `sleep` is unknown, `in_flight` keeps requests that it would lose, or there is no optimizer to
-                offload.
-            EngineError: The engine cannot sleep; the text says why.
+            ValueError: `sleep` is unknown, `in_flight` needs sleep='none', or there is no optimizer to offload.
+            EngineError: The engine cannot sleep; the text gives the reason.
         """
         require_choice("sleep", sleep, SleepMode)
         if sleep != "none" and in_flight != "refuse":
             raise ValueError(
-                f"in_flight={in_flight!r} needs sleep='none': an engine that sleeps holds no requests."
+                f"in_flight={in_flight!r} needs sleep='none': a sleeping engine drops its requests."
             )
         if offload_optimizer and optimizer is None:
             raise ValueError("offload_optimizer=True needs the optimizer: pass optimizer=….")
         topology = Topology.from_environment() if topology is None else topology
-        self.engine = engine
-        self._model = model
-        self._sleep = sleep
-        self._in_flight = in_flight
+        self.engine, self._model = engine, model
+        self._sleep, self._in_flight = sleep, in_flight
         self._topology = topology
         self._offload = Offload(optimizer, topology.device) if optimizer and offload_optimizer else None
         self._step: int | None = None
         self.swapped_at: float | None = None
-        """When the engine got its newest weights, in seconds of ``time.perf_counter``."""
+        """Time of the engine's last new weights, in seconds of ``time.perf_counter``."""
         self.busy: list[tuple[float, float]] = []
-        """When the engine computed, by its own reports, as (start, end); the reader empties the list."""
+        """Spans in which the engine computed, as it reports them: (start, end). The reader empties the list."""
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._refuse_step)
         put_to_sleep(engine, sleep)
 
     @contextmanager
     def sampling(self, step: int) -> Iterator[UpdateReport]:
-        """Give the engine the devices and the weights of `step` for a block; called on all ranks.
+        """Give the engine the devices and the weights of `step` for a block; all ranks call this.
 
-        The order needs least memory: the optimizer leaves the device, the engine's weights wake and are replaced, its
+        The order minimises memory: the optimizer leaves the device, the engine's weights wake and are replaced, its
         KV cache wakes, the block runs, the engine sleeps, the optimizer returns. Gradients survive the block.
 
         Args:
             step: The version of the weights, as for `Engine.update`.
 
         Yields:
-            What the hot swap did.
+            The report of the hot swap.
 
         Raises:
-            OutOfTurn: A sampling block is open already.
-            VectorLMError: As for `Engine.update`, `sleep` and `wake_up`.
+            OutOfTurn: A sampling block is already open.
+            VectorLMError: See `Engine.update`, `sleep` and `wake_up`.
         """
         if self._step is not None:
             raise OutOfTurn(
-                f"sampling at step {step} began inside the sampling of step {self._step}: end that block first."
+                f"sampling at step {step} was opened inside the sampling of step {self._step}. End that block first."
             )
         self._step = step
         try:
@@ -127,7 +124,7 @@ class DeviceTurn:
                 self.swapped_at = time.perf_counter()
                 self.busy += report.busy
             if self._sleep != "none":
-                # The update's own temporaries are in the cache by now.
+                # The update has left temporaries in the cache.
                 self._empty_cache()
                 self.engine.wake_up(weights=False, kv_cache=True)
             yield report
@@ -142,37 +139,37 @@ class DeviceTurn:
             self._step = None
 
     def _empty_cache(self) -> None:
-        """Return what torch keeps for later: the engine's process cannot use it."""
+        """Free torch's cached memory, which the engine's process could not use."""
         if self._topology.is_cuda and self._sleep != "none":
             torch.cuda.empty_cache()
 
     def _recover(self, error: BaseException) -> None:
-        """Put the engine to sleep after an error that all ranks have.
+        """Put the engine to sleep after an error that all ranks raise.
 
-        After an error of this rank alone it stays awake: the other ranks would not join the call, and the next block
-        may begin with an engine that is awake.
+        After an error of this rank alone the engine stays awake, because the other ranks would not join the call. The
+        next block may start with an engine that is awake.
         """
         on_all_ranks = self._topology.world_size == 1 or isinstance(error, RAISED_ON_ALL_RANKS)
         if on_all_ranks and not isinstance(error, ENGINE_IS_GONE):
             try:
                 put_to_sleep(self.engine, self._sleep)
             except EngineError as second:
-                error.add_note(f"Afterwards the engine could not be put to sleep: {second}")
+                error.add_note(f"Then the engine could not be put to sleep: {second}")
 
     def _refuse_step(self, *_: Any) -> None:
         if self._step is not None:
             raise OutOfTurn(
-                f"an optimizer step was made inside the sampling of step {self._step}, while the device is the "
-                "engine's: make it after that block."
+                f"an optimizer step was made inside the sampling of step {self._step}, while the engine has the "
+                "devices. Make it after that block."
             )
 
 
 class Offload:
-    """Moves the state and the gradients of an optimizer out of the device's memory, and back, bit for bit.
+    """Moves the state and the gradients of an optimizer from the device to the host and back, bit for bit.
 
-    Memory moves, not tensors: storages are emptied and later filled again, so every tensor that the optimizer, a
-    checkpoint or FSDP2 holds (shards and views of one flat buffer included) stays the same object. In between their
-    values must not be used. On CPU the same happens between two places of host memory.
+    Memory moves, not tensors: storages are emptied and later filled again. Every tensor that the optimizer, a
+    checkpoint or FSDP2 refers to (shards and views of one flat buffer included) stays the same object. While the state
+    is on the host, these tensors must not be used. On CPU, both places are host memory.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: str) -> None:
@@ -182,11 +179,11 @@ class Offload:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are off the device now."""
+        """Bytes that are on the host now."""
         return sum(host.numel() for _, host in self._parked)
 
     def move_out(self) -> None:
-        """Copy everything to the host and free it on the device; a second call moves only what is new."""
+        """Copy everything to the host and free it on the device; a second call moves only new tensors."""
         is_cuda = self._device.type == "cuda"
         if is_cuda:
             # FSDP2 writes gradients on another stream.
@@ -196,7 +193,7 @@ class Offload:
             return
         sizes = [storage.nbytes() for storage in storages]
         if self._parked or self._host.numel() < sum(sizes):
-            # One block for all, and for the next time; what is parked keeps an earlier one alive.
+            # One block for all tensors, reused next time; parked tensors keep an earlier block alive.
             self._host = _host_block(sum(sizes), is_cuda)
         for storage, host in zip(storages, self._host[: sum(sizes)].split(sizes), strict=True):
             host.copy_(_bytes_of(storage))
@@ -204,7 +201,7 @@ class Offload:
             storage.resize_(0)
 
     def move_back(self) -> None:
-        """Put everything back; where memory runs out, the rest stays out and a second call tries again."""
+        """Copy everything back; if memory runs out, the rest stays on the host and a second call retries."""
         while self._parked:
             storage, host = self._parked[-1]
             storage.resize_(host.numel())
@@ -212,29 +209,29 @@ class Offload:
             self._parked.pop()
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Return the memory behind the optimizer's tensors, each storage once, without the weights."""
-        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
-        weights = {storage.data_ptr() for each in parameters for storage in _storages_of(each)}
-        held = [self._optimizer.state, [each.grad for each in parameters]]
+        """Return the storages of the optimizer's tensors, each once, without the weights."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        weights = {storage.data_ptr() for storage in _storages_of(parameters)}
+        gradients = [parameter.grad for parameter in parameters]
         found = {
             storage.data_ptr(): storage
-            for storage in _storages_of(held)
+            for storage in _storages_of([self._optimizer.state, gradients])
             if storage.device.type == self._device.type and storage.resizable() and storage.nbytes()
         }
         return [storage for address, storage in found.items() if address not in weights]
 
 
 def _host_block(num_bytes: int, is_pinned: bool) -> torch.Tensor:
-    """Return host memory; only pinned memory is copied from and to a CUDA device at full speed."""
+    """Allocate host memory; only pinned memory is copied from and to a CUDA device at full speed."""
     block = torch.empty(num_bytes, dtype=torch.uint8)
     if is_pinned:
-        # torch's own allocator would round up to a power of two, 57 GiB to 64.
+        # torch's own allocator rounds up to a power of two: 57 GiB to 64.
         pin(block)
     return block
 
 
 def _storages_of(value: Any) -> Iterator[torch.UntypedStorage]:
-    """Walk through containers, and through DTensors and other tensors made of tensors."""
+    """Yield the storages of all tensors in a container; DTensors and other wrappers are unwrapped."""
     if isinstance(value, torch.Tensor):
         if is_traceable_wrapper_subclass(value):
             names, _ = value.__tensor_flatten__()
@@ -244,8 +241,8 @@ def _storages_of(value: Any) -> Iterator[torch.UntypedStorage]:
     elif isinstance(value, Mapping):
         yield from _storages_of(list(value.values()))
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _storages_of(each)
+        for item in value:
+            yield from _storages_of(item)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
