@@ -167,7 +167,7 @@ def optimal_token_advantages(
     """
     shape = (-1, group_size, mask.shape[1])
     is_there = mask.view(shape)
-    returns = torch.where(mask, token_rewards, 0.0).flip(1).cumsum(1).flip(1).view(shape)
+    returns = returns_to_go(token_rewards, mask).view(shape)
     norms = gradient_norms if weights is None else gradient_norms * weights.square()
     norms = torch.where(is_there, torch.where(mask, norms, 0.0).cumsum(1).view(shape), 0.0)
     baseline = (norms * returns).sum(dim=1) / norms.sum(dim=1).clamp(min=torch.finfo(norms.dtype).tiny)
@@ -194,6 +194,11 @@ def batch_advantages(
     return group_advantages(rewards.reshape(1, -1), valid=row_valid, eps=eps).view_as(rewards)
 
 
+def returns_to_go(token_rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sum the rewards in the mask from each token on, float [B, T]."""
+    return torch.where(mask, token_rewards, 0.0).flip(1).cumsum(1).flip(1)
+
+
 def return_advantages(token_rewards: torch.Tensor, mask: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Compare the return of each token, its reward and all later ones', with the mean of the batch.
 
@@ -203,7 +208,7 @@ def return_advantages(token_rewards: torch.Tensor, mask: torch.Tensor, eps: floa
 
     Source: Hu 2025 (REINFORCE++), arXiv:2501.03262, where mean and deviation are over tokens.
     """
-    returns = torch.where(mask, token_rewards, 0.0).flip(1).cumsum(1).flip(1)
+    returns = returns_to_go(token_rewards, mask)
     weights = mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
     num_rows = mask.any(dim=1).sum()
     if num_rows < 2 or is_constant(returns.view(1, -1), mask.view(1, -1)):

@@ -7,7 +7,6 @@ Nothing here imports torch, which reading a config does without.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -207,44 +206,6 @@ class OnlineDPOSettings(ReferenceSettings):
 @dataclass(frozen=True, kw_only=True)
 class DistillationSettings(ReductionSettings, SurrogateSettings):
     """On-policy distillation's."""
-
-
-SETTINGS: Mapping[str, AlgorithmSettings] = {
-    "best_of_k": ReductionSettings(),
-    "cispo": CISPOSettings(clip_low=1.0, clip_high=4.0),
-    "clip_cov": ClipCovSettings(),
-    "copg": ReferenceSettings(),
-    "dapo": GRPOSettings(clip_high=0.28, dynamic_sampling=True),
-    "dppo_kl": DPPOSettings(divergence_bound=0.05),
-    "dppo_tv": DPPOSettings(),
-    "dr_grpo": GRPOSettings(reduction="sequence_sum_fixed", scale_rewards="none"),
-    "gdpo": ClippedSettings(reduction="sequence_mean_token_mean"),
-    "gmpo": GMPOSettings(clip_low=0.3297, clip_high=0.4918),
-    "gpg": TokenSettings(),
-    "grpo": GRPOSettings(reduction="sequence_mean_token_mean"),
-    "gspo": GRPOSettings(
-        reduction="sequence_mean_token_mean",
-        importance_sampling_level="sequence",
-        clip_low=3e-4,
-        clip_high=4e-4,
-    ),
-    "kl_cov": KLCovSettings(covariance_share=2e-3),
-    "lite_ppo": GRPOSettings(scale_rewards="batch"),
-    "on_policy_distillation": DistillationSettings(),
-    "online_dpo": OnlineDPOSettings(),
-    "opo": TokenSettings(reduction="sequence_mean_token_sum"),
-    "otb": TokenSettings(reduction="sequence_mean_token_sum"),
-    "pass_at_k": PassAtKSettings(),
-    "ppo": PPOSettings(whiten_advantages=True),
-    "proximal_rloo": ProximalRLOOSettings(),
-    "reinforce": TokenSettings(reduction="sequence_mean_token_sum"),
-    "reinforce_pp": ClippedSettings(),
-    "remax": TokenSettings(reduction="sequence_mean_token_sum"),
-    "rloo": TokenSettings(reduction="sequence_mean_token_sum"),
-    "sapo": SAPOSettings(reduction="sequence_mean_token_mean"),
-    "vespo": VESPOSettings(),
-}
-"""Where each algorithm starts, and by its class which settings it has; a config's values win."""
 
 
 @dataclass(frozen=True, kw_only=True)
