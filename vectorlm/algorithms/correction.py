@@ -89,7 +89,13 @@ def importance_weights(
         kept = kept & (compared >= (0.0 if low is None else low))
         kept = kept & (compared <= (torch.inf if high is None else high))
     weights = torch.where(kept, weights, 0.0)
-    return (_normalised(weights, kept, level) if normalise else weights), kept
+    if normalise:
+        if level == "token":
+            mean = weights.sum() / kept.sum().clamp(min=1)
+        else:
+            mean = masked_mean(weights, kept).sum() / kept.any(dim=1).sum().clamp(min=1)
+        weights = weights / torch.where(mean > 0, mean, 1.0)
+    return weights, kept
 
 
 def rejection_mask(
@@ -127,7 +133,10 @@ def rejection_mask(
         require_choice("level", level, GateLevel)
         if bound is None or bound < 0:
             raise ValueError(f"bound={bound} must be at least 0: it is the largest {divergence} that passes.")
-        distances = _divergence(log_ratios, old_logprobs, sampler_logprobs, divergence)
+        if divergence == "k2" or divergence == "k3":
+            distances = kl_estimate(-log_ratios, torch.zeros_like(log_ratios), divergence)
+        else:
+            distances = binary_divergence(old_logprobs, sampler_logprobs, divergence)
         # NaN, in the sum, mean or maximum too, is not below a bound.
         distances = torch.where(mask.bool(), distances + 0 * log_ratios, 0.0)
         match level:
@@ -198,23 +207,6 @@ def _log_ratios(
     finite = difference.nan_to_num(nan=torch.nan, posinf=INFINITE_LOG_RATIO, neginf=-INFINITE_LOG_RATIO)
     log_ratios = torch.where(mask.bool(), finite, 0.0)
     return log_ratios, mask.bool() & ~log_ratios.isnan()
-
-
-def _normalised(weights: torch.Tensor, kept: torch.Tensor, level: RatioLevel) -> torch.Tensor:
-    """Divide by the mean over kept tokens, or over kept rows of their mean weight."""
-    if level == "token":
-        mean = weights.sum() / kept.sum().clamp(min=1)
-    else:
-        mean = masked_mean(weights, kept).sum() / kept.any(dim=1).sum().clamp(min=1)
-    return weights / torch.where(mean > 0, mean, 1.0)
-
-
-def _divergence(
-    log_ratios: torch.Tensor, old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, kind: Divergence
-) -> torch.Tensor:
-    if kind == "k2" or kind == "k3":
-        return kl_estimate(-log_ratios, torch.zeros_like(log_ratios), kind)
-    return binary_divergence(old_logprobs, sampler_logprobs, kind)
 
 
 def _effective_share(weights: torch.Tensor) -> torch.Tensor:

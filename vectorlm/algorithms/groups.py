@@ -17,10 +17,7 @@ from vectorlm.settings import require_choice
 
 
 def group_advantages(
-    rewards: torch.Tensor,
-    scale: RewardScale = "group",
-    valid: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    rewards: torch.Tensor, scale: RewardScale = "group", valid: torch.Tensor | None = None, eps: float = 1e-6
 ) -> torch.Tensor:
     """Compare each completion with the mean of its group: (r - mean) / (std + eps).
 

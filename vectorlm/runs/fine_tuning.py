@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from torch import nn
 
-from vectorlm.algorithms.offline import PAIR_LOSSES
+from vectorlm.algorithms.preference import PAIR_LOSSES
 from vectorlm.data.loader import StepLoader
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.models import disable_dropout, require_quiet

@@ -219,11 +219,7 @@ def _open_sinks(
     resume_step = None if resumption is None else resumption.step
     first_step = resume_step or 0
     save_start(
-        run.output,
-        run.topology.world_size,
-        run.topology.device,
-        num_steps=num_steps,
-        first_step=first_step,
+        run.output, run.topology.world_size, run.topology.device, num_steps=num_steps, first_step=first_step
     )
     progress = ProgressSink(num_steps, initial_step=first_step)
     sinks: list[Sink] = [JsonlSink(run.output / "metrics.jsonl", resume_step), progress]

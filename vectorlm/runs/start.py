@@ -201,9 +201,7 @@ def merge_of_run(model: Any, run: Path, adapters: Path) -> Any:
 
 @contextmanager
 def open_run(
-    config: Config | CheckedConfig,
-    topology: Topology | None = None,
-    engine: SamplingEngine | None = None,
+    config: Config | CheckedConfig, topology: Topology | None = None, engine: SamplingEngine | None = None
 ) -> Iterator[Run]:
     """Start what every run has, close it at the end, and draw the plots of a run that succeeded.
 

@@ -9,8 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from vectorlm.algorithms.offline import KTO_BETA, PairLogprobs, PreferenceSpec, kto_loss
-from vectorlm.algorithms.preference import bradley_terry_loss
+from vectorlm.algorithms.preference import (
+    KTO_BETA,
+    PairLogprobs,
+    PreferenceSpec,
+    bradley_terry_loss,
+    kto_loss,
+)
 from vectorlm.algorithms.settings import PreferenceSettings
 from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.language_model import LanguageModel
