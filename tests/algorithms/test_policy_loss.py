@@ -129,16 +129,16 @@ def test_gradient_flows_through_the_policy_alone():
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "name"),
     [
-        ({"dual_clip": 1.0}, "must be above 1"),
-        ({"level": "row"}, "level='row' is not known"),
-        ({"level": "sequence"}, "needs the mask"),
+        ({"dual_clip": 1.0}, "dual_clip"),
+        ({"level": "row"}, "level"),
+        ({"level": "sequence"}, "mask"),
     ],
 )
-def test_refusals(more, words):
+def test_refusals(more, name):
     policy, old, advantages, _ = random_batch()
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=name):
         ppo_policy_loss(policy, old, advantages, **more)
 
 

@@ -34,11 +34,11 @@ def online_dpo_loss(
 
     Args:
         chosen: float [B], the policy's log-probabilities of the better completions.
-        rejected: float [B], those of the worse ones.
+        rejected: float [B], the policy's log-probabilities of the worse completions.
         reference_chosen: float [B], the reference's log-probabilities of the better completions.
-        reference_rejected: float [B], those of the worse ones.
-        beta: Strength with which the policy is kept near the reference, above 0.
-        label_smoothing: Assumed share of wrongly labelled pairs, in [0, 0.5); for ``sigmoid`` only.
+        reference_rejected: float [B], the reference's log-probabilities of the worse completions.
+        beta: How strongly the loss keeps the policy near the reference, above 0.
+        label_smoothing: Assumed share of mislabelled pairs, in [0, 0.5); for ``sigmoid`` only.
         kind: ``sigmoid`` or ``ipo``.
 
     Raises:
@@ -62,7 +62,7 @@ def online_dpo_loss(
 def bradley_terry_loss(
     chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor, center_coef: float = 0.0
 ) -> torch.Tensor:
-    """Return the loss of a reward model's scores of each pair, float [B].
+    """Return the loss of a reward model for each pair, float [B].
 
         -log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2
 
@@ -71,8 +71,8 @@ def bradley_terry_loss(
 
     Args:
         chosen: float [B], the scores of the better completions.
-        rejected: float [B], those of the worse ones.
-        margins: float [B], by how much the one is to be above the other; 0 for none.
+        rejected: float [B], the scores of the worse completions.
+        margins: float [B], target differences of the two scores; 0 for none.
         center_coef: Weight of the second term, at least 0.
     """
     loss = -F.logsigmoid(chosen - rejected - margins)
@@ -86,15 +86,15 @@ def copg_loss(
     beta: float,
     valid: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the contrastive policy gradient's loss of each group, float [P]; right for completions of any policy.
+    """Return the contrastive policy gradient's loss of each group, float [P]; completions of any policy are allowed.
 
     With R[i] = rewards[i] - beta (policy[i] - reference[i]):
 
         loss = sum over pairs i < j of (R[i] - R[j])^2 / (2 beta (n - 1))
 
     Its gradient is RLOO's with the KL penalty in the reward, ``-(R[i] - mean of the others) grad policy[i]``,
-    without any ratio of policies. A completion that is not `valid`, or has a reward of NaN, is in no pair; a group with
-    fewer than two completions left has a loss of 0.
+    without any ratio of policies. Completions that are not `valid`, or whose reward is NaN, are in no pair. A group
+    with fewer than two other completions has a loss of 0.
 
     Source: Flet-Berliac et al. 2024, arXiv:2406.19185.
 
