@@ -261,7 +261,7 @@ def test_keys_that_the_first_row_lacks_are_kept(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ([], ""),
+        ([], r"dataset|prompts"),
         ([b"abc"], r"\[0\].*bytes"),
         ([{"text": "ab"}, 3], r"\[1\].*int"),
         (b"abc", "bytes"),
