@@ -47,16 +47,16 @@ def test_the_reference_gets_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "name"),
     [
-        ({"beta": 0.0}, "must be above 0"),
-        ({"beta": 1.0, "label_smoothing": 0.5}, "in \\[0, 0.5\\)"),
-        ({"beta": 1.0, "label_smoothing": 0.1, "kind": "ipo"}, "leave it at 0"),
-        ({"beta": 1.0, "kind": "hinge"}, "'hinge' is unknown"),
+        ({"beta": 0.0}, "beta"),
+        ({"beta": 1.0, "label_smoothing": 0.5}, "label_smoothing"),
+        ({"beta": 1.0, "label_smoothing": 0.1, "kind": "ipo"}, "label_smoothing"),
+        ({"beta": 1.0, "kind": "hinge"}, "kind"),
     ],
 )
-def test_refusals(more, words):
-    with pytest.raises(ValueError, match=words):
+def test_refusals(more, name):
+    with pytest.raises(ValueError, match=name):
         online_dpo_loss(*pairs(), **more)
 
 

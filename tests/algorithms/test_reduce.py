@@ -66,7 +66,7 @@ def test_denominators():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="'mean' is not known"):
+    with pytest.raises(ValueError, match="how"):
         reduce_loss(torch.ones(1, 1), torch.ones(1, 1), "mean")
-    with pytest.raises(ValueError, match="needs its denominator"):
+    with pytest.raises(ValueError, match="denominator"):
         reduce_loss(torch.ones(1, 1), torch.ones(1, 1), "sequence_sum_fixed")

@@ -295,39 +295,19 @@ def test_adapters_and_head_of_a_reward_model_are_merged(inputs, tmp_path, capsys
 @pytest.mark.parametrize(
     ("section", "change", "text"),
     [
-        ("", "train_parameters.epochs=1", "holds pairs, and this run trains on texts"),
-        (
-            "reward_model: {}",
-            'reward_model.step_separator="\\n"',
-            "holds pairs, and this run trains on steps",
-        ),
+        ("", "train_parameters.epochs=1", "pairs.*texts"),
+        ("reward_model: {}", 'reward_model.step_separator="\\n"', "pairs.*steps"),
         (
             "reward_model: {step_separator: z}",
             "dataset_preprocess={load_path: a, save_path: b, examples: steps}",
-            "must equal reward_model.step_separator='z'",
+            "reward_model.step_separator='z'",
         ),
-        (
-            "reward_model: {step_separator: z}",
-            "reward_model.center_coef=0.1",
-            "has no effect with reward_model.step_separator='z'",
-        ),
-        (
-            "preference: {loss: dpo}",
-            "preference.loss=kto",
-            "holds pairs, and this run trains on labels",
-        ),
-        ("reward_model: {}", "preference={loss: dpo}", "cannot go with reward_model"),
-        (
-            "preference: {loss: ipo}",
-            "preference.label_smoothing=0.1",
-            "has no effect with preference.loss='ipo'",
-        ),
-        (
-            "reward_model: {}",
-            "train_parameters.lora_peft_config={task_type: CAUSAL_LM}",
-            "another kind of model",
-        ),
-        ("reward_model: {}", "train_parameters.sampler={prompts: [a]}", "cannot go with reward_model"),
+        ("reward_model: {step_separator: z}", "reward_model.center_coef=0.1", "reward_model.center_coef"),
+        ("preference: {loss: dpo}", "preference.loss=kto", "pairs.*labels"),
+        ("reward_model: {}", "preference={loss: dpo}", "preference"),
+        ("preference: {loss: ipo}", "preference.label_smoothing=0.1", "preference.label_smoothing"),
+        ("reward_model: {}", "train_parameters.lora_peft_config={task_type: CAUSAL_LM}", "task_type"),
+        ("reward_model: {}", "train_parameters.sampler={prompts: [a]}", "train_parameters.sampler"),
     ],
 )
 def test_a_run_on_other_data_or_with_what_it_cannot_use_is_refused(inputs, tmp_path, section, change, text):

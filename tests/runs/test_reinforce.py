@@ -376,6 +376,9 @@ def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neithe
     assert abs(noise) < taught / 3
 
 
+GRAMMAR = "rl.sampling_params={structured_outputs: {choice: [b]}}"
+
+
 @pytest.mark.parametrize(
     ("algorithm", "overrides"),
     [
@@ -389,13 +392,7 @@ def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neithe
         ("grpo", ["rl.sampling_params={temperature: null}"]),
         ("grpo", ["rl.sampling_params={temperature: .inf}"]),
         ("grpo", ["rl.sampling_params={structured_outputs: {structural_tag: a}}"]),
-        (
-            "grpo",
-            [
-                "rl.sampling_params={structured_outputs: {choice: [b]}}",
-                "train_parameters.sampler.engine.structured_outputs_config={backend: guidance}",
-            ],
-        ),
+        ("grpo", [GRAMMAR, "train_parameters.sampler.engine.structured_outputs_config={backend: guidance}"]),
         ("grpo", ["train_parameters.sampler.engine.logprobs_mode=raw_logprobs"]),
         ("grpo", ["train_parameters.sampler.engine.logits_processors=['mine:Processor']"]),
         ("grpo", ["train_parameters.sampler.engine.watermark_config={key: 1}"]),
@@ -445,16 +442,14 @@ def test_what_cannot_be_carried_out_or_would_change_nothing_is_refused_by_name(
 
 
 def test_rewards_of_one_name_are_refused(files, tmp_path):
+    twice = ["rl.rewards={a.py:score: 1, b.py:score: 1}"]
     with pytest.raises(ConfigError, match="'score'"):
-        check_rl(
-            config_of(files, tmp_path / "refused", overrides=["rl.rewards={a.py:score: 1, b.py:score: 1}"])
-        )
+        check_rl(config_of(files, tmp_path / "refused", overrides=twice))
 
 
 def test_penalties_are_fine_where_completions_need_not_be_the_policys(files, tmp_path):
     overrides = ["rl.sampling_params={repetition_penalty: 1.1, top_p: 0.9}"]
-    config = config_of(files, tmp_path / "cut", "best_of_k", overrides)
-    check_rl(config)
+    check_rl(config_of(files, tmp_path / "cut", "best_of_k", overrides))
 
 
 @pytest.mark.slow
@@ -546,19 +541,8 @@ def test_transformers_samples_what_the_trainer_computes(files, tmp_path):
 
 def test_the_script_refuses_a_config_without_rl_in_one_line(files, tmp_path):
     config_of(files, tmp_path / "text")
-    run = subprocess.run(
-        [
-            sys.executable,
-            ROOT / "examples/rl_example_mp.py",
-            "--yaml_path",
-            files / "text.yaml",
-            "--set",
-            "rl=null",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, ROOT / "examples/rl_example_mp.py", "--yaml_path", files / "text.yaml"]
+    run = subprocess.run([*command, "--set", "rl=null"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 2
-    assert "no section 'rl'" in run.stderr
+    assert "'rl'" in run.stderr
     assert "Traceback" not in run.stderr

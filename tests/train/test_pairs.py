@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit.rank_processes import on_ranks
 
-from vectorlm.algorithms.offline import PAIR_LOSSES, PairLogprobs, kto_loss, orpo
+from vectorlm.algorithms.preference import PAIR_LOSSES, PairLogprobs, kto_loss, orpo
 from vectorlm.algorithms.settings import PreferenceSettings
 from vectorlm.data.loader import Collator
 from vectorlm.train.language_model import LanguageModel

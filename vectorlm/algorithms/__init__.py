@@ -1,12 +1,13 @@
 """Reinforcement learning as pure functions: tensors and floats in, tensors out.
 
-B sequences, T tokens, V vocabulary, P prompts, G completions of each. Masks are bool or 0/1. The functions, records and
-settings of the modules here can be imported from the package; a module is loaded when one of its names is first used.
+B sequences, T tokens, V vocabulary, P prompts, G completions per prompt. Masks are bool or 0/1. Import every function,
+record and settings class from this package.
 """
 
 from importlib import import_module
 from typing import Any
 
+# The modules without torch come first: a name that one of them defines is found without importing torch.
 _MODULES = (
     *("settings", "spec", "registry", "reduce", "logprobs", "groups", "policy_loss", "kl", "batch", "critic"),
     *("correction", "preference", "support"),
@@ -14,9 +15,9 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Find a public name in the modules; importing the package alone does not load torch."""
-    for module in () if name.startswith("_") else _MODULES:
+    """Import the module that defines a public name when the name is first used."""
+    for module in () if name.startswith("_") or name in _MODULES else _MODULES:
         found = import_module(f"{__name__}.{module}")
         if getattr(getattr(found, name, None), "__module__", None) == found.__name__:
-            return getattr(found, name)
+            return globals().setdefault(name, getattr(found, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

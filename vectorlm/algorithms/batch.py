@@ -1,6 +1,6 @@
-"""The records that an algorithm's functions read.
+"""The records that the functions of an algorithm read.
 
-Shapes: P prompts, K trained completions of each, B = P K rows (the rows of a group are neighbours), T tokens.
+Shapes: P prompts, K trained completions per prompt, B = P K rows (the rows of a group are neighbours), T tokens.
 """
 
 from __future__ import annotations
@@ -13,56 +13,55 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """All rows of a step, the same on all ranks and on the CPU; advantages are computed from it."""
+    """All rows of a step, from which advantages are computed. It is equal on all ranks, and on the CPU."""
 
     input_ids: torch.Tensor
     """int64 [B, T], prompt and completion, padded on the right."""
     attention_mask: torch.Tensor
     """int64 [B, T], 1 up to the end of each row."""
     mask: torch.Tensor
-    """bool [B, T], the tokens that the policy chose, in rows that are trained on."""
+    """bool [B, T], the tokens that the policy sampled, in rows that are trained on."""
     sampler_logprobs: torch.Tensor
     """float32 [B, T], the engine's; 0 outside the completions."""
     rewards: torch.Tensor
-    """float32 [P, K], less the KL penalty where it is part of the reward; NaN where a completion was not scored, and
-    for `AlgorithmSpec.advantages` also where it is not `valid`."""
+    """float32 [P, K], minus the KL penalty if `kl_in` is ``reward``. NaN for completions without a score; in
+    `AlgorithmSpec.advantages` also for completions that are not `valid`."""
     valid: torch.Tensor
-    """bool [P, K]; other completions have no effect on baselines or losses."""
+    """bool [P, K]; completions that are not valid have no effect on baselines or losses."""
     columns: torch.Tensor
-    """int64 [P, K], each row's index among the completions that were sampled for its prompt."""
+    """int64 [P, K], the index of every row among the sampled completions of its prompt."""
     token_rewards: torch.Tensor
-    """float32 [B, T]: the reward at the last token of each completion, or of each turn that has one, less the KL
-    penalty at each token."""
+    """float32 [B, T]: the reward at the last token of a completion, or of a turn that has a reward, minus the KL
+    penalty of every token."""
     values: torch.Tensor | None = None
-    """float32 [B, T], the critic's, for algorithms that need one."""
+    """float32 [B, T], the critic's values, if `needs_critic`."""
     greedy_rewards: torch.Tensor | None = None
-    """float32 [P], of greedy completions, for algorithms that need them."""
+    """float32 [P], rewards of greedy completions, if `needs_greedy`."""
     reward_parts: torch.Tensor | None = None
-    """float32 [N, P, K], each reward alone, for algorithms that need them."""
+    """float32 [N, P, K], the single rewards, if `needs_parts`."""
     part_weights: torch.Tensor | None = None
-    """float32 [N], the weight of each reward in the sum."""
+    """float32 [N], the weights of the single rewards in their sum."""
     old_logprobs: torch.Tensor | None = None
-    """float32 [B, T], the policy's before the first optimizer step, for algorithms that need them."""
+    """float32 [B, T], the policy's before the first optimizer step, if `needs_old`."""
     gradient_norms: torch.Tensor | None = None
-    """float32 [B, T], squared norms of the gradient of each log-probability by the logits, for those that need them."""
+    """float32 [B, T], squared norms of the gradients of log-probabilities by logits, if `needs_gradient_norms`."""
     weights: torch.Tensor | None = None
-    """float32 [B, T], what the correction multiplies the policy's losses with, or with bypass did at the rollout's
-    weights; 1 where completions are only compared with. None counts every token once."""
+    """float32 [B, T], off-policy weights of the policy loss (with `bypass`: computed before the first optimizer step);
+    1 for completions used only as a baseline. None weighs every token with 1."""
     baseline_mask: torch.Tensor | None = None
-    """bool [B, T], `mask` and completions that others are compared with but that are not trained on; None: none."""
-
+    """bool [B, T], `mask` plus completions that enter baselines but no loss; None if there are none."""
     owners: torch.Tensor | None = None
-    """int64 [B], the row that stands for the rollout of each row; None where each row is a rollout. Only that row is
-    `valid` and in `baseline_mask`; the other rows of a rollout, which an agent makes, are in `mask` alone."""
+    """int64 [B], the main row of the rollout that a row belongs to; None if every row is a rollout. Only main rows are
+    `valid` and in `baseline_mask`. The other rows, branches that an agent made, are in `mask` only."""
     branch_lengths: torch.Tensor | None = None
-    """int64 [B], for `AlgorithmSpec.advantages`: tokens of each rollout that lie in its other rows; None where no
-    rollout has other rows."""
+    """int64 [B], for `AlgorithmSpec.advantages`: the tokens in the branches of a rollout; None if no rollout has
+    branches."""
     turns: torch.Tensor | None = None
-    """int64 [B, T], the turn of each token that the policy chose, from 0; None where no turn has its own reward."""
+    """int64 [B, T], the turn of every sampled token, from 0; None if no turn has its own reward."""
     turn_rewards: torch.Tensor | None = None
-    """float32 [B, T], what the environment gave for a turn, at its last token; part of `rewards`."""
+    """float32 [B, T], the environment's reward for a turn, at the turn's last token; included in `rewards`."""
     turn_starts: torch.Tensor | None = None
-    """int64 [B, T], where the turn that each token of the policy belongs to begins in its row; -1 for other tokens."""
+    """int64 [B, T], the position where the turn of a sampled token begins in its row; -1 for other tokens."""
 
     @property
     def rows_per_group(self) -> int:
@@ -71,18 +70,18 @@ class RolloutBatch:
 
     @cached_property
     def num_tokens(self) -> tuple[int, ...]:
-        """The length of each row."""
+        """The lengths of the rows."""
         return tuple(self.attention_mask.sum(dim=1).tolist())
 
     @cached_property
     def first_trained(self) -> tuple[int, ...]:
-        """The index of each row's first token in the mask; T where there is none."""
+        """The index of the first token in the mask of every row; T if it has none."""
         places = torch.where(self.mask, torch.arange(self.mask.shape[1]), self.mask.shape[1])
         return tuple(places.amin(dim=1).tolist())
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        """The trained tokens of the rollout that each row belongs to, in all of its rows, int64 [B]."""
+        """The number of trained tokens in all rows of the rollout that a row belongs to, int64 [B]."""
         counts = self.mask.sum(dim=1)
         if self.owners is None:
             return counts
@@ -90,15 +89,15 @@ class RolloutBatch:
 
     @property
     def trained_rollouts(self) -> torch.Tensor:
-        """Which rows stand for a rollout that is trained on, bool [B]."""
+        """Which rows are the main row of a rollout that is trained on, bool [B]."""
         rows = torch.arange(len(self.mask))
         return (self.lengths > 0) & (rows == (rows if self.owners is None else self.owners))
 
     def for_baselines(self) -> RolloutBatch:
-        """Return the batch with the completions that are only compared with in its mask.
+        """Return the batch with all completions that enter baselines in its mask.
 
-        Branches, and completions that a correction has rejected, have rewards too: here they are NaN, so that nothing
-        is compared with them.
+        The rewards of branches, and of completions that a correction has rejected, become NaN, so that no baseline
+        includes them.
         """
 
         def of_valid(rewards: torch.Tensor) -> torch.Tensor:
@@ -117,11 +116,11 @@ class RolloutBatch:
         )
 
     def with_compared(self) -> RolloutBatch:
-        """Return the batch with both in its mask: what is trained on, and what that is compared with."""
+        """Return the batch with both `mask` and `baseline_mask` in its mask."""
         return self if self.baseline_mask is None else replace(self, mask=self.mask | self.baseline_mask)
 
     def with_branches(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Give the tokens of branches the advantage of the first token in their rollout's row, [B, T] to [B, T]."""
+        """Give the tokens of branches the advantage of the first token in the main row, [B, T] to [B, T]."""
         if self.owners is None:
             return advantages
         mask = self.for_baselines().mask
@@ -129,11 +128,11 @@ class RolloutBatch:
         return torch.where(self.mask & ~mask, first[self.owners], advantages)
 
     def spread(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Give each token the advantage of its completion: [P, K] to [B, T]."""
+        """Give every token the advantage of its completion: [P, K] to [B, T]."""
         return torch.where(self.mask, advantages.reshape(-1, 1), 0.0)
 
     def spread_turns(self, advantages: torch.Tensor) -> torch.Tensor:
-        """Give each token the advantage of its turn: [P, K, S] to [B, T]."""
+        """Give every token the advantage of its turn: [P, K, S] to [B, T]."""
         assert self.turns is not None
         turns = torch.where(self.mask, self.turns, 0)
         return torch.where(self.mask, advantages.flatten(0, 1).gather(1, turns), 0.0)
@@ -141,8 +140,8 @@ class RolloutBatch:
     def without(self, rejected: torch.Tensor) -> RolloutBatch:
         """Remove the `rejected` tokens, bool [B, T], from the mask.
 
-        A rollout that loses all its tokens becomes invalid. If only the row that stands for it does, the first of its
-        rows with tokens left takes its place.
+        A rollout that loses all its tokens becomes invalid. If only its main row does, the first of its rows with
+        tokens left becomes the main row.
         """
         mask = self.mask & ~rejected
         has_tokens = mask.any(dim=1)
@@ -167,7 +166,7 @@ class RolloutBatch:
         return replace(left, token_rewards=placed)
 
     def penalised(self, penalty: torch.Tensor) -> RolloutBatch:
-        """Subtract a penalty for each token, float32 [B, T], from the rewards; of branches, at their rollout's end."""
+        """Subtract a penalty per token, float32 [B, T], from the rewards; that of branches at the main row's end."""
         total, token_rewards = penalty.sum(dim=1), self.token_rewards - penalty
         if self.owners is not None:
             is_branch = self.owners != torch.arange(len(self.owners))
@@ -181,36 +180,36 @@ class RolloutBatch:
 class LossInputs:
     """The inputs of a loss: B rows of a micro-batch, the rows of a group next to each other.
 
-    In losses that read whole rollouts, the tokens of a rollout's other rows follow behind each row, without gradient.
+    For losses of whole rollouts, the tokens of a rollout's branches follow after its row, without gradient.
     """
 
     policy_logprobs: torch.Tensor
     """float [B, T], with gradient."""
     old_logprobs: torch.Tensor
-    """float [B, T], the trainer's before the batch's first optimizer step; with bypass the engine's."""
+    """float [B, T], the trainer's before the batch's first optimizer step; with `bypass` the engine's."""
     reference_logprobs: torch.Tensor | None
-    """float [B, T], for algorithms and penalties that need them."""
+    """float [B, T]; None if neither the algorithm nor a KL penalty needs a reference."""
     advantages: torch.Tensor
     """float [B, T]."""
     rewards: torch.Tensor
-    """float [B], of whole completions."""
+    """float [B], the rewards of whole completions."""
     mask: torch.Tensor
-    """bool [B, T], the tokens that the policy chose; all False in a row that is not valid."""
+    """bool [B, T], the tokens that the policy sampled; all False in a row that is not valid."""
     rows_per_group: int
     """K."""
     marked: torch.Tensor | None = None
-    """bool [B, T], the tokens that `AlgorithmSpec.mark` chose."""
+    """bool [B, T], the result of `AlgorithmSpec.mark`."""
     log_weights: torch.Tensor | None = None
-    """float [B], logarithms of the correction's weights of whole completions, where `AlgorithmSpec.reads_weights`."""
+    """float [B], logarithms of the correction's weights of whole completions, if `AlgorithmSpec.reads_weights`."""
 
 
 def place_rewards(
     mask: torch.Tensor, rewards: torch.Tensor, turn_rewards: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Put the rewards [P, K] on the last masked token of each row, float32 [B, T].
+    """Place the rewards [P, K] at the last masked token of their rows, float32 [B, T].
 
-    What `turn_rewards` [B, T] hold of them stays where it is, or at the last masked token before: no token is credited
-    with what came before it.
+    The part of a reward that is in `turn_rewards` [B, T] stays at its token, or at the last masked token before it, so
+    that no token is credited with an earlier reward.
     """
     token_rewards = torch.zeros(mask.shape)
     places = torch.where(mask, torch.arange(mask.shape[1]), -1).cummax(dim=1).values

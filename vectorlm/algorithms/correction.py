@@ -1,9 +1,9 @@
-"""Weights and gates for tokens that the engine sampled with other probabilities than the trainer computes.
+"""Off-policy correction: weights and masks for tokens whose probability differs between engine and trainer.
 
-`old_logprobs`, float [B, T], are the trainer's at the weights of the rollout, `sampler_logprobs` the engine's, and
-`mask`, bool or 0/1, marks the tokens that the policy chose. r is always the ratio of the trainer to the sampler,
-``exp(old - sampler)``: above 1 where the sampler gave the token too little probability. Bounds are bounds of r.
-Nothing here has a gradient.
+`old_logprobs`, float [B, T], are the trainer's at the weights of the rollout, `sampler_logprobs` are the engine's, and
+`mask`, bool or 0/1, marks the tokens that the policy sampled. r is the ratio of the trainer to the sampler,
+``exp(old - sampler)``: above 1 if the sampler gave the token too little probability. Bounds are bounds of r. No result
+has a gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Mode = Literal["truncate", "mask"]
 Divergence = Literal["bernoulli_kl", "tv", "k2", "k3"]
 GateLevel = Literal["token", "sum", "mean", "max"]
 INFINITE_LOG_RATIO = 1e4
-"""What a token's log-ratio is taken for where one of the two probabilities is 0."""
+"""The log-ratio of a token if one of the two probabilities is 0."""
 
 
 def importance_weights(
@@ -46,10 +46,10 @@ def importance_weights(
                                                           out of bounds
         =========  =====================================  ===================================================
 
-    Equal log-probabilities give weights of exactly 1. The expectation under the sampler of ``exp(sum log r) f`` is the
-    expectation of f under the trainer; token weights and every bound trade that for less variance. A token's log-ratio,
-    and the sum or mean of a row's, is clamped to +-20 where it is exponentiated. A token with a ratio that is not a
-    number is dropped; at the levels of rows so is its row.
+    Equal log-probabilities give weights of exactly 1. The expectation of ``exp(sum log r) f`` under the sampler is the
+    expectation of f under the trainer; token weights and bounds trade this property for less variance. Log-ratios of
+    tokens, and their sums or means over rows, are clamped to +-20 before they are exponentiated. A token whose ratio is
+    NaN is dropped; at the levels of rows so is its row.
 
     Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (token truncate, TIS); Ling Team 2025,
     arXiv:2510.18855 (token mask, IcePop); Liu et al. 2025, "When speed kills stability" (masks by sequence).
@@ -62,10 +62,10 @@ def importance_weights(
         mode: Whether ratios out of bounds are clamped or dropped.
         low: Lower bound, in [0, 1]; None for no bound.
         high: Upper bound, at least 1; None for no bound.
-        normalise: Divide by the mean weight, over kept tokens at level token and over kept rows at the others.
+        normalise: Divide by the mean weight of kept tokens, or of kept rows at the levels of rows.
 
     Returns:
-        Weights float [B, T], 0 outside the mask and for what is dropped; and what is kept, bool [B, T].
+        Weights, float [B, T], 0 outside the mask and for dropped tokens; and which tokens are kept, bool [B, T].
 
     Raises:
         ValueError: `level` or `mode` is unknown, or the bounds are not in order.
@@ -89,7 +89,13 @@ def importance_weights(
         kept = kept & (compared >= (0.0 if low is None else low))
         kept = kept & (compared <= (torch.inf if high is None else high))
     weights = torch.where(kept, weights, 0.0)
-    return (_normalised(weights, kept, level) if normalise else weights), kept
+    if normalise:
+        if level == "token":
+            mean = weights.sum() / kept.sum().clamp(min=1)
+        else:
+            mean = masked_mean(weights, kept).sum() / kept.any(dim=1).sum().clamp(min=1)
+        weights = weights / torch.where(mean > 0, mean, 1.0)
+    return weights, kept
 
 
 def rejection_mask(
@@ -102,20 +108,19 @@ def rejection_mask(
     bound: float | None = None,
     veto: float | None = None,
 ) -> torch.Tensor:
-    """Return the tokens that are near enough to the trainer to learn from, bool [B, T], False outside the mask.
+    """Return the tokens whose probabilities are close enough to learn from, bool [B, T], False outside the mask.
 
     With p the sampler's probability of the token and r the ratio:
 
         bernoulli_kl   p log(p / (p r)) + (1 - p) log((1 - p) / (1 - p r))      tv   |p r - p|
         k2             (log r)^2 / 2                                             k3   r - 1 - log r
 
-    all of them estimates of the divergence of trainer and sampler, at least 0. ``level="token"`` drops the tokens
-    above `bound`; ``sum``, ``mean`` and ``max`` drop the rows with a sum, mean or maximum over tokens above it. `veto`
-    drops a row that holds a token with r below it. A token with a ratio that is not a number is dropped, and its row
-    with it where whole rows are dropped.
+    All of them estimate the divergence of trainer and sampler and are at least 0. ``level="token"`` drops tokens above
+    `bound`; ``sum``, ``mean`` and ``max`` drop rows whose sum, mean or maximum over tokens is above it. `veto` drops
+    rows with a token whose r is below it. A token whose ratio is NaN is dropped; so is its row if rows are dropped.
 
-    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html (k2, k3); the other two are divergences of one event,
-    that this token is drawn.
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html (k2, k3); the other two are divergences of the event
+    that this token is sampled.
 
     Raises:
         ValueError: A name is unknown, or a divergence has no bound of at least 0.
@@ -126,9 +131,12 @@ def rejection_mask(
         require_choice("divergence", divergence, Divergence)
         require_choice("level", level, GateLevel)
         if bound is None or bound < 0:
-            raise ValueError(f"bound={bound} must be at least 0: it is the largest {divergence} that passes.")
-        distances = _divergence(log_ratios, old_logprobs, sampler_logprobs, divergence)
-        # NaN, in the sum, mean or maximum too, is not below a bound.
+            raise ValueError(f"bound={bound} must be at least 0, the largest {divergence} that passes.")
+        if divergence == "k2" or divergence == "k3":
+            distances = kl_estimate(-log_ratios, torch.zeros_like(log_ratios), divergence)
+        else:
+            distances = binary_divergence(old_logprobs, sampler_logprobs, divergence)
+        # NaN is not below a bound, nor is a sum, mean or maximum with NaN.
         distances = torch.where(mask.bool(), distances + 0 * log_ratios, 0.0)
         match level:
             case "sum":
@@ -151,13 +159,13 @@ def correction_metrics(
     low: float = 0.5,
     high: float = 2.0,
 ) -> dict[str, float]:
-    """Describe the raw ratios, before any bound but +-20 of a logarithm: numbers by name, all of ``correction/``.
+    """Return metrics of the raw ratios (log-ratios clamped to +-20) by name, with the prefix ``correction/``.
 
-    ``ess`` is the effective sample size as a share, 1 / mean((r / mean r)^2) over tokens, in (0, 1]; with it
-    ``chi2 = mean(r^2) - 1``. Both exist for whole rows too, by exp(sum log r). k1 and k3 estimate KL(sampler ||
-    trainer) per token; ``ppl_ratio`` is the trainer's perplexity over the sampler's, a geometric mean over rows;
-    ``pearson`` the correlation of the probabilities, left out where one of them is constant. Ratios below `low` or
-    above `high` count as out of band. An empty mask gives the numbers of a perfect match.
+    ``ess`` is the effective sample size as a share, 1 / mean((r / mean r)^2) over tokens, in (0, 1], and ``chi2`` is
+    mean(r^2) - 1. ``*_sequences`` are the same for rows, with exp(sum log r). k1 and k3 estimate KL(sampler || trainer)
+    per token. ``ppl_ratio`` is the trainer's perplexity over the sampler's, a geometric mean over rows. ``pearson`` is
+    the correlation of the probabilities, absent if one of them is constant. Ratios below `low` or above `high` are out
+    of band. An empty mask gives the numbers of a perfect match.
     """
     log_ratios, known = _log_ratios(old_logprobs.double(), sampler_logprobs.double(), mask)
     log_tokens = log_ratios[known]
@@ -192,29 +200,12 @@ def correction_metrics(
 def _log_ratios(
     old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log r [B, T], which may be NaN, 0 outside the mask; and where it is a number."""
+    """Return log r [B, T], 0 outside the mask, and where in the mask it is a number."""
     difference = log_ratio(old_logprobs, sampler_logprobs).detach()
-    # Two infinite ones of a row must not cancel to NaN.
+    # Two infinite log-ratios of a row must not cancel to NaN.
     finite = difference.nan_to_num(nan=torch.nan, posinf=INFINITE_LOG_RATIO, neginf=-INFINITE_LOG_RATIO)
     log_ratios = torch.where(mask.bool(), finite, 0.0)
     return log_ratios, mask.bool() & ~log_ratios.isnan()
-
-
-def _normalised(weights: torch.Tensor, kept: torch.Tensor, level: RatioLevel) -> torch.Tensor:
-    """Divide by the mean over kept tokens, or over kept rows of their mean weight."""
-    if level == "token":
-        mean = weights.sum() / kept.sum().clamp(min=1)
-    else:
-        mean = masked_mean(weights, kept).sum() / kept.any(dim=1).sum().clamp(min=1)
-    return weights / torch.where(mean > 0, mean, 1.0)
-
-
-def _divergence(
-    log_ratios: torch.Tensor, old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, kind: Divergence
-) -> torch.Tensor:
-    if kind == "k2" or kind == "k3":
-        return kl_estimate(-log_ratios, torch.zeros_like(log_ratios), kind)
-    return binary_divergence(old_logprobs, sampler_logprobs, kind)
 
 
 def _effective_share(weights: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a critic is for: generalised advantage estimation over tokens, and the loss of its values."""
+"""Generalised advantage estimation from a critic's values, and the critic's loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def gae_advantages(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Estimate the advantage of each token and the return that its value should have predicted.
+    """Estimate the advantage and the return of each token; the return is the target of the critic.
 
     With t' the next token in the mask, and V = A = 0 after the last one:
 
@@ -16,20 +16,20 @@ def gae_advantages(
         advantages[t] = delta[t] + gamma lam advantages[t']
         returns[t] = advantages[t] + values[t]
 
-    Tokens outside the mask are skipped, not treated as steps of value zero: text of a tool between two turns does not
-    discount what came before it. Nothing is whitened; see `whiten`.
+    Tokens outside the mask are skipped, not treated as steps of value zero: a tool's text between two turns does not
+    discount earlier tokens. Advantages are not whitened; see `whiten`.
 
     Source: Schulman et al. 2015, arXiv:1506.02438, eq. 11 and 16.
 
     Args:
         rewards: float [B, T]; not read outside the mask.
-        values: float [B, T], the critic's value of the state in which each token was chosen.
-        mask: bool or 0/1 [B, T], set on the tokens that the policy chose.
+        values: float [B, T], the critic's value of the state in which the token was sampled.
+        mask: bool or 0/1 [B, T], the tokens that the policy sampled.
         gamma: Discount per token, in [0, 1].
         lam: Lambda, in [0, 1]: 0 trusts the critic, 1 the rewards.
 
     Returns:
-        Advantages and returns, float [B, T] each, detached, and 0 outside the mask.
+        Advantages and returns, float [B, T], detached, 0 outside the mask.
     """
     kept = mask.bool()
     rewards, values = rewards.detach(), values.detach()
@@ -50,8 +50,7 @@ def value_loss(
 ) -> torch.Tensor:
     """Return 0.5 max((v - R)^2, (v_old + clip(v - v_old, +-clip_range) - R)^2), float [B, T], not masked.
 
-    `values` carry the gradient, `old_values` are the critic's at the rollout; a `clip_range` of None turns the clip
-    off.
+    `values` carry the gradient, `old_values` are the critic's at the rollout; `clip_range=None` does not clip.
 
     Source: Schulman et al. 2016 and the reference implementation of PPO (baselines), as used by Ouyang et al. 2022.
     """

@@ -1,8 +1,8 @@
-"""Advantages of completions, from the rewards of other completions of the batch.
+"""Advantages of completions, relative to the rewards of other completions of the batch.
 
-`rewards` are float [P, G]; NaN marks a completion that could not be scored. A completion that is not `valid`, bool
-[P, G], has advantage 0 and is left out of the mean and deviation that others are compared with. Advantages are float
-[P, G]. A group of a single completion raises ValueError in `group_advantages` and `leave_one_out_advantages`.
+`rewards` are float [P, G]; NaN marks a completion without a score. A completion that is not `valid`, bool [P, G], has
+advantage 0 and is excluded from means and deviations. Advantages are float [P, G]. Groups of a single completion raise
+ValueError in `group_advantages` and `leave_one_out_advantages`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from vectorlm.settings import require_choice
 
 
 def group_advantages(
-    rewards: torch.Tensor,
-    scale: RewardScale = "group",
-    valid: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    rewards: torch.Tensor, scale: RewardScale = "group", valid: torch.Tensor | None = None, eps: float = 1e-6
 ) -> torch.Tensor:
     """Compare each completion with the mean of its group: (r - mean) / (std + eps).
 
-    The deviation is of the group; with ``scale="batch"`` of all rewards, and ``scale="none"`` does not divide. 0 for a
-    group of equal rewards and for one with fewer than two completions left.
+    The deviation is the group's; with ``scale="batch"`` it is that of all rewards. ``scale="none"`` does not divide.
+    Groups of equal rewards and groups with fewer than two valid completions get 0.
 
     Source: Shao et al. 2024 (GRPO), arXiv:2402.03300, section 4.1.2, with the unbiased standard deviation;
     Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, for ``none``; Liu et al. 2025 (Lite PPO), arXiv:2508.08221, for
@@ -36,7 +33,7 @@ def group_advantages(
     enough = kept & (count >= 2)
     mean = _sum(rewards, kept) / count.clamp(min=1)
     centred = torch.where(enough, rewards - mean, 0.0)
-    # A group of equal rewards must give exactly 0, but its mean may be rounded away from them.
+    # A group of equal rewards must give exactly 0, but rounding can move its mean away from them.
     centred = torch.where(is_constant(rewards, kept), 0.0, centred)
     if scale == "none":
         return centred
@@ -49,7 +46,7 @@ def group_advantages(
 def leave_one_out_advantages(rewards: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
     """Compare each completion with the mean of the others of its group: r[i] - mean(r[j], j != i).
 
-    Each row sums to 0. 0 where no other completion is left.
+    Advantages of a group sum to 0. A completion without another valid one in its group gets 0.
 
     Source: Kool et al. 2019 (RLOO); Ahmadian et al. 2024, arXiv:2402.14740, eq. 7.
     """
@@ -64,10 +61,10 @@ def pass_at_k_advantages(
 ) -> torch.Tensor:
     """Compare the best of k completions with a completion among them to the best of any k.
 
-    With the maximum of the rewards of k of the n completions as their reward, mean and deviation over all C(n, k)
-    choices, and mean[i] over those that hold completion i: (mean[i] - mean) / (std + eps). For rewards of 0 and 1 it is
-    the analytical advantage of Pass@k training; with k = 1 it is `group_advantages` with the biased deviation. 0 where
-    fewer than k completions are left.
+    The reward of a choice of k out of n completions is their maximum. With mean and std over all C(n, k) choices, and
+    mean[i] over the choices with completion i, the advantage is (mean[i] - mean) / (std + eps). For rewards of 0 and 1
+    this is the analytical advantage of Pass@k training; for k = 1 it is `group_advantages` with the biased deviation.
+    Groups with fewer than k valid completions get 0.
 
     Source: Chen et al. 2025 (Pass@k training), arXiv:2508.10751, section 2.4; the maximum for any reward as in Walder
     and Karkhanis 2025, arXiv:2505.15201.
@@ -78,7 +75,7 @@ def pass_at_k_advantages(
     if not 1 <= k <= rewards.shape[1]:
         raise ValueError(f"k={k} must be between 1 and the group's {rewards.shape[1]} completions.")
     kept, count = _kept(rewards, valid)
-    # Ascending, and what does not count last: each reward is the best of the choices among those up to it.
+    # In ascending order, invalid ones last: a reward is the best of all choices among the rewards up to it.
     order = torch.where(kept, rewards, torch.inf).argsort(dim=1)
     ordered = torch.where(kept, rewards, 0.0).gather(1, order).double()
     places = torch.arange(rewards.shape[1], device=rewards.device)
@@ -87,7 +84,7 @@ def pass_at_k_advantages(
     total = _choose(count, k).clamp(min=1)
     mean = (best * ordered).sum(dim=1, keepdim=True) / total
     variance = (best * (ordered - mean).square()).sum(dim=1, keepdim=True) / total
-    # Best of k with completion i: itself among lower ones, or a higher one among the others.
+    # The best of k with completion i is i itself among lower ones, or a higher one.
     above = _choose(places - 1, k - 2).expand_as(ordered) * is_there * ordered
     higher = above.flip(1).cumsum(1).flip(1) - above
     mine = (best * ordered + higher) / _choose(count - 1, k - 1).clamp(min=1)
@@ -99,13 +96,13 @@ def pass_at_k_advantages(
 def decoupled_advantages(
     rewards: torch.Tensor, weights: torch.Tensor, valid: torch.Tensor | None = None, eps: float = 1e-6
 ) -> torch.Tensor:
-    """Compare the completions of a group reward by reward, and the weighted sums across the batch.
+    """Compare the completions of a group reward by reward, then the weighted sums across the batch.
 
     `rewards` are float [N, P, G] and `weights` float [N]; a reward that is NaN counts as the mean of its group.
 
     Source: Liu et al. 2026 (GDPO), arXiv:2601.05242.
     """
-    parts = torch.stack([group_advantages(each, valid=valid, eps=eps) for each in rewards])
+    parts = torch.stack([group_advantages(part, valid=valid, eps=eps) for part in rewards])
     total = (weights.view(-1, 1, 1) * parts).sum(dim=0)
     kept, _ = _kept(torch.where(rewards.isnan().all(dim=0), torch.nan, total), valid)
     return batch_advantages(total, kept, eps)
@@ -116,7 +113,7 @@ def length_weighted_advantages(
 ) -> torch.Tensor:
     """Compare each completion with the mean of its group, weighted by tokens: r - sum(l r) / sum(l).
 
-    The baseline with the least variance if the gradients of tokens are about as large and orthogonal. `lengths` are
+    This baseline has the least variance if the gradients of tokens are orthogonal and of similar size. `lengths` are
     [P, G].
 
     Source: Hao et al. 2025 (OPO), arXiv:2505.23585.
@@ -129,9 +126,9 @@ def length_weighted_advantages(
 
 
 def rescaled_advantages(rewards: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Compare each completion with the mean of its group, times groups over groups whose rewards differ.
+    """Compare each completion with the mean of its group, times (groups / groups whose rewards differ).
 
-    Groups of equal rewards have no gradient; the factor keeps them from shrinking the others'.
+    Groups of equal rewards have no gradient; the factor compensates for their share in the mean.
 
     Source: Chu et al. 2025 (GPG), arXiv:2504.02546.
     """
@@ -147,35 +144,36 @@ def optimal_token_advantages(
     group_size: int,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compare the return of each token with the baseline of its place that has the least variance, float [B, T].
+    """Compare the return of each token with the baseline of least variance at its position, float [B, T].
 
     With G[i, t] the reward of completion i from token t on, and W[i, t] its `gradient_norms` up to t:
 
         A[i, t] = G[i, t] - sum_j W[j, t] G[j, t] / sum_j W[j, t]
 
-    over the completions j of the group that have a token at t. Where only one has, the last baseline of two stays.
+    over the completions j of the group that have a token at t. Positions that only one completion has use the last
+    baseline of at least two completions.
 
     Args:
-        token_rewards: float [B, T], the rows of a group next to each other, and their prompts equally long.
+        token_rewards: float [B, T], the rows of a group next to each other, with prompts of equal length.
         gradient_norms: float [B, T], squared norms of the gradient of log policy by the logits,
-            ``1 - 2 pi + sum pi^2`` with pi of the token and of all tokens.
+            ``1 - 2 pi + sum pi^2``, with pi of the token in the second term and of all tokens in the third.
         mask: bool [B, T].
         group_size: Rows of a group; at least 2.
-        weights: float [B, T], what a correction multiplies each token's loss with, and its norm with the square of.
+        weights: float [B, T], a correction's weights of the tokens' losses; norms are multiplied by their squares.
 
     Source: Li et al. 2026 (optimal token baseline), arXiv:2602.07078, with its logit-gradient proxy.
     """
     shape = (-1, group_size, mask.shape[1])
     is_there = mask.view(shape)
-    returns = torch.where(mask, token_rewards, 0.0).flip(1).cumsum(1).flip(1).view(shape)
+    returns = returns_to_go(token_rewards, mask).view(shape)
     norms = gradient_norms if weights is None else gradient_norms * weights.square()
     norms = torch.where(is_there, torch.where(mask, norms, 0.0).cumsum(1).view(shape), 0.0)
     baseline = (norms * returns).sum(dim=1) / norms.sum(dim=1).clamp(min=torch.finfo(norms.dtype).tiny)
-    # The last place up to here that two completions have.
+    # The last position up to here that two completions have.
     places = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(is_there.sum(dim=1) >= 2, places, -1).cummax(dim=1).values
     baseline = torch.where(last >= 0, baseline.gather(1, last.clamp(min=0)), 0.0)
-    # Where all returns are equal the advantage is exactly 0, but their weighted mean may be rounded away from them.
+    # Equal returns must give exactly 0, but rounding can move their weighted mean away from them.
     differs = ~is_constant(returns.transpose(1, 2).flatten(0, 1), is_there.transpose(1, 2).flatten(0, 1))
     differs = differs.view(len(returns), -1).gather(1, last.clamp(min=0)) & (last >= 0)
     return torch.where(is_there & differs[:, None], returns - baseline[:, None], 0.0).view_as(mask)
@@ -194,16 +192,21 @@ def batch_advantages(
     return group_advantages(rewards.reshape(1, -1), valid=row_valid, eps=eps).view_as(rewards)
 
 
-def return_advantages(token_rewards: torch.Tensor, mask: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Compare the return of each token, its reward and all later ones', with the mean of the batch.
+def returns_to_go(token_rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sum the rewards in the mask from each token on, float [B, T]."""
+    return torch.where(mask, token_rewards, 0.0).flip(1).cumsum(1).flip(1)
 
-    `token_rewards` are float [B, T] and `mask` bool [B, T]; so are the advantages, in units of the standard deviation
-    of the returns. Mean and deviation weigh each completion alike, whatever its length: if a completion is rewarded
-    at its last token alone, its tokens have what `batch_advantages` gives it.
+
+def return_advantages(token_rewards: torch.Tensor, mask: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Compare the return of each token (its reward plus all later rewards) with the mean of the batch.
+
+    `token_rewards` are float [B, T] and `mask` is bool [B, T]. The result is float [B, T], in units of the standard
+    deviation of the returns. Mean and deviation weigh all completions equally, independent of their lengths. If only
+    last tokens have rewards, the tokens of a completion get its `batch_advantages`.
 
     Source: Hu 2025 (REINFORCE++), arXiv:2501.03262, where mean and deviation are over tokens.
     """
-    returns = torch.where(mask, token_rewards, 0.0).flip(1).cumsum(1).flip(1)
+    returns = returns_to_go(token_rewards, mask)
     weights = mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
     num_rows = mask.any(dim=1).sum()
     if num_rows < 2 or is_constant(returns.view(1, -1), mask.view(1, -1)):
@@ -216,9 +219,9 @@ def return_advantages(token_rewards: torch.Tensor, mask: torch.Tensor, eps: floa
 def baseline_advantages(
     rewards: torch.Tensor, baseline: torch.Tensor, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compare each completion with a reward known beforehand, such as the greedy completion's (ReMax).
+    """Compare each completion with a given reward, such as the greedy completion's (ReMax).
 
-    `baseline` is float [P]; where it is NaN the completions of the prompt have advantage 0.
+    `baseline` is float [P]; if it is NaN, the completions of the prompt get 0.
 
     Source: Li et al. 2023 (ReMax), arXiv:2310.10505, eq. 5.
     """
@@ -230,36 +233,35 @@ def baseline_advantages(
 def whiten(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
     """Return (x - mean) / sqrt(var + eps), with mean and unbiased variance over the masked entries.
 
-    `x` is float of any shape, and `mask` bool or 0/1 of the same shape; give the whole batch of a step, so that the
-    result does not depend on how it is split. The result is 0 outside the mask, and everywhere if the mask has fewer
-    than two entries.
+    `x` is float of any shape, and `mask` bool or 0/1 of the same shape. Pass the whole batch of a step; the result then
+    does not depend on how it is split. The result is 0 outside the mask, and 0 everywhere if the mask has fewer than
+    two entries.
     """
     kept = mask.bool()
     count = kept.sum()
     if count < 2:
         return torch.zeros_like(x)
-    inside = torch.where(kept, x, torch.zeros_like(x))
-    mean = inside.sum() / count
-    centred = torch.where(kept, x - mean, torch.zeros_like(x))
+    mean = torch.where(kept, x, 0.0).sum() / count
+    centred = torch.where(kept, x - mean, 0.0)
     return centred * torch.rsqrt(centred.square().sum() / (count - 1) + eps)
 
 
 EQUAL_WITHIN = 1e-6
-"""Rewards that differ by less than this share of the largest are equal: eight steps of float32, left by rounding."""
+"""Rewards that differ by less than this share of the largest are equal: eight steps of float32, which are rounding."""
 
 
 def is_constant(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return whether the `kept` rewards [P, G] of a group are equal but for rounding, or none is kept; bool [P, 1]."""
+    """Return whether the `kept` rewards [P, G] of a group are equal up to rounding, or absent; bool [P, 1]."""
     highest = torch.where(kept, rewards, -torch.inf).amax(dim=1, keepdim=True)
     lowest = torch.where(kept, rewards, torch.inf).amin(dim=1, keepdim=True)
     return highest - lowest <= EQUAL_WITHIN * torch.maximum(highest.abs(), lowest.abs())
 
 
 def join_equal(rewards: torch.Tensor, addends: torch.Tensor) -> torch.Tensor:
-    """Return the rewards of a group, float [G], with one value for those that are equal but for rounding.
+    """Return the rewards of a group, float [G], with the same value for rewards that are equal up to rounding.
 
-    `addends`, float [N, G], are what the rewards were added up from: 100.1 + 0.2 and 100.0 + 0.3 differ by a rounding
-    step of 100. NaN stays NaN.
+    `addends`, float [N, G], are the summands of the rewards: 100.1 + 0.2 and 100.0 + 0.3 differ by a rounding step of
+    100. NaN stays NaN.
     """
     allowed = EQUAL_WITHIN * addends.nan_to_num().abs().max().item()
     order = rewards.argsort().tolist()
@@ -274,7 +276,7 @@ def _kept(rewards: torch.Tensor, valid: torch.Tensor | None) -> tuple[torch.Tens
     """Return which completions count, bool [P, G], and their number in each group [P, 1]."""
     if rewards.shape[1] < 2:
         raise ValueError(
-            f"a group of {rewards.shape[1]} completion has no other to compare with: sample at least 2 per prompt."
+            f"rewards of shape {tuple(rewards.shape)} must have at least 2 completions per prompt to compare."
         )
     kept = ~rewards.isnan() if valid is None else valid.bool() & ~rewards.isnan()
     return kept, kept.sum(dim=1, keepdim=True)
@@ -293,24 +295,24 @@ def deviation(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def _choose(n: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the number of choices of k out of each n, float64; 0 where there is none."""
-    numbers = [math.comb(each, k) if each >= k >= 0 else 0 for each in n.flatten().tolist()]
+    """Return the number of choices of k out of n, elementwise, float64; 0 if there is none."""
+    numbers = [math.comb(size, k) if size >= k >= 0 else 0 for size in n.flatten().tolist()]
     return torch.tensor(numbers, dtype=torch.float64, device=n.device).view(n.shape)
 
 
 def turn_advantages(
     token_rewards: torch.Tensor, turns: torch.Tensor, mask: torch.Tensor, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compare the return of each turn with the mean of the others that came so far.
+    """Compare the return of each turn with the mean over the other completions that have this turn.
 
-    With G[i, k] the reward of completion i from turn k on, over the completions j other than i that came to a turn k:
+    With G[i, k] the reward of completion i from turn k on, over the completions j other than i that have a turn k:
 
         A[i, k] = G[i, k] - mean_j G[j, k]
 
-    Where no other has a turn k, the advantage of the last turn stays that another has; 0 where there is none. The
-    baseline depends on other completions and on turns before k alone, so it adds nothing to the mean of the gradient,
-    however the policy decides when to stop. A mean that includes completion i would: its share of the mean is larger
-    where fewer have come so far, and a completion that is alone would learn nothing.
+    If no other completion has a turn k, the advantage of the last turn that another one has is used; 0 if there is
+    none. The baseline depends only on other completions and on turns before k, so it does not change the mean of the
+    gradient, whenever the policy decides to stop. A mean that includes completion i would change it: its share grows
+    when fewer completions have the turn, and a completion that is alone would learn nothing.
 
     Args:
         token_rewards: float [B, T], the rows of a group next to each other.
@@ -319,7 +321,8 @@ def turn_advantages(
         group_size: Rows of a group.
 
     Returns:
-        float [P, K, S], of S turns; bool [P, K, S], which completions have a turn; and the returns, float [P, K, S].
+        Advantages of S turns, float [P, K, S]; which completions have a turn, bool [P, K, S]; and the returns, float
+        [P, K, S].
 
     Source: Kool et al. 2019 (RLOO) for each turn, as in Ahmadian et al. 2024, arXiv:2402.14740, eq. 7.
     """
@@ -329,13 +332,13 @@ def turn_advantages(
     rewards = empty.scatter_add(1, index, torch.where(mask, token_rewards, 0.0))
     has_turn = empty.scatter_add(1, index, mask.to(empty.dtype)) > 0
     shape = (-1, group_size, num_turns)
-    # A completion came through the turns before one that it has, also where a correction has rejected their tokens.
+    # A completion has all turns before its last one, even if a correction has rejected their tokens.
     has_turn = has_turn.int().flip(1).cummax(1).values.flip(1).bool()
     returns, has_turn = rewards.flip(1).cumsum(1).flip(1).view(shape), has_turn.view(shape)
     kept = torch.where(has_turn, returns, 0.0)
     num_others = has_turn.sum(dim=1, keepdim=True) - has_turn.int()
     others = (kept.sum(dim=1, keepdim=True) - kept) / num_others.clamp(min=1)
-    # Equal returns must give exactly 0, but their mean may be rounded away from them.
+    # Equal returns must give exactly 0, but rounding can move their mean away from them.
     by_turn = returns.transpose(1, 2).flatten(0, 1), has_turn.transpose(1, 2).flatten(0, 1)
     is_equal = is_constant(*by_turn).view(len(returns), 1, num_turns)
     compared = torch.where(is_equal, 0.0, returns - others)
@@ -353,10 +356,10 @@ def scaled_as_groups(
     scale: RewardScale = "group",
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Scale what `turn_advantages` returns as `group_advantages` scales advantages of completions.
+    """Scale the results of `turn_advantages` as `group_advantages` scales advantages of completions.
 
-    They become what a mean that includes the completion itself gives in the first turn. The deviation is of all turns
-    of the group, with ``scale="batch"`` of the returns of all turns; ``scale="none"`` does not divide.
+    The first turn gets the advantage relative to a mean that includes the completion itself. The deviation is that of
+    all turns of the group, or with ``scale="batch"`` of the returns of all turns. ``scale="none"`` does not divide.
     """
     count = has_turn.any(dim=2).sum(dim=1).view(-1, 1, 1)
     centred = advantages * ((count - 1) / count.clamp(min=1))

@@ -1,4 +1,4 @@
-"""How two policies differ on the same tokens: ratio and divergences, and the controller of a KL penalty."""
+"""Ratios and divergences of two policies, and the adaptive weight of the KL penalty."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KLKind = Literal["k1", "k2", "k3", "abs"]
 BinaryKind = Literal["tv", "bernoulli_kl"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios, of a token or summed up over a row, are clamped to +- this where a ratio is formed: e^20 is 5e8."""
+"""Log-ratios, of a token or summed over a row, are clamped to +- this before they are exponentiated: e^20 is 5e8."""
 
 
 def log_ratio(policy_logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
@@ -41,9 +41,9 @@ def kl_estimate(
 
         k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d      abs = |d|
 
-    k1 and k3 are unbiased; k3 is never negative. Where exp(-d) overflows (d < -88 in float32), k3 keeps the value and
-    the gradient that it has at that bound. As a *loss*, k1 has a gradient with mean zero, and only k2 has the gradient
-    of the divergence. `straight_through` gives any of them k2's gradient and keeps the value.
+    k1 and k3 are unbiased; k3 is never negative. If exp(-d) overflows (d < -88 in float32), k3 keeps the value and the
+    gradient that it has at that bound. As a *loss*, k1 has a gradient with mean zero, and only k2 has the gradient of
+    the divergence. `straight_through` keeps the value and replaces the gradient by k2's.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html; for the gradients Tang and Munos 2025,
     arXiv:2506.09477.
@@ -56,14 +56,14 @@ def kl_estimate(
             value = 0.5 * d.square()
         case "k3":
             lowest = 0.7 - math.log(torch.finfo(d.dtype).max)
-            # A clamp would have no gradient, and the penalty would vanish where the policy is farthest.
+            # A clamp would have no gradient: the penalty would vanish for the tokens that need it most.
             d = torch.where(d < lowest, lowest + d - d.detach(), d)
-            # Near 0 the terms cancel: expm1 keeps the digits, and rounding may leave the rest below 0.
+            # Near 0 the terms cancel: expm1 keeps the digits, and rounding can leave a result below 0.
             value = (torch.expm1(-d) + d).clamp(min=0.0)
         case "abs":
             value = d.abs()
         case _:
-            raise ValueError(f"kind={kind!r} is unknown: it must be one of k1, k2, k3, abs.")
+            raise ValueError(f"kind={kind!r} must be one of k1, k2, k3, abs.")
     if straight_through:
         k2 = 0.5 * d.square()
         return value.detach() + (k2 - k2.detach())
@@ -73,7 +73,7 @@ def kl_estimate(
 def binary_divergence(
     policy_logprobs: torch.Tensor, other_logprobs: torch.Tensor, kind: BinaryKind
 ) -> torch.Tensor:
-    """Return the divergence of other from policy of one event, that this token is drawn; float [B, T], no gradient.
+    """Return the divergence of other from policy for one event, sampling this token; float [B, T], no gradient.
 
     With q the other's probability of the token and p the policy's:
 
@@ -84,14 +84,14 @@ def binary_divergence(
     policy, other = policy_logprobs.detach(), other_logprobs.detach()
     if kind == "tv":
         return (policy.exp() - other.exp()).abs()
-    # A probability of 1 is a rounded one: the rest is half a rounding step, not 0 with its infinite divergence.
+    # A probability of 1 is rounded: the rest is half a rounding step, not 0, which would have infinite divergence.
     dtype = torch.promote_types(policy.dtype, other.dtype)
     largest = -0.5 * torch.finfo(dtype).eps
-    policy, other = (each.double().where(each < 0, largest) for each in (policy, other))
+    policy, other = (logprobs.double().where(logprobs < 0, largest) for logprobs in (policy, other))
     log_ratios_of_rest = torch.log(torch.expm1(policy) / torch.expm1(other))
     log_ratios = (policy - other).masked_fill(other == -torch.inf, 0.0)
     divergence = torch.expm1(other) * log_ratios_of_rest - other.exp() * log_ratios
-    # Rounding may leave the difference of two near numbers a little below 0.
+    # Rounding can leave the difference of two close numbers a little below 0.
     return divergence.clamp(min=0.0).to(dtype)
 
 
@@ -105,7 +105,7 @@ def generalised_jsd(
         beta KL(teacher || M) + (1 - beta) KL(policy || M)
         KL(teacher || policy) at beta = 0      KL(policy || teacher) at beta = 1
 
-    The formula itself falls to 0 at both ends; divided by beta, or by 1 - beta, it tends to these two.
+    The formula itself is 0 at both ends; divided by beta, or by 1 - beta, it tends to these two.
 
     Source: Agarwal et al. 2023 (GKD), arXiv:2306.13649, eq. 1 and section 2.
 
@@ -120,19 +120,21 @@ def generalised_jsd(
     if beta == 1:
         return _mean_log_ratio(policy_logprobs, teacher_logprobs)
     mixture = torch.logaddexp(teacher_logprobs + math.log(beta), policy_logprobs + math.log1p(-beta))
-    of_teacher, of_policy = (_mean_log_ratio(each, mixture) for each in (teacher_logprobs, policy_logprobs))
+    of_teacher, of_policy = (
+        _mean_log_ratio(logprobs, mixture) for logprobs in (teacher_logprobs, policy_logprobs)
+    )
     return beta * of_teacher + (1 - beta) * of_policy
 
 
 def _mean_log_ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return the mean of logprobs - others over the tokens that `logprobs` draws: a KL divergence, float [N]."""
-    # A token that cannot be drawn adds 0, not 0 times -inf; neither to the gradient.
+    """Return KL(logprobs || others), float [N]."""
+    # A token of probability 0 must add 0, not 0 times -inf, to the value and to the gradient.
     ratios = (logprobs - others).masked_fill(logprobs == -torch.inf, 0.0)
     return (logprobs.exp() * ratios).sum(dim=-1)
 
 
 class AdaptiveKL:
-    """Adapts the weight of the KL penalty so that the divergence stays near a target.
+    """A weight of the KL penalty that adapts to keep the divergence near a target.
 
     ``value *= 1 + clip(kl / target - 1, +-0.2) min(num_completions / horizon, 1)`` after each batch.
 
@@ -140,7 +142,7 @@ class AdaptiveKL:
     """
 
     def __init__(self, initial: float, target: float, horizon: float) -> None:
-        """Start at the weight `initial`; raise ValueError unless it is at least 0 and the other two are above 0."""
+        """Start with the weight `initial` >= 0; `target` and `horizon` must be above 0 (ValueError)."""
         if initial < 0 or target <= 0 or horizon <= 0:
             raise ValueError(
                 f"initial={initial} must be at least 0, target={target} and horizon={horizon} above 0."
@@ -150,12 +152,12 @@ class AdaptiveKL:
     def update(self, kl: float, num_completions: int) -> float:
         """Update the weight after a batch with this mean divergence, and return it."""
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        # Without min(), a batch of five horizons could set the weight to 0, where it would stay.
+        # Without min(), a batch of five horizons could set the weight to 0 for good.
         self.value *= 1.0 + error * min(num_completions / self.horizon, 1.0)
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

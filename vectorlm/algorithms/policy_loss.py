@@ -1,12 +1,12 @@
-"""Losses of the policy: one value per token or completion.
+"""Losses of the policy: one value per token or per completion.
 
-`policy_logprobs` float [B, T] carry the gradient; `old_logprobs` [B, T] are the trainer's at the weights of the
+`policy_logprobs`, float [B, T], carry the gradient; `old_logprobs` [B, T] are the trainer's at the weights of the
 rollout; A are the `advantages` [B, T], and r = policy / old. `mask`, bool or 0/1 [B, T], marks the tokens that the
-policy chose. Every loss is float [B, T], unmasked and not reduced, unless it says otherwise.
+policy sampled. Losses are float [B, T], not masked and not reduced, unless their docstrings say otherwise.
 
-Where a loss has a `level`, ``token`` takes r of each token. ``sequence`` gives all tokens of a row the geometric mean
-of their ratios, ``exp(mean log r)`` over the `mask`, and the gradient flows through each token's own ratio (GSPO-token,
-arXiv:2507.18071, eq. 13-14); it raises ValueError without a mask.
+``level="token"`` uses the r of each token. ``level="sequence"`` gives all tokens of a row the geometric mean of their
+ratios, ``exp(mean log r)`` over the `mask`; the gradient flows through each token's own ratio (GSPO-token,
+arXiv:2507.18071, eq. 13-14). It raises ValueError without a mask.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ppo_policy_loss(
     level: ImportanceLevel = "token",
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return PPO's clipped surrogate, negated: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    """Return PPO's clipped loss: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
     ``level="sequence"`` is GSPO. `dual_clip`, above 1, bounds the loss from above by ``-dual_clip A`` where A < 0.
 
@@ -45,7 +45,7 @@ def ppo_policy_loss(
         ValueError: `dual_clip` is not above 1, `level` is unknown, or a sequence ratio has no mask.
     """
     if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip={dual_clip} must be above 1: a lower one bounds the loss at ratio 1.")
+        raise ValueError(f"dual_clip={dual_clip} must be above 1. A lower value bounds the loss at ratio 1.")
     ratios = _ratio(policy_logprobs, old_logprobs, level, mask)
     advantages = advantages.detach()
     loss = -torch.minimum(ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -63,7 +63,7 @@ def cispo_policy_loss(
     level: ImportanceLevel = "token",
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy: weights are clipped, no token loses its gradient.
+    """Return -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy: weights are clipped, all tokens keep a gradient.
 
     Source: MiniMax 2025 (CISPO), arXiv:2506.13585, eq. 4-5; the default has no lower bound.
     """
@@ -110,9 +110,9 @@ def proximal_rloo_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> torch.Tensor:
-    """Return PPO's clipped surrogate with a completion as the action: r = exp(sum of its tokens' log-ratios).
+    """Return PPO's clipped loss with a completion as the action: r = exp(sum of its tokens' log-ratios).
 
-    `advantages` are float [B], as `leave_one_out_advantages` gives them, and so is the result.
+    `advantages` and the result are float [B], see `leave_one_out_advantages`.
 
     Source: Noukhovitch et al. 2024, arXiv:2410.18252 (Proximal RLOO).
     """
@@ -131,9 +131,9 @@ def gmpo_policy_loss(
 ) -> torch.Tensor:
     """Return -A exp(mean log r'), with the geometric mean of each row's clipped ratios r', float [B].
 
-    Each token's r is clipped to at most 1 + clip_high where A > 0 and to at least 1 - clip_low where A < 0, so that a
-    token that has gone that far keeps its part of the mean and loses its gradient. `advantages` are float [B]. The
-    defaults are the paper's bounds, ``exp(-0.4)`` and ``exp(0.4)``.
+    Each token's r is clipped to at most 1 + clip_high if A > 0 and to at least 1 - clip_low if A < 0. A clipped token
+    stays in the mean, without gradient. `advantages` are float [B]. The defaults are the paper's bounds, ``exp(-0.4)``
+    and ``exp(0.4)``.
 
     Source: Zhao et al. 2025 (GMPO), arXiv:2507.20673.
     """
@@ -152,7 +152,7 @@ def dppo_policy_loss(
     bound: float = 0.15,
     divergence: BinaryKind = "tv",
 ) -> torch.Tensor:
-    """Return -sg(min(r, 20)) A log policy, and 0 for `blocked_tokens`: not the ratio is bounded, but the divergence.
+    """Return -sg(min(r, 20)) A log policy, and 0 for `blocked_tokens`: the divergence is bounded, not the ratio.
 
     Source: Qi et al. 2026 (DPPO), arXiv:2602.04879, the binary approximations; the largest weight as in its code.
     """
@@ -168,7 +168,7 @@ def blocked_tokens(
     bound: float,
     divergence: BinaryKind,
 ) -> torch.Tensor:
-    """Return where the `binary_divergence` of old from policy exceeds `bound` and the update would enlarge it."""
+    """Return which tokens exceed `bound` in the `binary_divergence` of old from policy, and would exceed it further."""
     policy, old = policy_logprobs.detach(), old_logprobs.detach()
     goes_further = (advantages > 0) & (policy > old) | (advantages < 0) & (policy < old)
     return goes_further & (binary_divergence(policy, old, divergence) > bound)
@@ -185,10 +185,10 @@ def vespo_policy_loss(
 ) -> torch.Tensor:
     """Return -sg(phi(w)) A log policy, with the row's ratio w = exp(sum log r) and phi(w) = w^k exp(l (1 - w)).
 
-    ``phi(1) = 1``; rows that the policy has left, or that it now prefers, fade on both sides. k and l are `positive`
-    where A >= 0, else `negative`; a larger k fades small ratios faster, a larger l large ones. `log_weights`, float
-    [B], the logarithms of a correction's weights of the rows, are added to log w: w then compares the policy with the
-    sampler, as in TRL.
+    ``phi(1) = 1``, and phi falls to 0 for small and for large w. (k, l) is `positive` if A >= 0, else `negative`; a
+    larger k reduces the weight of small ratios, a larger l that of large ones. `log_weights`, float [B], are logarithms
+    of a correction's weights of the rows. They are added to log w, so that w compares the policy with the sampler, as
+    in TRL.
 
     Source: Shen et al. 2026 (VESPO), arXiv:2602.10693.
     """
@@ -209,7 +209,7 @@ def kl_cov_loss(
     marked: torch.Tensor,
     coef: float = 1.0,
 ) -> torch.Tensor:
-    """Return -r A, with a penalty for `marked` tokens, bool [B, T], which `covariance` chose: -r A + coef |log r|.
+    """Return -r A, and -r A + coef |log r| for `marked` tokens, bool [B, T], those of highest `covariances`.
 
     Source: Cui et al. 2025 (KL-Cov), arXiv:2505.22617.
     """
@@ -228,7 +228,7 @@ def _ratio(
     if level == "token":
         return ratio(policy_logprobs, old_logprobs)
     if mask is None:
-        raise ValueError("level='sequence' needs the mask: a row's ratio is a mean over its tokens.")
+        raise ValueError("mask=None: level='sequence' needs the mask of a row's tokens.")
     row = exp_clamped(masked_mean(log_ratio(policy_logprobs, old_logprobs), mask)).detach()
     return row[:, None] * torch.exp(policy_logprobs - policy_logprobs.detach())
 
@@ -236,11 +236,11 @@ def _ratio(
 def covariances(logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return (A - mean A)(log pi - mean log pi) of each token, means over the mask, float [B, T]; 0 outside."""
     count = mask.sum().clamp(min=1)
-    centred = [
-        torch.where(mask, each - torch.where(mask, each, 0.0).sum() / count, 0.0)
-        for each in (logprobs, advantages)
-    ]
-    return centred[0] * centred[1]
+
+    def centred(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, values - torch.where(mask, values, 0.0).sum() / count, 0.0)
+
+    return centred(logprobs) * centred(advantages)
 
 
 def highest(values: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
@@ -256,9 +256,9 @@ def highest(values: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Ten
 def drawn_between(
     values: torch.Tensor, mask: torch.Tensor, share: float, low: float, high: float, seed: int
 ) -> torch.Tensor:
-    """Draw that `share` of masked tokens from those with low < value < high, bool [B, T] (Clip-Cov).
+    """Draw a `share` of the number of masked tokens from those with low < value < high, bool [B, T] (Clip-Cov).
 
-    At least one is drawn, or all that there are.
+    At least one is drawn if there is any, and at most all of them.
     """
     chosen = torch.zeros_like(mask)
     places = torch.nonzero((mask & (values > low) & (values < high)).flatten())[:, 0]

@@ -1,4 +1,4 @@
-"""Values of tokens reduced to rows, and losses of tokens to one number."""
+"""Reductions of values of tokens to rows, and of losses of tokens to one number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def reduce_loss(
     denominator: float | None = None,
     lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum up the masked losses of one micro-batch, as a share of the whole optimizer step's loss.
+    """Reduce the masked losses of one micro-batch to its share of the optimizer step's loss.
 
         ========================  =====================================  ==============================================
         how                       sum over                               denominator of a step
@@ -26,25 +26,27 @@ def reduce_loss(
         sequence_sum_fixed        sums over each sequence's tokens       its sequences times a fixed length (Dr. GRPO)
         ========================  =====================================  ==============================================
 
-    Tokens are those in the mask, sequences those that have any. The sum of this function over all micro-batches and
-    ranks of a step, each with the step's own denominator (`count_denominator`), is the loss of the step, however it was
-    split.
+    Only tokens in the mask count, and only sequences with such a token. The loss of a step is the sum of this function
+    over its micro-batches and ranks, all with the denominator of the step (`count_denominator`). It does not depend on
+    how the step is split.
 
     Args:
         per_token: float [B, T].
         mask: bool or 0/1 [B, T].
         how: A row of the table.
-        denominator: Counted over the whole step; None counts these rows, except for ``sequence_sum_fixed``.
-        lengths: int64 [B], the tokens of the sequence that each row is a part of, if sequences have several rows; None
+        denominator: Count over the whole step; None counts these rows, except for ``sequence_sum_fixed``.
+        lengths: int64 [B], the length of the whole sequence that a row belongs to, if sequences have several rows; None
             if every row is a sequence.
 
     Raises:
-        ValueError: `how` is unknown, or a fixed denominator is missing.
+        ValueError: `how` is unknown, or ``sequence_sum_fixed`` has no denominator.
     """
     require_choice("how", how, Reduction)
     if denominator is None:
         if how == "sequence_sum_fixed":
-            raise ValueError("sequence_sum_fixed needs its denominator: sequences times the fixed length.")
+            raise ValueError(
+                "denominator=None: sequence_sum_fixed needs one. Pass sequences times the fixed length."
+            )
         denominator = max(count_denominator(mask, how), 1)
     per_sequence = masked_sum(per_token, mask)
     if how == "sequence_mean_token_mean":
@@ -53,7 +55,7 @@ def reduce_loss(
 
 
 def count_denominator(mask: torch.Tensor, how: Reduction, fixed_length: int = 1) -> int:
-    """Return what these rows add to the denominator of their step: tokens, or sequences times `fixed_length` or 1."""
+    """Return these rows' part of the denominator of their step: tokens, or sequences (times `fixed_length`)."""
     if how == "token_mean":
         return int(mask.sum())
     num_sequences = int(mask.bool().any(dim=-1).sum())
@@ -61,10 +63,10 @@ def count_denominator(mask: torch.Tensor, how: Reduction, fixed_length: int = 1)
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Sum each row over its masked tokens [B]; entries outside the mask are not read, NaN included."""
+    """Sum each row over its masked tokens [B]; entries outside the mask may be NaN."""
     return torch.where(mask.bool(), x, torch.zeros_like(x)).sum(dim=-1)
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Average each row over its masked tokens [B]; 0 for a row without any."""
+    """Average each row over its masked tokens [B]; a row without any gets 0."""
     return masked_sum(x, mask) / mask.sum(dim=-1).clamp(min=1)

@@ -1,13 +1,12 @@
-"""The settings of each algorithm: what its functions read, and where it starts.
+"""Settings classes of algorithms and of preference losses.
 
-A class names the settings that one function or loop reads; a row of the table is made of those that its algorithm uses.
-Nothing here imports torch, which reading a config does without.
+A small class holds the settings that one function reads. An algorithm's class combines those that its functions read.
+This module does not import torch, because reading a config must not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -24,52 +23,52 @@ BelowHalf = Annotated[float, Field(ge=0, lt=0.5, description="a number >= 0 and 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSettings:
-    """What every algorithm has."""
+    """Settings of every algorithm."""
 
     dynamic_sampling: bool = False
-    """Drop groups of equal rewards and sample others in their place."""
+    """Replace groups whose rewards are all equal by newly sampled groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionSettings(AlgorithmSettings):
-    """Of losses with a value for each token."""
+    """Settings for losses with one value per token."""
 
     reduction: Reduction = "token_mean"
-    """How the losses of tokens become one number."""
+    """How the losses of tokens are reduced to one number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhiteningSettings(AlgorithmSettings):
-    """Of advantages whose size the policy learns from."""
+    """Settings for algorithms whose updates depend on the size of advantages."""
 
     whiten_advantages: bool = False
-    """Bring advantages to mean 0 and standard deviation 1 over the batch."""
+    """Normalise advantages to mean 0 and standard deviation 1 over the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSettings(ReductionSettings, WhiteningSettings):
-    """Of algorithms with an advantage and a loss for each token, and no settings of their own."""
+    """Settings for algorithms with one advantage and one loss per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSettings(AlgorithmSettings):
-    """Of advantages against the group."""
+    """Settings for advantages relative to the group."""
 
     scale_rewards: RewardScale = "group"
-    """What the advantages of a group are divided by: the deviation of its rewards, or of the batch's, or nothing."""
+    """What divides the advantages of a group: the standard deviation of its rewards, of the batch's, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LevelSettings(AlgorithmSettings):
-    """Of losses with a ratio of tokens or completions."""
+    """Settings for losses with a probability ratio per token or per completion."""
 
     importance_sampling_level: ImportanceLevel = "token"
-    """Whether the loss has the ratio of each token, or of each completion, by the mean of its log-ratios."""
+    """Whether the loss uses the ratio of every token, or one per completion: the exponential of its mean log-ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings(AlgorithmSettings):
-    """Of losses whose ratio is clipped."""
+    """Settings for losses that clip the ratio."""
 
     clip_low: NonNegativeFloat = 0.2
     """The ratio of policies is clipped to at least 1 - clip_low."""
@@ -79,71 +78,71 @@ class ClipSettings(AlgorithmSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class SurrogateSettings(ClipSettings, LevelSettings):
-    """Of PPO's clipped surrogate."""
+    """Settings for PPO's clipped loss."""
 
     dual_clip: AboveOne | None = None
-    """Bound of the loss where the advantage is negative; without one it is unbounded there."""
+    """Upper bound of the loss, times the size of a negative advantage; null means no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PPOSettings(TokenSettings, SurrogateSettings):
-    """PPO's, from a critic's values."""
+    """Settings for PPO."""
 
     gamma: UnitInterval = 1.0
     """Discount per token."""
     lam: UnitInterval = 1.0
-    """Lambda of generalised advantage estimation."""
+    """Lambda of generalised advantage estimation (GAE)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedSettings(TokenSettings, SurrogateSettings):
-    """Of PPO's surrogate with other advantages than PPO's."""
+    """Settings for algorithms that use PPO's clipped loss with their own advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOSettings(ClippedSettings, ScaleSettings):
-    """GRPO's, and of what is made of it."""
+    """Settings for GRPO and its variants."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CISPOSettings(TokenSettings, ScaleSettings, ClipSettings, LevelSettings):
-    """CISPO's."""
+    """Settings for CISPO."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOSettings(TokenSettings, ScaleSettings, LevelSettings):
-    """SAPO's."""
+    """Settings for SAPO."""
 
     temperature_positive: PositiveFloat = 1.0
-    """SAPO's temperature where the advantage is positive."""
+    """SAPO's temperature for positive advantages."""
     temperature_negative: PositiveFloat = 1.05
-    """SAPO's temperature where the advantage is negative."""
+    """SAPO's temperature for negative advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtKSettings(ClippedSettings):
-    """Pass@k's."""
+    """Settings for Pass@k training."""
 
     pass_k: PositiveInt = 4
-    """Completions of which the best counts; below `group_size`."""
+    """k of pass@k: the best of k completions counts. Must be below `group_size`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GMPOSettings(WhiteningSettings, ScaleSettings, ClipSettings):
-    """GMPO's."""
+    """Settings for GMPO."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CovarianceSettings(AlgorithmSettings):
-    """Of algorithms that treat tokens of high covariance differently."""
+    """Settings for algorithms that treat tokens of high covariance differently."""
 
     covariance_share: UnitInterval = 0.0002
-    """Share of tokens that `clip_cov` keeps from learning and `kl_cov` penalises."""
+    """Share of tokens that `clip_cov` excludes from the loss and `kl_cov` penalises."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovSettings(GRPOSettings, CovarianceSettings):
-    """Clip-Cov's."""
+    """Settings for Clip-Cov."""
 
     covariance_low: NonNegativeFloat = 1.0
     """Covariance of advantage and log-probability above which `clip_cov` draws tokens."""
@@ -153,115 +152,78 @@ class ClipCovSettings(GRPOSettings, CovarianceSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class KLCovSettings(TokenSettings, ScaleSettings, CovarianceSettings):
-    """KL-Cov's."""
+    """Settings for KL-Cov."""
 
     covariance_kl_coef: NonNegativeFloat = 1.0
-    """Weight of the penalty of `kl_cov`."""
+    """Weight of the KL penalty of `kl_cov`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPPOSettings(TokenSettings, ScaleSettings):
-    """DPPO's."""
+    """Settings for DPPO."""
 
     divergence_bound: PositiveFloat = 0.15
-    """DPPO's bound: of |p - q| with `dppo_tv`, of nats with `dppo_kl`."""
+    """DPPO's bound on the divergence of a token: |p - q| with `dppo_tv`, nats with `dppo_kl`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VESPOSettings(TokenSettings, ScaleSettings):
-    """VESPO's."""
+    """Settings for VESPO."""
 
     shape_positive: NonNegativeFloat = 2.0
-    """VESPO's exponent of a ratio where the advantage is not negative; larger fades small ratios faster."""
+    """VESPO's exponent of the ratio for advantages >= 0; larger values reduce the weight of small ratios."""
     rate_positive: PositiveFloat = 3.0
-    """VESPO's rate where the advantage is not negative; larger fades large ratios faster."""
+    """VESPO's rate for advantages >= 0; larger values reduce the weight of large ratios."""
     shape_negative: NonNegativeFloat = 3.0
-    """VESPO's exponent where the advantage is negative."""
+    """VESPO's exponent of the ratio for negative advantages."""
     rate_negative: PositiveFloat = 2.0
-    """VESPO's rate where the advantage is negative."""
+    """VESPO's rate for negative advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProximalRLOOSettings(WhiteningSettings, ClipSettings):
-    """Proximal RLOO's."""
+    """Settings for Proximal RLOO."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSettings(AlgorithmSettings):
-    """Of losses that compare groups under policy and reference."""
+    """Settings for losses that compare completions under policy and reference."""
 
     beta: PositiveFloat = 0.1
-    """Strength with which a preference loss or CoPG keeps the policy near the reference."""
+    """How strongly a preference loss or CoPG keeps the policy near the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineDPOSettings(ReferenceSettings):
-    """Online DPO's."""
+    """Settings for online DPO."""
 
     label_smoothing: BelowHalf = 0.0
-    """Share of pairs that the preference loss assumes to be labelled the wrong way round."""
+    """Share of pairs that the preference loss assumes to be mislabelled."""
     preference: Literal["sigmoid", "ipo"] = "sigmoid"
     """The preference loss of online DPO."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSettings(ReductionSettings, SurrogateSettings):
-    """On-policy distillation's."""
-
-
-SETTINGS: Mapping[str, AlgorithmSettings] = {
-    "best_of_k": ReductionSettings(),
-    "cispo": CISPOSettings(clip_low=1.0, clip_high=4.0),
-    "clip_cov": ClipCovSettings(),
-    "copg": ReferenceSettings(),
-    "dapo": GRPOSettings(clip_high=0.28, dynamic_sampling=True),
-    "dppo_kl": DPPOSettings(divergence_bound=0.05),
-    "dppo_tv": DPPOSettings(),
-    "dr_grpo": GRPOSettings(reduction="sequence_sum_fixed", scale_rewards="none"),
-    "gdpo": ClippedSettings(reduction="sequence_mean_token_mean"),
-    "gmpo": GMPOSettings(clip_low=0.3297, clip_high=0.4918),
-    "gpg": TokenSettings(),
-    "grpo": GRPOSettings(reduction="sequence_mean_token_mean"),
-    "gspo": GRPOSettings(
-        reduction="sequence_mean_token_mean",
-        importance_sampling_level="sequence",
-        clip_low=3e-4,
-        clip_high=4e-4,
-    ),
-    "kl_cov": KLCovSettings(covariance_share=2e-3),
-    "lite_ppo": GRPOSettings(scale_rewards="batch"),
-    "on_policy_distillation": DistillationSettings(),
-    "online_dpo": OnlineDPOSettings(),
-    "opo": TokenSettings(reduction="sequence_mean_token_sum"),
-    "otb": TokenSettings(reduction="sequence_mean_token_sum"),
-    "pass_at_k": PassAtKSettings(),
-    "ppo": PPOSettings(whiten_advantages=True),
-    "proximal_rloo": ProximalRLOOSettings(),
-    "reinforce": TokenSettings(reduction="sequence_mean_token_sum"),
-    "reinforce_pp": ClippedSettings(),
-    "remax": TokenSettings(reduction="sequence_mean_token_sum"),
-    "rloo": TokenSettings(reduction="sequence_mean_token_sum"),
-    "sapo": SAPOSettings(reduction="sequence_mean_token_mean"),
-    "vespo": VESPOSettings(),
-}
-"""Where each algorithm starts, and by its class which settings it has; a config's values win."""
+    """Settings for on-policy distillation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceSettings:
-    """Learning from preference data, without sampling."""
+    """Settings for learning from preference data, without sampling."""
 
     loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"]
-    """The loss: of pairs, or with `kto` of completions that are good or bad."""
+    """The loss. `kto` learns from good and bad completions, the others from pairs."""
     beta: PositiveFloat | None = None
-    """How strongly the policy is kept near the reference; with `orpo` the weight of the odds ratio. null means 2.0 with
-    `simpo`, else 0.1."""
+    """How strongly the loss keeps the policy near the reference; with `orpo`, the weight of the odds ratio. null means
+    2.0 with `simpo`, else 0.1."""
     label_smoothing: Annotated[BelowHalf, ReadIf("preference.loss", ("dpo",))] = 0.0
-    """Assumed share of wrongly labelled pairs."""
+    """Assumed share of mislabelled pairs."""
     length_normalised: Annotated[bool | None, ReadIf("preference.loss", ("dpo", "ipo", "hinge"))] = None
-    """Divide the log-probability of a completion by its tokens; null means with `ipo`. `simpo` and `orpo` always do."""
+    """Divide the log-probability of a completion by its length; null means only with `ipo`. `simpo` and `orpo` always
+    divide."""
     gamma: Annotated[NonNegativeFloat, ReadIf("preference.loss", ("simpo",))] = 1.0
-    """Margin that `simpo` asks for, in units of the reward."""
+    """Target margin of `simpo`, in units of the reward."""
     desirable_weight: Annotated[NonNegativeFloat, ReadIf("preference.loss", ("kto",))] = 1.0
     """Weight of good completions."""
     undesirable_weight: Annotated[NonNegativeFloat, ReadIf("preference.loss", ("kto",))] = 1.0

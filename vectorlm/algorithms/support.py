@@ -1,4 +1,4 @@
-"""The support of truncated sampling: the tokens that top_p, top_k and min_p leave to be drawn."""
+"""The support of truncated sampling: the tokens that top_p, top_k and min_p allow."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ import torch
 
 @dataclass(frozen=True)
 class Support:
-    """Which tokens a sampler may draw; names, ranges and meanings are those of ``vllm.SamplingParams``."""
+    """The tokens that a sampler can sample. Names, ranges and meanings are as in ``vllm.SamplingParams``."""
 
     top_p: float = 1.0
-    """Keep the likeliest tokens until their probabilities add up to this, above 0; 1 keeps all."""
+    """Keep the most likely tokens until their probabilities add up to this, above 0; 1 keeps all."""
     top_k: int = 0
-    """Keep this many of the likeliest tokens; 0 and -1 keep all."""
+    """Keep this number of most likely tokens; 0 and -1 keep all."""
     min_p: float = 0.0
-    """Keep tokens with at least this share of the likeliest token's probability, up to 1; 0 keeps all."""
+    """Keep tokens with at least this share of the most likely token's probability, up to 1; 0 keeps all."""
 
     @classmethod
     def of(cls, sampling_params: Mapping[str, Any]) -> Support:
-        """Return the support that sampling parameters ask for."""
-        given = {each.name: sampling_params.get(each.name) for each in fields(cls)}
+        """Return the support of sampling parameters."""
+        given = {field.name: sampling_params.get(field.name) for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def is_whole(self) -> bool:
-        """Whether every token can be drawn."""
+        """Whether every token can be sampled."""
         return self.top_p >= 1 and self.top_k < 1 and self.min_p <= 0
 
 
 WHOLE = Support()
-"""Every token can be drawn."""
+"""The support of all tokens."""
 
 
 def truncate(
     scores: torch.Tensor, tokens: torch.Tensor, support: Support, bitmasks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores with -inf outside the support, so that their softmax is what the sampler drew from.
+    """Return the scores with -inf outside the support, so that their softmax is the sampler's distribution.
 
-    ``log pi(a) = scores[a] - log sum_{b in S} exp(scores[b])``, where S is what a grammar allows, of that what min_p
-    leaves, of that what top_k leaves, and of that, with probabilities that add up to 1 again, what top_p leaves: vLLM's
-    order. A token at the bound of min_p stays, as do all that are as likely as the k-th (vLLM's kernel for CUDA keeps k
-    in all). At the bound of top_p some of several equal tokens stay, and the drawn one is among them.
+    ``log pi(a) = scores[a] - log sum_{b in S} exp(scores[b])``. The grammar, min_p, top_k and top_p restrict S in this
+    order, which is vLLM's; top_p sees probabilities that add up to 1 again. A token at the bound of min_p stays, as do
+    all tokens as likely as the k-th (vLLM's CUDA kernel keeps exactly k). Of several equal tokens at the bound of top_p
+    some stay, including the sampled one.
 
-    The drawn token is always in S: rounding, or weights that have moved since, may have put it outside, where its
+    The sampled token is always in S. Rounding, or an update of the weights, can have moved it outside, where its
     log-probability would be -inf. S carries no gradient; the scores do.
 
     Args:
         scores: float [N, V], logits divided by the temperature.
-        tokens: int64 [N], the tokens that were drawn.
-        support: What the sampler was told.
+        tokens: int64 [N], the sampled tokens.
+        support: The support of the sampler.
         bitmasks: int32 [N, ceil(V / 32)], the tokens that a grammar allowed, as bits; None for all.
 
     Returns:
-        float [N, V], and bool [N]: whether S has the token only because it was drawn.
+        float [N, V], and bool [N]: whether S includes the token only because it was sampled.
     """
     drawn = tokens[:, None]
     if bitmasks is not None:
@@ -80,7 +80,7 @@ def _bits(bitmasks: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _is_cut(scores: torch.Tensor, support: Support) -> torch.Tensor:
-    """Return which tokens cannot be drawn, bool [N, V]; a score that is not a number cuts nothing, and stays."""
+    """Return which tokens cannot be sampled, bool [N, V]; NaN scores cut nothing and are not cut."""
     size = scores.shape[-1]
     is_cut = torch.zeros_like(scores, dtype=torch.bool)
     if support.min_p > 0:
@@ -91,7 +91,7 @@ def _is_cut(scores: torch.Tensor, support: Support) -> torch.Tensor:
         return is_cut
     left = scores.masked_fill(is_cut, -torch.inf)
     total = left.logsumexp(dim=-1, keepdim=True)
-    # Tokens below an even share of what top_p cuts add up to less than that: only the others need to be sorted.
+    # Tokens below an even share of the probability that top_p cuts are all cut: only the others need sorting.
     width = int((~(left < total + math.log((1 - support.top_p) / size))).sum(dim=-1).max())
     likeliest, places = left.topk(width)
     probabilities = (likeliest - total).exp()

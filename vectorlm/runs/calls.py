@@ -1,4 +1,4 @@
-"""Whole runs from Python, without a config file: what `vectorlm.reinforce` and `vectorlm.finetune` do."""
+"""Run training from Python, without a config file: `vectorlm.reinforce` and `vectorlm.finetune`."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ if TYPE_CHECKING:
     from vectorlm.train.recorder import OnStep
 
 HELD_OUT = 0.05
-"""Share of the rows that `finetune` evaluates on if it is given no `eval_dataset`."""
+"""Share of the rows that `finetune` evaluates on without an `eval_dataset`."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run: its folder, its model and what it logged."""
+    """A finished run: its folder, its model and its logs."""
 
     output_dir: Path
 
     @property
     def model(self) -> Path:
-        """The folder of the trained model, which `SamplingEngine` and transformers load."""
+        """Folder of the trained model. `SamplingEngine` and transformers can load it."""
         return self.output_dir / "final-model"
 
     @property
     def metrics(self) -> Any:
-        """A row of numbers for each step: a data frame if pandas is installed, else a list of dictionaries."""
+        """Metrics by step: a data frame if pandas is installed, else a list of dictionaries."""
         return _table(self.output_dir / "metrics.jsonl")
 
     @property
     def rollouts(self) -> Any:
-        """A row for each completion that reinforcement learning trained on, in the same form."""
+        """The completions that reinforcement learning trained on, in the same form."""
         return _table(self.output_dir / "rollouts.jsonl")
 
 
@@ -72,33 +72,33 @@ def reinforce(
     on_step: OnStep | None = None,
     **settings: Any,
 ) -> FinishedRun:
-    """Train a model by rewards.
+    """Train a model with rewards.
 
     >>> run = vectorlm.reinforce("Qwen/Qwen3-0.6B", ["2 + 2 = "], lambda text: float("4" in text),
     ...                          max_steps=10, max_seq_len=256, group_size=8)  # doctest: +SKIP
 
     Args:
         model: A folder, or a name on the Hugging Face Hub.
-        prompts: What ``rl.prompts`` of a config may be; or in memory a list of texts, of conversations (lists of
-            messages) or of rows with a ``prompt`` and the rewards' columns, or a ``datasets.Dataset`` or a data
-            frame of such rows.
-        rewards: A function, a reward's name as in a config, several of them in a list, or a mapping from them to
-            weights. Functions run in other processes, with what they refer to.
+        prompts: Any value of ``rl.prompts`` in a config; or prompts in memory: a list of texts, of conversations (lists
+            of messages) or of rows with a ``prompt`` and the rewards' columns, or such rows in a ``datasets.Dataset``
+            or a data frame.
+        rewards: A function, or the name of a reward as in a config; a list of them; or a mapping from them to weights.
+            Functions run in other processes, together with the objects that they use.
         algorithm: A row of docs/algorithms.md, or ``file.py:NAME``.
         lr: Learning rate.
-        prompts_per_step: Prompts of a step, each with ``group_size`` completions.
+        prompts_per_step: Prompts per step; the engine samples ``group_size`` completions for every prompt.
         output_dir: Folder of the run; None makes a new one under ``runs``. An interrupted run resumes in its folder.
         world_size: Number of ranks.
-        on_step: Called as ``on_step(step, metrics, rollouts)`` in the process of rank 0 after each step, with copies of
-            the step's lines in ``metrics.jsonl`` (without the seconds of its phases) and ``rollouts.jsonl``. If it
-            returns True, the run ends after this step as after its last one; if it raises, the run fails.
+        on_step: Called on rank 0 after every step as ``on_step(step, metrics, rollouts)``, with copies of the step's
+            lines in ``metrics.jsonl`` (without the times of its phases) and ``rollouts.jsonl``. If it returns True,
+            the run ends after this step as after the last one. If it raises, the run fails.
         **settings: Other settings of a config, by the last part of their name (``group_size=8``). If several settings
-            have that name, it is the one nearest the top. Or whole sections
+            share that name, the one nearest to the top of the config is set. You can also pass whole sections
             (``train_parameters={"optimizer": {"lr": 1e-6}}``).
 
     Raises:
-        ConfigError: A setting is unknown or wrong; lists them all.
-        DatasetError: The prompts in memory are none.
+        ConfigError: Settings are unknown or wrong. The error lists all of them.
+        DatasetError: `prompts` has no usable rows.
         RankFailed: Training failed on a rank.
     """
     folder = _folder(output_dir, algorithm)
@@ -137,18 +137,18 @@ def finetune(
     Args:
         model: A folder, or a name on the Hugging Face Hub.
         dataset: Rows with ``messages``, ``prompt`` and ``completion``, or ``text``: a list of dictionaries, of texts or
-            of conversations, a mapping of columns, a ``datasets.Dataset``, a data frame, or what
-            ``dataset_preprocess.load_path`` of a config may be.
-        eval_dataset: Rows for the held-out loss. None takes one of 20 rows of a `dataset` in memory, and measures no
-            held-out loss if `dataset` is a path or a single row.
+            of conversations, a mapping of columns, a ``datasets.Dataset``, a data frame, or any
+            value of ``dataset_preprocess.load_path`` in a config.
+        eval_dataset: Rows for the held-out loss. None holds out one in 20 rows of a `dataset` in memory, and measures
+            no held-out loss if `dataset` is a path or a single row.
         lr: Learning rate.
-        output_dir: As for `reinforce`.
+        output_dir: See `reinforce`.
         world_size: Number of ranks.
-        on_step: As for `reinforce`, without rollouts: the last argument is empty.
-        **settings: As for `reinforce`; ``dataset_preprocess={…}`` says how texts are tokenised.
+        on_step: See `reinforce`; the list of rollouts is empty.
+        **settings: See `reinforce`; ``dataset_preprocess={…}`` sets how texts are tokenised.
 
     Raises:
-        ConfigError: A setting is unknown or wrong; lists them all.
+        ConfigError: Settings are unknown or wrong. The error lists all of them.
         DatasetError: The rows cannot be tokenised.
         RankFailed: Training failed on a rank.
     """
@@ -178,14 +178,16 @@ def finetune(
     config = with_download(config_from_keywords({**settings, **given}, "train_parameters"))
     tokenizer, how = load_tokenizer(config.model), config.dataset_preprocess
     assert how is not None
-    for part, each in rows.items():
+    for part, source in rows.items():
         target, note = folder / "data" / part, folder / "data" / f"{part}.digest"
-        asked = replace(how, load_path=_saved(each, folder / "data" / f"{part}-rows"), save_path=str(target))
+        asked = replace(
+            how, load_path=_saved(source, folder / "data" / f"{part}-rows"), save_path=str(target)
+        )
         max_seq_len = config.train_parameters.max_seq_len
         template = tokenizer.chat_template
         made_of = repr((asked, max_seq_len, vocabulary_of(tokenizer), template, _digest(asked.load_path)))
         digest = hashlib.sha256(made_of.encode(errors="replace")).hexdigest()
-        # The rows of an earlier call go on only if this call would make the same ones.
+        # Reuse the rows of an earlier call only if this call would make the same ones.
         if not ((target / "state.json").exists() and note.exists() and note.read_text() == digest):
             preprocess(asked, tokenizer, max_seq_len)
             note.write_text(digest)
@@ -194,20 +196,20 @@ def finetune(
 
 
 def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str | None:
-    """Check a config, then train on every rank: by rewards if it has a section ``rl``, else on a dataset.
+    """Check a config, then train on every rank: with rewards if it has a section ``rl``, else on a dataset.
 
-    Under torchrun or srun, which decide the number of ranks, rank 0 checks for all.
+    torchrun and srun decide the number of ranks themselves; rank 0 then checks the config.
 
     Args:
-        config: As `with_download` returns it.
+        config: A config from `with_download`.
         world_size: Number of ranks.
-        on_step: As for `reinforce`.
+        on_step: See `reinforce`.
 
     Returns:
-        What to tell the user if an earlier run has already finished here; else None.
+        A message for the user if the run in this folder has finished already; else None.
 
     Raises:
-        ConfigError: As `preflight`.
+        ConfigError: See `preflight`.
         RankFailed: Training failed on a rank.
     """
     num_started = Topology.from_environment().world_size
@@ -240,24 +242,24 @@ def _folder(output_dir: str | os.PathLike[str] | None, name: str) -> Path:
 
 
 def _prompts(prompts: Any, folder: Path) -> Any:
-    """Return what a config can say of prompts; those in memory are saved in the run's folder."""
+    """Return a value of `rl.prompts`; prompts in memory are saved to the run's folder."""
     if isinstance(prompts, Mapping) and not hasattr(prompts, "save_to_disk"):
         return prompts
     return _saved(_rows_of(prompts, "prompts", "prompt", "prompt"), folder / "prompts", keeps_tables=False)
 
 
 def _rows_of(given: Any, argument: str, text_name: str, list_name: str) -> Any:
-    """Return the rows of an argument: mappings in a list, a ``datasets.Dataset``, or the path that it is.
+    """Return the rows of an argument: a list of mappings, a ``datasets.Dataset``, or a path as it is.
 
     Raises:
-        DatasetError: There are no rows, or one of them is no row.
+        DatasetError: There are no rows, or one of them has the wrong type.
     """
-    use = f"Use a path, or a list of rows, of texts or of lists of messages for {argument}."
+    use = "Use a path, or a list of rows, of texts or of lists of messages."
     if isinstance(given, str | os.PathLike):
         return os.fspath(given)
     if isinstance(given, Mapping) and hasattr(given, "save_to_disk"):
         raise DatasetError(
-            f"{argument} has the splits {', '.join(given)}. Pass one of them, such as [{next(iter(given))!r}]."
+            f"{argument} must be one split, not the splits {', '.join(given)}. Pass [{next(iter(given))!r}], say."
         )
     if hasattr(given, "to_dict") and hasattr(
         given, "columns"
@@ -267,11 +269,11 @@ def _rows_of(given: Any, argument: str, text_name: str, list_name: str) -> Any:
     elif isinstance(given, Mapping):
         lengths = {name: len(column) for name, column in given.items() if isinstance(column, list | tuple)}
         if len(lengths) < len(given) or len(set(lengths.values())) > 1:
-            raise DatasetError(f"{argument} must have columns that are lists of one length. {use}")
+            raise DatasetError(f"{argument} must have columns that are lists of equal length. {use}")
         given = [dict(zip(given, cells, strict=True)) for cells in zip(*given.values(), strict=True)]
     elif not hasattr(given, "save_to_disk"):
         if isinstance(given, bytes) or not isinstance(given, Iterable):
-            raise DatasetError(f"{argument} is a {type(given).__name__}. {use}")
+            raise DatasetError(f"{argument} cannot be of type {type(given).__name__}. {use}")
         given = list(given)
         for index, row in enumerate(given):
             if isinstance(row, str):
@@ -279,9 +281,9 @@ def _rows_of(given: Any, argument: str, text_name: str, list_name: str) -> Any:
             elif isinstance(row, Sequence) and not isinstance(row, bytes):
                 given[index] = {list_name: list(row)}
             elif not isinstance(row, Mapping):
-                raise DatasetError(f"{argument}[{index}] is a {type(row).__name__}. {use}")
+                raise DatasetError(f"{argument}[{index}] cannot be of type {type(row).__name__}. {use}")
     if not len(given):
-        raise DatasetError(f"{argument} is empty: it must hold at least one row.")
+        raise DatasetError(f"{argument} must have at least one row.")
     return given
 
 
@@ -290,19 +292,20 @@ def _is_missing(cell: Any) -> bool:
 
 
 def _split(rows: Any) -> tuple[Any, Any]:
-    """Take the held-out share out of rows in memory, the same rows whatever holds them."""
+    """Split rows in memory into training and held-out rows; the split depends only on their number."""
     from datasets import Dataset
 
-    is_table = hasattr(rows, "save_to_disk")
-    table = rows if is_table else Dataset.from_dict({"index": range(len(rows))})
-    halves = table.train_test_split(test_size=HELD_OUT, seed=0)
-    parts = (halves["train"], halves["test"])
-    train, held_out = parts if is_table else ([rows[each] for each in part["index"]] for part in parts)
+    if hasattr(rows, "save_to_disk"):
+        parts = rows.train_test_split(test_size=HELD_OUT, seed=0)
+        return parts["train"], parts["test"]
+    places = Dataset.from_dict({"index": range(len(rows))})
+    parts = places.train_test_split(test_size=HELD_OUT, seed=0)
+    train, held_out = ([rows[index] for index in parts[name]["index"]] for name in ("train", "test"))
     return train, held_out
 
 
 def _saved(rows: Any, path: Path, *, keeps_tables: bool = True) -> str:
-    """Write rows in memory to a file with a line for each, whose keys may differ, and return where they are."""
+    """Write rows in memory to a JSONL file, in which their keys may differ, and return its path."""
     if isinstance(rows, str):
         return rows
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -318,15 +321,17 @@ def _saved(rows: Any, path: Path, *, keeps_tables: bool = True) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a date as text, and numbers and arrays of numpy as Python's."""
+    """Convert a date to text, and numbers and arrays of numpy to Python's."""
     for name in ("isoformat", "tolist"):
         if hasattr(value, name):
             return getattr(value, name)()
-    raise DatasetError(f"a row holds a {type(value).__name__}: use texts, numbers, lists and dictionaries.")
+    raise DatasetError(
+        f"a row cannot hold a value of type {type(value).__name__}. Use texts, numbers, lists and dictionaries."
+    )
 
 
 def _digest(source: str) -> Any:
-    """Return a digest of a file or a saved dataset, or the names, sizes and times of the files in a folder."""
+    """Return a digest of a file or a saved dataset, or names, sizes and times of the files in a folder."""
     if (content := content_of(source)) is not None:
         return content
     pattern = os.path.join(glob.escape(source), "**") if os.path.isdir(source) else source
@@ -335,7 +340,7 @@ def _digest(source: str) -> Any:
 
 
 def _rewards(rewards: Any, folder: Path) -> Mapping[str, Any]:
-    """Return the weight of each reward by its name; functions are pickled into the run's folder."""
+    """Return the weights of rewards by name; functions are pickled to the run's folder."""
     if not isinstance(rewards, Mapping):
         rewards = dict.fromkeys(rewards if isinstance(rewards, list | tuple) else [rewards], 1.0)
     path = folder / "functions.pkl"
@@ -347,7 +352,7 @@ def _rewards(rewards: Any, folder: Path) -> Mapping[str, Any]:
             name = getattr(reward, "__name__", "")
             if not callable(reward):
                 raise ConfigError(
-                    f"a reward is a {type(reward).__name__}: use a function, or the name of a reward."
+                    f"rewards cannot hold a value of type {type(reward).__name__}. Use functions or names of rewards."
                 )
             if not name.isidentifier() or name in functions:
                 name = f"reward_{len(functions)}"

@@ -1,19 +1,16 @@
-"""What a run leaves behind: its metrics, checkpoints, evaluations and models."""
+"""Open the outputs of a run (metrics, checkpoints, evaluations) and write its models."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig
 
 from vectorlm.errors import CheckpointError, ConfigError
-from vectorlm.ranks.engine_ranks import capture, results_or_first_error
 from vectorlm.report.card import card_of
 from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink, Sink
 from vectorlm.report.profile import ProfileSink, short_run
@@ -23,10 +20,9 @@ from vectorlm.rl.rewards.evaluation import Evaluator, Play
 from vectorlm.rl.rewards.function import RewardFunction
 from vectorlm.rl.rewards.registry import short_name
 from vectorlm.runs.config.load import save_config
-from vectorlm.runs.config.schema import SamplerSettings
 from vectorlm.runs.config.setting import to_plain
 from vectorlm.runs.preflight.resume import Resumption, find_resumption, identity_of
-from vectorlm.runs.start import Run
+from vectorlm.runs.start import Run, on_main
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.checkpoint.folder import folder_of, mark_finished, require_shared
 from vectorlm.train.checkpoint.state import CheckpointStore, load_weights
@@ -45,19 +41,26 @@ def open_recorder(
     play: Mapping[str, Play] | None = None,
     on_step: OnStep | None = None,
 ) -> Recorder:
-    """Open metrics, checkpoints and evaluation.
+    """Open metrics, checkpoints and the evaluation.
 
-    A resumed run must have `num_examples` rows of a training dataset, where it is given. What plays held-out
-    prompts that have an environment is in `play`, by their sources.
+    `num_examples` is the size of a training dataset, which a resumed run must have again. `play` has a function per
+    source of held-out prompts with an environment, which samples their rollouts.
     """
     settings = run.config.train_parameters
     if settings.checkpointing_enabled:
         require_shared(settings.output_dir, run.topology)
-    resumption = _find_resumption(run, num_examples)
+    # A shared file system may show the other ranks an older state.
+    resumption: Resumption | None = on_main(
+        run.topology, lambda: find_resumption(run.config, run.topology.world_size, num_examples)
+    )
     resume_step = None if resumption is None else resumption.step
-    timer = _make_timer(run, num_steps - (resume_step or 0))
+    profile_steps = settings.profile.profile_steps
+    if (problem := short_run(profile_steps, num_steps - (resume_step or 0))) is not None:
+        rule, fix = problem
+        raise ConfigError(f"train_parameters.profile_steps={profile_steps} {rule}. {fix}")
+    timer = Timer(_synchronised_clock) if profile_steps and run.topology.is_cuda else Timer()
     if run.engine is not None:
-        # The engine loads beside the model; what is left of that is no part of the first evaluation.
+        # The engine loads at the same time as the model. The first evaluation's time must not include the rest.
         with timer.span("time/start_s"):
             run.engine.wait_until_ready()
     sink, say = _open_sinks(run, num_steps, resumption, timer)
@@ -96,20 +99,10 @@ def open_recorder(
     )
 
 
-def _make_timer(run: Run, num_steps: int) -> Timer:
-    """Return what times the phases; where a run of `num_steps` is profiled, it waits for the device's own work."""
-    profile_steps = run.config.train_parameters.profile.profile_steps
-    if (problem := short_run(profile_steps, num_steps)) is not None:
-        rule, fix = problem
-        raise ConfigError(f"train_parameters.profile_steps={profile_steps} {rule}. {fix}")
-    if not (profile_steps and run.topology.is_cuda):
-        return Timer()
-
-    def clock() -> float:
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    return Timer(clock)
+def _synchronised_clock() -> float:
+    """Return the time after the device's pending work, so that phases include the work that they started."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _make_evaluator(
@@ -120,15 +113,31 @@ def _make_evaluator(
     play: Mapping[str, Play],
     falling: dict[str, bool],
 ) -> Evaluator | None:
-    """Return what answers held-out prompts; None without any."""
+    """Return the evaluator of held-out prompts and tasks; None if there are none."""
     settings = run.config.train_parameters
     sampler = settings.sampler
     if turn is None or sampler is None:
         return None
-    run_tasks = _make_tasks(run, turn, sampler, falling) if sampler.evaluation.tasks else None
-    if run_tasks is None and not run.checked.evaluation_prompts:
-        return None
+    run_tasks: Callable[[], dict[str, float]] | None = None
     timeout_s = sampler.engine.timeout_s
+    if sampler.evaluation.tasks:
+        from vectorlm.rl.rewards import harness
+
+        tasks = harness.load_tasks(sampler.evaluation.tasks, "train_parameters.sampler.tasks")
+        longest = run.config.engine_arguments(run.topology.is_cuda).get("max_model_len")
+        if longest is None:
+            longest = harness.context_length(AutoConfig.from_pretrained(run.config.model), run.tokenizer)
+        model = harness.EngineLM(turn.engine, run.tokenizer, longest)
+
+        def answer() -> dict[str, float]:
+            found = harness.run_tasks(model, tasks)[0]
+            falling.update(harness.falling_of(found))
+            return harness.scores_of(found["results"])
+
+        run_tasks = answer
+
+    elif not run.checked.evaluation_prompts:
+        return None
 
     def function(name: str) -> RewardFunction:
         return RewardFunction(name, run.reward_workers, timeout_s=timeout_s, stops_at_error=True)
@@ -142,35 +151,15 @@ def _make_evaluator(
         further={short_name(name): function(name) for name in sampler.evaluation.further_rewards},
         at_k=sampler.evaluation.at_k,
         play=play,
-        # The default of vLLM, and of the other backends.
+        # 16 is the default of vLLM and of the other backends.
         max_tokens=sampler.engine.sampling_params.get("max_tokens", 16) or math.inf,
         run_tasks=run_tasks,
         say=say,
     )
 
 
-def _make_tasks(
-    run: Run, turn: DeviceTurn, sampler: SamplerSettings, falling: dict[str, bool]
-) -> Callable[[], dict[str, float]]:
-    """Return what runs the harness's tasks on the engine, on all ranks alike, and notes in `falling` which fall."""
-    from vectorlm.rl.rewards import harness
-
-    tasks = harness.load_tasks(sampler.evaluation.tasks, "train_parameters.sampler.tasks")
-    longest = run.config.engine_arguments(run.topology.is_cuda).get("max_model_len")
-    if longest is None:
-        longest = harness.context_length(AutoConfig.from_pretrained(run.config.model), run.tokenizer)
-    model = harness.EngineLM(turn.engine, run.tokenizer, longest)
-
-    def answer() -> dict[str, float]:
-        found = harness.run_tasks(model, tasks)[0]
-        falling.update(harness.falling_of(found))
-        return harness.scores_of(found["results"])
-
-    return answer
-
-
 def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
-    """Write the final model after the last `step`; called on all ranks, and the model holds its weights then."""
+    """Write the final model after the last `step` and leave its weights in `model`. Call it on all ranks."""
     settings = run.config.train_parameters
     checkpoints = run.output / "checkpoints"
     best = recorder.stopping.best_step
@@ -179,8 +168,8 @@ def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
         folder = folder_of(checkpoints, best)
         if not folder.is_dir():
             raise CheckpointError(
-                f"the best checkpoint, {folder}, is gone, and train_parameters.final_model="
-                "'best' needs it. Set it to last, and the same command exports the last weights."
+                f"train_parameters.final_model='best' needs the best checkpoint, {folder}, which does not exist. "
+                "Set it to last, and the same command exports the last weights."
             )
         load_weights(folder, model)
         step = best
@@ -191,27 +180,16 @@ def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
 
 
 def export(run: Run, model: nn.Module, name: str, step: int) -> None:
-    """Write the model after `step` into the folder `name` of the run; called on all ranks."""
+    """Write the model of `step` to the folder `name` of the run. Call it on all ranks."""
     is_adapter = run.config.train_parameters.lora_peft_config is not None
     card = card_of(run.output, step, is_adapter=is_adapter) if run.topology.is_main else None
     export_model(model, run.tokenizer, run.output / name, card)
 
 
-def _find_resumption(run: Run, num_examples: int | None) -> Resumption | None:
-    """Look for checkpoints on rank 0: a shared file system may show the other ranks an older state."""
-    found: list[Any] = [None]
-    if run.topology.is_main:
-        world_size = run.topology.world_size
-        found = [capture(lambda: find_resumption(run.config, world_size, num_examples))]
-    dist.broadcast_object_list(found)
-    (resumption,) = results_or_first_error(found)
-    return resumption
-
-
 def _open_sinks(
     run: Run, num_steps: int, resumption: Resumption | None, timer: Timer
 ) -> tuple[FanOut, Callable[[str], None]]:
-    """Open what takes metrics, and what shows text, on rank 0; the other ranks write nothing."""
+    """Return the sinks of metrics and the function that prints text; both do nothing on ranks other than 0."""
     if not run.topology.is_main:
         return FanOut([]), lambda text: None
     run.output.mkdir(parents=True, exist_ok=True)
@@ -219,21 +197,17 @@ def _open_sinks(
     resume_step = None if resumption is None else resumption.step
     first_step = resume_step or 0
     save_start(
-        run.output,
-        run.topology.world_size,
-        run.topology.device,
-        num_steps=num_steps,
-        first_step=first_step,
+        run.output, run.topology.world_size, run.topology.device, num_steps=num_steps, first_step=first_step
     )
     progress = ProgressSink(num_steps, initial_step=first_step)
     sinks: list[Sink] = [JsonlSink(run.output / "metrics.jsonl", resume_step), progress]
+    trackers: list[Sink] = []
+    plain = to_plain(run.config)
     if run.config.enable_wandb_logging:
         id_file = run.output / "wandb_id"
-        sinks.append(
-            WandbSink(run.config.wandb_config, to_plain(run.config), id_file, resumption is not None)
-        )
-    sinks += open_trackers(run.config.trackers, run.output, to_plain(run.config), resume_step)
-    sinks[2:] = [Guarded(sink, progress.say) for sink in sinks[2:]]
+        trackers.append(WandbSink(run.config.wandb_config, plain, id_file, resumption is not None))
+    trackers += open_trackers(run.config.trackers, run.output, plain, resume_step)
+    sinks += [Guarded(tracker, progress.say) for tracker in trackers]
     if num_traced := run.config.train_parameters.profile.profile_steps:
         sinks.append(
             ProfileSink(run.output, num_traced, timer=timer, initial_step=first_step, say=progress.say)
@@ -245,6 +219,6 @@ def _open_sinks(
         if first_step >= num_steps:
             progress.say(f"  all {num_steps} steps are done: the weights of step {first_step} are exported")
     for sink in sinks:
-        # Each gets the error of a run that fails, and the others are closed if one cannot be.
+        # The stack closes every sink, with the run's error, even if another one fails to close.
         run.stack.enter_context(sink)
     return FanOut(sinks), progress.say

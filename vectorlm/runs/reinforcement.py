@@ -1,4 +1,4 @@
-"""A whole reinforcement learning run, from its config to the final model."""
+"""Run reinforcement learning, from the config to the final model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
@@ -45,6 +45,7 @@ from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.output import finish, open_recorder
 from vectorlm.runs.preflight.checked import CheckedConfig
 from vectorlm.runs.start import Run, open_run
+from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
@@ -54,9 +55,6 @@ from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.recorder import OnStep
 from vectorlm.types import ENVIRONMENT
 
-if TYPE_CHECKING:
-    from vectorlm.sampling.engine import SamplingEngine
-
 
 def reinforce(
     config: Config | CheckedConfig,
@@ -65,32 +63,32 @@ def reinforce(
     on_step: OnStep | None = None,
     recorded: Source | None = None,
 ) -> None:
-    """Train as `config` says and leave everything in its ``output_dir``; called on every rank.
+    """Train on this rank and write the results to the config's ``output_dir``. Call it on every rank.
 
-    The folder then holds ``final-model``, ``metrics.jsonl``, ``rollouts.jsonl``, ``samples.jsonl``, ``run.png``,
-    ``correction.jsonl``, ``correction.png``, ``timeline.jsonl``, ``timeline.png``, ``config.yaml``,
-    ``run.json`` and, with checkpointing, ``checkpoints``. A run that was killed resumes from its latest checkpoint.
+    The run writes ``final-model``, ``metrics.jsonl``, ``rollouts.jsonl``, ``samples.jsonl``, ``run.png``,
+    ``correction.jsonl``, ``correction.png``, ``timeline.jsonl``, ``timeline.png``, ``config.yaml``, ``run.json`` and,
+    with checkpointing, ``checkpoints``. A run that was killed resumes from its latest checkpoint.
 
     Args:
-        config: The whole run, with a section ``rl``; one that was not checked is checked by rank 0 for all.
-        topology: This rank, read from the environment when None.
+        config: The config of the run, with a section ``rl``. Rank 0 checks it unless it is checked already.
+        topology: This rank's position; None reads it from the environment.
         engine: An engine to sample with, which stays open; None starts the one that the config describes. It must
-            return log-probabilities of what it draws from, as engines do unless told otherwise.
-        on_step: As for `vectorlm.reinforce`.
-        recorded: Where rollouts come from in place of the engine.
+            report log-probabilities of the distribution that it samples from, which is every engine's default.
+        on_step: See `vectorlm.reinforce`.
+        recorded: A source of recorded rollouts that replaces the engine's.
 
     Raises:
-        ConfigError: The config cannot be carried out, or needs more memory than there is.
-        CheckpointError: The checkpoints in ``output_dir`` are of another run, or a node does not see them.
+        ConfigError: The config cannot run, or needs more memory than the machine has.
+        CheckpointError: The checkpoints in ``output_dir`` belong to another run, or a node cannot read them.
         NonFiniteLoss: Training diverged.
-        RewardError: A reward function failed, and the run is set to stop then; or no completion had a reward.
-        WorkersDied: The processes that run reward functions die one after the other.
+        RewardError: A reward function failed and `rl.on_reward_error` is ``stop``, or no completion had a reward.
+        WorkersDied: The reward workers die one after the other.
         RolloutError: An environment failed.
         EngineError: The teacher's server does not answer.
     """
     settings = config.config.rl if isinstance(config, CheckedConfig) else config.rl
     if settings is None:
-        raise ConfigError("there is no section 'rl': reinforcement learning needs one.")
+        raise ConfigError("rl=null: reinforcement learning needs a section 'rl'. Add it.")
     with open_run(config, topology, engine) as run:
         rl = run.config.rl
         assert rl is not None
@@ -99,21 +97,33 @@ def reinforce(
         finish(run, loop.models.policy.model, loop.recorder, loop.step)
         if loop.is_unscored:
             raise RewardError(
-                f"no completion of this run had a reward, so {run.output / 'final-model'} holds the weights that it "
-                f"started with. {loop.why_unscored}"
+                f"no completion of this run had a reward, so {run.output / 'final-model'} holds the initial weights. "
+                f"{loop.why_unscored}"
             )
 
 
 def _build(
     run: Run, rl: RLSettings, spec: AlgorithmSpec, on_step: OnStep | None, recorded: Source | None
 ) -> RLLoop:
+    settings, sampler = run.config.train_parameters, run.config.train_parameters.sampler
     models = _models(run, rl, spec)
     turn = run.make_turn(models.policy.model, models.policy_step.optimizer)
+    assert run.engine is not None
     assert turn is not None
-    environments = _environments(run, rl)
-    sampler = run.config.train_parameters.sampler
     assert sampler is not None
-    play = environments.player(rl.collect, sampler.engine.sampling_params, run.config.train_parameters.seed)
+    # Held-out questions without a source have the environment of prompts without one.
+    names = {source: rl.collect.environment_of(source) for source in ("", *rl.by_source)}
+    environments = Environments(
+        {source: name for source, name in names.items() if name is not None},
+        run.engine,
+        # A copy: the actors encode in their own threads.
+        copy.deepcopy(run.tokenizer),
+        max_model_len=settings.longest_rollout,
+        timeout_s=rl.collect.environment_timeout_s,
+        stack=run.stack,
+        log_path=run.output / "rewards.log",
+    )
+    play = environments.player(rl.collect, sampler.engine.sampling_params, settings.seed)
     recorder = open_recorder(
         run,
         turn,
@@ -131,6 +141,7 @@ def _build(
         min_ess=rl.correction.mismatch.min_ess,
         say=recorder.say,
     )
+    timeline = run.output / "timeline.jsonl" if run.topology.is_main else None
     return RLLoop(
         models,
         spec,
@@ -139,9 +150,7 @@ def _build(
         turn,
         recorder,
         rollout_log=rollout_log,
-        timeline=Timeline(
-            run.output / "timeline.jsonl" if run.topology.is_main else None, recorder.resume_step
-        ),
+        timeline=Timeline(timeline, recorder.resume_step),
         topology=run.topology,
         demonstrations=_demonstrations(run, rl, models.policy),
     )
@@ -150,21 +159,28 @@ def _build(
 def _demonstrations(run: Run, rl: RLSettings, policy: LanguageModel) -> Demonstrations | None:
     if (sft := rl.sft) is None:
         return None
-    longest, rows = run.config.train_parameters.max_seq_len, sft.rows_per_step // run.topology.num_data_shares
-    most = rl.update.max_tokens_per_micro_batch
-    if not run.topology.is_cuda:
-        most = min(most, CPU_PASS_TOKENS)
-    # Passes of equally many rows.
-    per_pass = max(
-        size for size in range(1, rows + 1) if rows % size == 0 and (size * longest <= most or size == 1)
+    longest, num_rows = (
+        run.config.train_parameters.max_seq_len,
+        sft.rows_per_step // run.topology.num_data_shares,
     )
-    loader = run.make_loader(sft.dataset, NextTokens.ignore_index, per_pass, rows // per_pass, shuffle=True)
+    max_tokens = rl.update.max_tokens_per_micro_batch
+    if not run.topology.is_cuda:
+        max_tokens = min(max_tokens, CPU_PASS_TOKENS)
+    # Every pass has the same number of rows.
+    per_pass = max(
+        size
+        for size in range(1, num_rows + 1)
+        if num_rows % size == 0 and (size * longest <= max_tokens or size == 1)
+    )
+    loader = run.make_loader(
+        sft.dataset, NextTokens.ignore_index, per_pass, num_rows // per_pass, shuffle=True
+    )
     return Demonstrations(policy.untruncated(temperature=1.0), loader, sft, rl.max_steps)
 
 
 def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
-    settings = run.config.train_parameters
-    path = run.config.model
+    settings, sampling, grammar = run.config.train_parameters, rl.collect.sampling, None
+    dtype, flash_attention = settings.model.dtype, settings.model.use_flash_attention
     warmup_steps = rl.critic.warmup_steps if spec.needs_critic else 0
 
     def optimizer_step(
@@ -174,11 +190,10 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         schedule = run.make_schedule(optimizer, num_batches * rl.update.steps_per_batch)
         return OptimizerStep(model, optimizer, schedule, max_norm, run.topology, name)
 
-    # Losses that learn from completions of any policy learn about all tokens.
-    support = Support.of(rl.collect.sampling) if spec.samples_from_policy else WHOLE
+    # Losses that accept completions of any policy read probabilities among all tokens.
+    support = Support.of(sampling) if spec.samples_from_policy else WHOLE
     has_reference = spec.needs_reference or rl.kl.kl_coef > 0
     model = disable_dropout(run.load_model(keeps_start=has_reference))
-    sampling, grammar = rl.collect.sampling, None
     if sampling.get("structured_outputs") and spec.samples_from_policy:
         ends = end_tokens(run.tokenizer) | set(sampling.get("stop_token_ids") or ())
         grammar = Grammar(sampling["structured_outputs"], run.tokenizer, num_logits(model), ends)
@@ -196,36 +211,27 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
     reference = critic = critic_step = None
     if has_reference:
-        # With LoRA the reference is the policy with the adapters that it began with.
+        # With LoRA the reference is the policy with its initial adapters.
         is_copy = settings.lora_peft_config is None
-        copy = load_reference(run.read_model, run.load_sharded) if is_copy else None
-        reference = Reference(policy, copy, start_alone)
+        frozen = load_reference(run.read_model, run.load_sharded) if is_copy else None
+        reference = Reference(policy, frozen, start_alone)
     if spec.needs_critic:
-        critic_model = load_critic(rl.critic.model or path, run.load_sharded, settings.model.dtype)
+        critic_model = load_critic(rl.critic.model or run.config.model, run.load_sharded, dtype)
         critic = Critic(critic_model, policy)
         require_quiet("critic", critic_model, critic)
         critic_step = optimizer_step(
             critic.model, rl.max_steps, rl.critic.max_grad_norm, "critic", rl.critic.lr
         )
-    teacher = _teacher(run, rl, policy)
-    return RLModels(policy, policy_step, reference, critic, critic_step, teacher)
-
-
-def _teacher(run: Run, rl: RLSettings, policy: LanguageModel) -> Teacher | ServerTeacher | None:
-    settings = run.config.train_parameters.model
-    if rl.teacher is None:
-        return None
-    if rl.teacher.model is None:
-        # This imports the HTTP client, which other runs do without.
+    teacher: Teacher | ServerTeacher | None = None
+    if rl.teacher is not None and rl.teacher.model is not None:
+        read = partial(load_model, rl.teacher.model, flash_attention=flash_attention, dtype=dtype)
+        teacher = Teacher(policy, load_reference(read, run.load_sharded, num_logits(policy.model)))
+    elif rl.teacher is not None and rl.teacher.server is not None:
+        # This imports the HTTP client, which other runs do not need.
         from vectorlm.sampling.backends.server.scoring import ScoringServer
 
-        assert rl.teacher.server is not None
-        server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
-        return ServerTeacher(server.logprobs, run.topology)
-    read = partial(
-        load_model, rl.teacher.model, flash_attention=settings.use_flash_attention, dtype=settings.dtype
-    )
-    return Teacher(policy, load_reference(read, run.load_sharded, num_logits(policy.model)))
+        teacher = ServerTeacher(ScoringServer(rl.teacher.server, rl.teacher.timeout_s).logprobs, run.topology)
+    return RLModels(policy, policy_step, reference, critic, critic_step, teacher)
 
 
 def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSettings:
@@ -239,7 +245,7 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
         kl=rl.kl,
         critic=rl.critic,
         teacher=rl.teacher,
-        # Without a limit, a completion may fill the sequence.
+        # Without a limit, a completion can fill the sequence.
         max_tokens=rl.collect.sampling["max_tokens"] or settings.max_seq_len,
         seed=settings.seed,
         pad_token_id=run.tokenizer.pad_token_id or 0,
@@ -253,16 +259,18 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environ
     replay = None
     if rl.rollout.path is not None:
         signatures = [RewardSignature.of(get_reward(name)) for name in rl.all_rewards]
-        reads = {name for each in signatures for name in (*each.kinds, *[COMPLETIONS] * each.takes_lists)}
+        reads = {name for signature in signatures for name in signature.kinds}
+        if any(signature.takes_lists for signature in signatures):
+            reads.add(COMPLETIONS)
         stored = read_rollouts(rl.rollout.path, reads)
         replay = replay_order(stored, rl.collect.group_size, seed)
     scorer = _scorer(run, rl)
     sampler = environments.sampler(rl.collect, seed, needs_greedy=spec.needs_greedy, score=scorer.score_group)
-    prompts = run.checked.prompts
+    prompts, sources = run.checked.prompts, rl.by_source
     curricula = {
-        name: Curriculum(tasks, each.curriculum)
-        for name, each in rl.by_source.items()
-        if each.curriculum is not None and isinstance(tasks := prompts[name], Tasks)
+        name: Curriculum(tasks, source.curriculum)
+        for name, source in sources.items()
+        if source.curriculum is not None and isinstance(tasks := prompts[name], Tasks)
     }
     groups = GroupQueue(run.engine, sampler)
     run.stack.callback(groups.close)
@@ -275,28 +283,12 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environ
             by_turn=spec.learns_from_turns,
         ),
         PromptMixture(
-            prompts, seed, {name: each.weight or 0.0 for name, each in rl.by_source.items()}, curricula
+            prompts, seed, {name: source.weight or 0.0 for name, source in sources.items()}, curricula
         ),
         curricula=curricula,
         overlap=rl.async_,
         replay=replay,
         replayed_share=rl.rollout.replayed_share,
-    )
-
-
-def _environments(run: Run, rl: RLSettings) -> Environments:
-    assert run.engine is not None
-    # Held-out questions without a source are played as prompts without one are.
-    names = {source: rl.collect.environment_of(source) for source in ("", *rl.by_source)}
-    return Environments(
-        {source: name for source, name in names.items() if name is not None},
-        run.engine,
-        # A copy: the actors encode in threads of their own.
-        copy.deepcopy(run.tokenizer),
-        max_model_len=run.config.train_parameters.longest_rollout,
-        timeout_s=rl.collect.environment_timeout_s,
-        stack=run.stack,
-        log_path=run.output / "rewards.log",
     )
 
 
@@ -312,13 +304,15 @@ def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
         functions={short_name(name): name for name in rl.all_rewards},
         weights=weights_of(rl.reward.rewards, rl.collect.environment_of("")),
         of_source={
-            name: weights_of(each.rewards, each.environment) for name, each in rl.by_source.items() if name
+            name: weights_of(source.rewards, source.environment)
+            for name, source in rl.by_source.items()
+            if name
         },
         models={
             short_name(path): RewardModel(
                 path,
                 run.load_sharded,
-                # Each rank scores rows of its own.
+                # Every rank scores its own rows.
                 replace(run.topology, context_parallel=1),
                 max_tokens=rl.update.max_tokens_per_micro_batch,
                 max_length=train.max_seq_len,

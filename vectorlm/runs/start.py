@@ -1,4 +1,4 @@
-"""What a run starts with, the same for fine-tuning and reinforcement learning."""
+"""Set-up shared by fine-tuning and RL: process group, checked config, engine, tokenizer, reward workers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
@@ -38,6 +38,7 @@ from vectorlm.runs.preflight.memory import memory_report
 from vectorlm.runs.preflight.rehearsal import REHEARSAL, rehearse
 from vectorlm.runs.preflight.resume import settings_of_rank
 from vectorlm.runs.preflight.summary import notes_of
+from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.train.checkpoint.folder import locked, naming_the_full_disk
 from vectorlm.train.handover import DeviceTurn, put_to_sleep
 from vectorlm.train.load import load_model, load_scorer, load_tokenizer, quantize_blocks, round_blocks
@@ -47,15 +48,10 @@ from vectorlm.train.optimizers import make_optimizer
 from vectorlm.train.packing import ContextGroup
 from vectorlm.train.shard import load_sharded
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from vectorlm.sampling.engine import SamplingEngine
-
 
 @dataclass(frozen=True)
 class Run:
-    """What every run has on each rank, and what its config asks for; made by `open_run`."""
+    """The parts of a run on one rank, and methods that make more of them from the config. `open_run` returns it."""
 
     checked: CheckedConfig
     topology: Topology
@@ -65,9 +61,9 @@ class Run:
     stack: ExitStack
     """Closes what the run opens."""
     reward_workers: WorkerPool | None = None
-    """What runs reward functions; None where there are none, or where they run in the ranks."""
+    """Worker processes for reward functions; None if there are no rewards or the ranks compute them."""
     context: ContextGroup | None = None
-    """The ranks that share this one's passes; None where it shares none."""
+    """The ranks among which each sequence is split; None without context parallelism."""
 
     @property
     def config(self) -> Config:
@@ -76,32 +72,31 @@ class Run:
 
     @property
     def output(self) -> Path:
-        """The folder that everything is written to."""
+        """The run's output folder."""
         return Path(self.config.train_parameters.output_dir)
 
     def read_model(self, *, is_empty: bool) -> Any:
-        """Read the model that training starts from, without adapters that are trained."""
+        """Read the model that training starts from, without the adapters that are trained."""
         settings = self.config.train_parameters
-        is_policy = self.config.reward_model is None
-        read = load_model if is_policy else partial(load_scorer, tokenizer=self.tokenizer)
+        read = load_model
+        if self.config.reward_model is not None:
+            read = partial(load_scorer, tokenizer=self.tokenizer)
         model = read(
             self.config.model,
             flash_attention=settings.model.use_flash_attention,
             dtype=settings.model.dtype,
             is_empty=is_empty,
         )
-        if settings.merge_adapters and not is_empty:
-            assert settings.adapters is not None, "preflight has seen to it"
+        if settings.merge_adapters and settings.adapters is not None and not is_empty:
             adapters = Path(settings.adapters)
-            model = merge_of_run(load_adapters(adapters, model), adapters.parent, adapters).requires_grad_(
-                True
-            )
+            model = merge_of_run(load_adapters(adapters, model), adapters.parent, adapters)
+            model.requires_grad_(True)
         return model
 
     def load_model(self, *, keeps_start: bool = False) -> nn.Module:
-        """Load, adapt and shard the model; afterwards every rank has its own random state.
+        """Load and shard the model with its adapters, then give every rank its own random state.
 
-        `keeps_start` is as for `continue_lora`.
+        `keeps_start`: see `continue_lora`.
         """
         settings = self.config.train_parameters
         set_seed(settings.seed)
@@ -121,7 +116,7 @@ class Run:
         return model
 
     def load_sharded(self, load: Callable[[bool], nn.Module]) -> nn.Module:
-        """Load a model as `vectorlm.train.shard.load_sharded` does, sharded as the config says."""
+        """Load and shard a model with the config's settings; see `vectorlm.train.shard.load_sharded`."""
         return load_sharded(load, self.topology, self.config.train_parameters.model)
 
     def make_loader(
@@ -133,7 +128,7 @@ class Run:
         *,
         shuffle: bool,
     ) -> StepLoader:
-        """Read a preprocessed dataset in the optimizer steps of this run; arguments are as for `StepLoader`."""
+        """Return a loader of a preprocessed dataset; for the arguments see `StepLoader`."""
         settings = self.config.train_parameters
         return StepLoader(
             load_dataset(path, self.tokenizer),
@@ -146,11 +141,11 @@ class Run:
         )
 
     def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
-        """Return the optimizer of the trainable parameters; `lr` replaces the config's learning rate."""
+        """Return the optimizer of the trainable parameters; `lr` overrides the config's learning rate."""
         return make_optimizer(self.config.train_parameters.optimizer, model, self.topology.is_cuda, lr)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Schedule:
-        """Return the learning rate's schedule over `num_steps` optimizer steps."""
+        """Return the learning rate schedule for `num_steps` optimizer steps."""
         settings = self.config.train_parameters.schedule
         try:
             return Schedule(
@@ -167,9 +162,8 @@ class Run:
             ) from error
 
     def make_turn(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> DeviceTurn | None:
-        """Return what hands the devices over to the engine; None without an engine."""
-        sampler = self.config.train_parameters.sampler
-        overlap = self.config.overlap
+        """Return the object that hands the devices over between trainer and engine; None without an engine."""
+        sampler, overlap = self.config.train_parameters.sampler, self.config.overlap
         if sampler is None or self.engine is None:
             return None
         return DeviceTurn(
@@ -183,86 +177,89 @@ class Run:
         )
 
 
+def on_main(topology: Topology, work: Callable[[], Any]) -> Any:
+    """Call `work` on rank 0 and return its result, or raise its error, on all ranks."""
+    found: list[Any] = [capture(work) if topology.is_main else None]
+    dist.broadcast_object_list(found)
+    (result,) = results_or_first_error(found)
+    return result
+
+
 def merge_of_run(model: Any, run: Path, adapters: Path) -> Any:
-    """Merge the adapters of `model`, from the folder `adapters`, which the run in `run` has trained, if it has.
+    """Merge the adapters of `model` into it. They come from the folder `adapters`, perhaps of the run in `run`.
 
     Raises:
         ConfigError: As `vectorlm.train.lora.merged`.
     """
     settings = run / "config.yaml"
-    quantization = noted_of(adapters, "quantization", str)  # Of adapters that have left their run.
+    # The model card, for adapters that were copied out of their run.
+    quantization = noted_of(adapters, "quantization", str)
     if settings.is_file():
         quantization = quantization or load_config(settings).train_parameters.model.quantization
     if quantization is not None:
-        # The adapters were trained on these numbers.
+        # The adapters were trained on the rounded weights.
         round_blocks(model)
     return merged(model)
 
 
 @contextmanager
 def open_run(
-    config: Config | CheckedConfig,
-    topology: Topology | None = None,
-    engine: SamplingEngine | None = None,
+    config: Config | CheckedConfig, topology: Topology | None = None, engine: SamplingEngine | None = None
 ) -> Iterator[Run]:
-    """Start what every run has, close it at the end, and draw the plots of a run that succeeded.
+    """Open the parts of a run, close them at the end, and draw plots if the run succeeded.
 
-    A `config` that was not checked is checked here, by rank 0 for all. A given `engine` stays open.
+    Rank 0 checks a `config` that was not checked before. A given `engine` stays open.
     """
     given = config if isinstance(config, CheckedConfig) else None
     plain = config.config if isinstance(config, CheckedConfig) else resolve_model(config)
-    output = plain.train_parameters.output_dir
+    output = Path(plain.train_parameters.output_dir)
     context_parallel = plain.train_parameters.model.context_parallel
     topology = replace(topology or Topology.from_environment(), context_parallel=context_parallel)
     # ProgressSink shows the only progress bar of a run.
     disable_progress_bar()
+
+    def check() -> CheckedConfig | None:
+        checked = given or preflight(plain, topology.world_size, topology.num_nodes)
+        # Not in `preflight`: the command that starts the ranks does not touch the devices.
+        total = torch.cuda.get_device_properties(topology.device).total_memory if topology.is_cuda else None
+        near = topology.local_world_size
+        report = memory_report(checked.config, topology.world_size, device_bytes=total, ranks_per_node=near)
+        stack.enter_context(locked(output))
+        for leftover in output.glob(f"{REHEARSAL}*"):  # of a run that was killed at its start
+            shutil.rmtree(leftover, ignore_errors=True)
+        notes = [f"  note: {note}" for note in (*notes_of(checked.config), *rehearse(checked.config))]
+        print(*notes, report, sep="\n", file=sys.stderr, flush=True)
+        # An earlier run's: `vectorlm watch` shows this run as starting until its models are loaded.
+        (output / START).unlink(missing_ok=True)
+        return checked if given is None else None  # The other ranks have the given one already.
+
     with ExitStack() as stack:
         placement = place_ranks(plain, topology, stack)
         stack.enter_context(process_group(topology))
         settings = capture(lambda: comparable(settings_of_rank(plain)))
         require_equal(results_or_first_error(gather(topology, settings)))
-        found: list[Any] = [None]
-        if topology.is_main:
-            result, error = capture(lambda: _look(plain, given, topology, stack))
-            # What was given is on the other ranks already.
-            found = [(result if given is None else None, error)]
-        dist.broadcast_object_list(found)
-        (sent,) = results_or_first_error(found)
-        checked: CheckedConfig = sent if given is None else given
+        found = on_main(topology, check)
+        checked: CheckedConfig = found if given is None else given
         # Before the model: the engine loads in its own process while the ranks load theirs.
         engine = engine or open_engine(checked.config, topology, stack, placement)
         workers = open_reward_workers(checked.config, topology, stack, engine)
-        with naming_the_full_disk(output):
+        with naming_the_full_disk(plain.train_parameters.output_dir):
             context = ContextGroup.of(topology)
             tokenizer = load_tokenizer(plain.model, plain.step_separator)
             yield Run(checked, topology, engine, tokenizer, stack, workers, context)
     if topology.is_main and is_installed("matplotlib"):
-        print(f"drawing the pictures in {output}", file=sys.stderr, flush=True)
-        _plot(plain)
-
-
-def _look(
-    config: Config, checked: CheckedConfig | None, topology: Topology, stack: ExitStack
-) -> CheckedConfig:
-    """Check a config that was not checked before, plan its memory, and hold its output folder until `stack` closes."""
-    checked = checked or preflight(config, topology.world_size, topology.num_nodes)
-    # Here, not in `preflight`: the command that starts the ranks touches no device.
-    total = torch.cuda.get_device_properties(topology.device).total_memory if topology.is_cuda else None
-    near = topology.local_world_size
-    report = memory_report(checked.config, topology.world_size, device_bytes=total, ranks_per_node=near)
-    output = Path(config.train_parameters.output_dir)
-    stack.enter_context(locked(output))
-    for leftover in output.glob(f"{REHEARSAL}*"):  # Of a run that was killed at its start.
-        shutil.rmtree(leftover, ignore_errors=True)
-    notes = [f"  note: {note}" for note in (*notes_of(checked.config), *rehearse(checked.config))]
-    print(*notes, report, sep="\n", file=sys.stderr, flush=True)
-    # Of an earlier run: `vectorlm watch` shows this one as starting until its models are loaded.
-    (output / START).unlink(missing_ok=True)
-    return checked
+        print(f"drawing the plots in {output}", file=sys.stderr, flush=True)
+        run = RunFolder(output)
+        plot_runs([run], output / "run.png")
+        if plain.rl is not None:
+            plot_timeline(output / "timeline.jsonl", output / "timeline.png")
+            mismatch = plain.rl.correction.mismatch
+            band = mismatch.band_low, mismatch.band_high
+            plot_correction(run, output / "correction.jsonl", output / "correction.png", band)
 
 
 def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placement | None:
-    """Keep the ranks off the cores or devices that the config gives to the engine alone; None where they share.
+    """Keep the ranks off the cores or devices that the config reserves for the engine; return None if they share.
 
     Closing `stack` gives this process all cores back.
     """
@@ -281,19 +278,16 @@ def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placeme
 def open_engine(
     config: Config, topology: Topology, stack: ExitStack, placement: Placement | None = None
 ) -> SamplingEngine | None:
-    """Start the engine that the config asks for."""
+    """Start the engine of a config with a section `sampler`."""
     sampler = config.train_parameters.sampler
     if sampler is None:
         return None
-    from vectorlm.sampling.engine import SamplingEngine
-
-    settings = sampler.engine
     output = Path(config.train_parameters.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     engine = stack.enter_context(
         SamplingEngine(
             config.model,
-            replace(settings, engine_args={}),
+            replace(sampler.engine, engine_args={}),
             topology=topology,
             devices=None if placement is None else placement.engine,
             log_path=output / "sampler.log",
@@ -308,7 +302,7 @@ def open_engine(
 def open_reward_workers(
     config: Config, topology: Topology, stack: ExitStack, engine: SamplingEngine | None
 ) -> WorkerPool | None:
-    """Start what runs the reward functions of a config."""
+    """Start the worker processes for the reward functions of a config."""
     rl = config.rl
     has_rewards = (rl is not None and rl.all_rewards) or config.held_out_rewards
     size = "auto" if rl is None else rl.reward.reward_workers
@@ -318,17 +312,6 @@ def open_reward_workers(
     output.mkdir(parents=True, exist_ok=True)
     num_workers = WorkerPool.auto_size(topology.local_world_size) if size == "auto" else size
     if rl is not None and engine is not None and engine.local is not None:
-        # Rollouts are scored beside their engine, for all ranks that it serves.
+        # The rank with the engine scores the rollouts of all ranks that the engine serves.
         num_workers *= engine.engine_ranks.ranks_per_engine
     return stack.enter_context(WorkerPool(num_workers, output / "rewards.log"))
-
-
-def _plot(config: Config) -> None:
-    output = Path(config.train_parameters.output_dir)
-    run = RunFolder(output)
-    plot_runs([run], output / "run.png")
-    if config.rl is not None:
-        plot_timeline(output / "timeline.jsonl", output / "timeline.png")
-        mismatch = config.rl.correction.mismatch
-        band = mismatch.band_low, mismatch.band_high
-        plot_correction(run, output / "correction.jsonl", output / "correction.png", band)

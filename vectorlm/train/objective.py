@@ -12,8 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from vectorlm.algorithms.offline import KTO_BETA, PairLogprobs, PreferenceSpec, kto_loss
-from vectorlm.algorithms.preference import bradley_terry_loss
+from vectorlm.algorithms.preference import (
+    KTO_BETA,
+    PairLogprobs,
+    PreferenceSpec,
+    bradley_terry_loss,
+    kto_loss,
+)
 from vectorlm.algorithms.settings import PreferenceSettings
 from vectorlm.data.loader import StepLoader
 from vectorlm.errors import DatasetError

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import PydanticSchemaGenerationError
 
-from vectorlm.algorithms.settings import SETTINGS
+from vectorlm.algorithms.registry import SETTINGS
 from vectorlm.errors import ConfigError
 from vectorlm.runs.config.schema import ALIASES, Config, RLSettings, SamplerSettings
 from vectorlm.runs.config.setting import Setting, all_settings, build_section, settings_of, start_of, to_plain

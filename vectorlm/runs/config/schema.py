@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from vectorlm.algorithms.settings import SETTINGS, AlgorithmSettings, PreferenceSettings
+from vectorlm.algorithms.registry import SETTINGS
+from vectorlm.algorithms.settings import AlgorithmSettings, PreferenceSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
 from vectorlm.errors import ConfigError
 from vectorlm.rl.settings import (

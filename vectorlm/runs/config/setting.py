@@ -11,7 +11,8 @@ from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from vectorlm.algorithms.settings import SETTINGS, AlgorithmSettings
+from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.algorithms.settings import AlgorithmSettings
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.value import describe_refusal
 from vectorlm.settings import ReadIf
@@ -126,15 +127,11 @@ def build_section(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def start_of(algorithm: str) -> AlgorithmSettings:
-    """Return where an algorithm starts; only one of the user's imports torch.
+    """Return the initial settings of an algorithm.
 
     Raises:
         ConfigError: There is no such algorithm.
     """
-    if algorithm in SETTINGS:
-        return SETTINGS[algorithm]
-    from vectorlm.algorithms.registry import get_algorithm
-
     return get_algorithm(algorithm).settings
 
 

@@ -1,10 +1,10 @@
-"""Generalised advantage estimation against hand-worked numbers, a slow loop and its laws."""
+"""Generalised advantage estimation and the critic's loss: hand-worked numbers, slow loops and laws."""
 
 import pytest
 import torch
-from random_batch import random_batch
+from random_batch import places, random_batch
 
-from vectorlm.algorithms.critic import gae_advantages
+from vectorlm.algorithms.critic import gae_advantages, value_loss
 
 
 def slow_gae(rewards, values, mask, gamma, lam):
@@ -22,7 +22,7 @@ def slow_gae(rewards, values, mask, gamma, lam):
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-def test_hand_worked_numbers():
+def test_advantages_by_hand():
     rewards = torch.tensor([[0.0, 0.0, 1.0]])
     values = torch.tensor([[0.5, 0.25, 0.5]])
     advantages, returns = gae_advantages(rewards, values, torch.ones(1, 3), gamma=0.5, lam=0.5)
@@ -32,7 +32,7 @@ def test_hand_worked_numbers():
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
-def test_equals_the_definition(gamma, lam):
+def test_advantages_equal_the_definition(gamma, lam):
     values, rewards, _, mask = random_batch()
     found = gae_advantages(rewards, values, mask, gamma, lam)
     for mine, slow in zip(found, slow_gae(rewards, values.detach(), mask, gamma, lam), strict=True):
@@ -54,3 +54,27 @@ def test_text_of_a_tool_between_turns_changes_nothing():
     for mine, expected in zip(wide, plain, strict=True):
         assert torch.equal(mine[:, place], expected)
         assert mine[:, [1, 2, 4]].eq(0).all()
+
+
+def test_the_value_loss_by_hand():
+    values, old, returns = (
+        torch.tensor([[1.0, 2.0, 0.0]]),
+        torch.tensor([[0.0, 2.0, 0.0]]),
+        torch.tensor([[1.0, 0.0, 3.0]]),
+    )
+    # the first moved by 1 and may move by 0.5: (0.5 - 1)^2 counts, not 0
+    assert value_loss(values, old, returns, 0.5).tolist() == [[0.125, 2.0, 4.5]]
+    assert value_loss(values, old, returns, None).tolist() == [[0.0, 2.0, 4.5]]
+
+
+def test_the_value_loss_equals_a_slow_loop():
+    values, old, returns, _ = random_batch()
+    found = value_loss(values, old, returns, 0.2)
+    for mine, v, o, r in places(found, values, old, returns):
+        clipped = o + min(max(v - o, -0.2), 0.2)
+        assert mine == pytest.approx(0.5 * max((v - r) ** 2, (clipped - r) ** 2), rel=1e-12)
+
+
+def test_gradient_of_the_value_loss():
+    values, old, returns, _ = random_batch()
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, 0.2), (values,))
