@@ -15,10 +15,17 @@ from transformers import AutoConfig
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.ranks.engine_ranks import capture, results_or_first_error
 from vectorlm.report.card import card_of
-from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink, Sink
-from vectorlm.report.profile import ProfileSink, short_run
+from vectorlm.report.metrics import (
+    FanOut,
+    JsonlSink,
+    ProfileSink,
+    ProgressSink,
+    Sink,
+    open_trackers,
+    open_wandb,
+    short_run,
+)
 from vectorlm.report.runs import save_start
-from vectorlm.report.trackers import Guarded, WandbSink, open_trackers
 from vectorlm.rl.rewards.evaluation import Evaluator, Play
 from vectorlm.rl.rewards.function import RewardFunction
 from vectorlm.rl.rewards.registry import short_name
@@ -230,10 +237,11 @@ def _open_sinks(
     if run.config.enable_wandb_logging:
         id_file = run.output / "wandb_id"
         sinks.append(
-            WandbSink(run.config.wandb_config, to_plain(run.config), id_file, resumption is not None)
+            open_wandb(
+                run.config.wandb_config, to_plain(run.config), id_file, resumption is not None, progress.say
+            )
         )
-    sinks += open_trackers(run.config.trackers, run.output, to_plain(run.config), resume_step)
-    sinks[2:] = [Guarded(sink, progress.say) for sink in sinks[2:]]
+    sinks += open_trackers(run.config.trackers, run.output, to_plain(run.config), resume_step, progress.say)
     if num_traced := run.config.train_parameters.profile.profile_steps:
         sinks.append(
             ProfileSink(run.output, num_traced, timer=timer, initial_step=first_step, say=progress.say)
