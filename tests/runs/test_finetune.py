@@ -106,9 +106,7 @@ def test_a_profiled_run_leaves_a_trace_of_each_step_and_the_time_of_each_phase(i
 
 def test_a_profile_of_a_run_that_is_too_short_is_refused(inputs, tmp_path):
     config = make_config(inputs, tmp_path / "short", profile_steps=2, epochs=1, gradient_accumulation_steps=8)
-    with pytest.raises(
-        Exception, match=r"profile_steps=2 records nothing of 2 steps: it leaves out the first 2"
-    ):
+    with pytest.raises(Exception, match=r"profile_steps=2"):
         on_ranks(1, train, config)
 
 

@@ -177,7 +177,7 @@ class RLLoop:
             for name, count in self._unscored.items()
             if count
         )
-        return f"The reward {found}. Check that it returns a number."
+        return f"The reward {found}. Check that it ends with `return`."
 
     def _count_scores(self, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         if "reward/mean" in metrics or "policy/loss" in metrics:
