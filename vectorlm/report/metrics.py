@@ -278,8 +278,7 @@ def open_trackers(
     for name, given in trackers.items():
         arguments = given or {}
         if is_plugin(name):
-            own = load_plugin(name)(dict(run_config), **arguments)
-            found.append(Tracker(own.write, lambda failed, own=own: own.close(), say))
+            found.append(_open_own(load_plugin(name)(dict(run_config), **arguments), say))
         elif name == "tensorboard":
             placed = {"logdir": str(output / "tensorboard"), **arguments}
             found.append(_open_tensorboard(placed, run_config, resume_step, say))
@@ -288,6 +287,11 @@ def open_trackers(
             named = {"project": "vectorlm", "name": output.resolve().name, "resume": resume}
             found.append(_open_trackio({**named, **arguments}, run_config, say))
     return found
+
+
+def _open_own(tracker: Any, say: Say) -> Tracker:
+    """Take the user's tracker, an object with ``write(metrics, step)`` and ``close()``."""
+    return Tracker(tracker.write, lambda failed: tracker.close(), say)
 
 
 def _open_tensorboard(
