@@ -90,14 +90,12 @@ def test_outside_a_terminal_progress_is_plain_lines_at_the_interval() -> None:
 def test_outside_a_terminal_evaluations_and_the_last_step_are_always_printed() -> None:
     stream = io.StringIO()
     with ProgressSink(300, interval_s=10, stream=stream, clock=lambda: 0.0) as sink:
-        sink.write(0, {})
         sink.write(1, {"train/loss": 2.0})
         sink.say("a sampled answer")
         sink.write(2, {"eval/loss": 1.5, "eval/accuracy": 0.125})
         sink.write(3, {"train/loss": 1.25})
         sink.write(300, {"train/loss": 1.0})
     assert stream.getvalue().splitlines() == [
-        "step 0/300",
         "step 1/300: loss 2.0000",
         "a sampled answer",
         "step 2/300: loss 2.0000, eval loss 1.5000, right 12%",
@@ -155,3 +153,11 @@ def test_importing_report_loads_no_heavy_library() -> None:
     script = f"import sys, {light}; print({heavy} & sys.modules.keys())"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
+
+
+def test_a_line_without_numbers_ends_with_the_step() -> None:
+    """Such as the first line of a run without held-out questions."""
+    stream = io.StringIO()
+    with ProgressSink(4, stream=stream) as sink:
+        sink.write(0, {})
+    assert stream.getvalue() == "step 0/4\n"
