@@ -6,7 +6,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,6 @@ def lines_of(path: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-class RecordingSink:
-    """A sink that remembers its calls."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[int, dict[str, float]]] = []
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.written.append((step, dict(values)))
-
-
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
@@ -38,18 +27,13 @@ class Terminal(io.StringIO):
 
 def test_each_write_is_one_line_on_disk_before_the_sink_closes(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    with JsonlSink(path) as sink:
-        sink.write(10, {"train/loss": 2.5, "eval/accuracy": 0})
+    with JsonlSink(path) as sink, JsonlSink(tmp_path / "second.jsonl") as second:
+        FanOut([sink, second]).write(10, {"train/loss": 2.5, "eval/accuracy": 0})
         assert lines_of(path) == [{"step": 10, "train/loss": 2.5, "eval/accuracy": 0.0}]
-        sink.write(20, {"train/loss": 2.25})
-        assert lines_of(path)[1] == {"step": 20, "train/loss": 2.25}
-
-
-def test_numbers_that_json_cannot_hold_become_null(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with JsonlSink(path) as sink:
+        assert lines_of(tmp_path / "second.jsonl") == lines_of(path)
         sink.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
-    assert path.read_text() == '{"step": 1, "a": null, "b": null, "c": null, "d": 1.0}\n'
+    # JSON has no form for the first three.
+    assert path.read_text().splitlines()[1] == '{"step": 1, "a": null, "b": null, "c": null, "d": 1.0}'
 
 
 def test_a_fresh_run_sets_the_files_of_earlier_ones_aside(tmp_path: Path) -> None:
@@ -59,33 +43,23 @@ def test_a_fresh_run_sets_the_files_of_earlier_ones_aside(tmp_path: Path) -> Non
         with JsonlSink(path) as sink:
             sink.write(1, {"train/loss": loss})
     kept = [tmp_path / "metrics.jsonl.1", tmp_path / "metrics.jsonl.2", path]
-    assert [lines_of(each) for each in kept] == [
+    assert [lines_of(file) for file in kept] == [
         [{"step": 1, "train/loss": loss}] for loss in (4.0, 3.0, 2.0)
     ]
-    assert sorted(os.listdir(tmp_path)) == sorted(each.name for each in kept)
+    assert sorted(os.listdir(tmp_path)) == sorted(file.name for file in kept)
 
 
-def test_resuming_drops_the_lines_of_later_steps_and_a_torn_last_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n{"step": 4')
+@pytest.mark.parametrize("text", ['{"step": 30}\n{"step": 4', '{"step": 30}', '{"step": 20', ""])
+def test_resuming_drops_the_lines_of_later_steps_and_a_last_line_without_an_end(
+    tmp_path: Path, text: str
+) -> None:
+    path, kept = tmp_path / "metrics.jsonl", [{"step": 10}, {"step": 20}] if text else []
+    if text:
+        path.write_text(f'{{"step": 10}}\n{{"step": 20}}\n{text}')
     with JsonlSink(path, resume_step=20) as sink:
         sink.write(30, {"train/loss": 1.0})
-    assert lines_of(path) == [{"step": 10}, {"step": 20}, {"step": 30, "train/loss": 1.0}]
+    assert lines_of(path) == [*kept, {"step": 30, "train/loss": 1.0}]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
-def test_resuming_drops_a_last_line_that_lacks_only_its_line_end(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 10}\n{"step": 20}')
-    with JsonlSink(path, resume_step=20) as sink:
-        sink.write(20, {"a": 1.0})
-    assert lines_of(path) == [{"step": 10}, {"step": 20, "a": 1.0}]
-
-
-def test_resuming_without_a_file_starts_one(tmp_path: Path) -> None:
-    with JsonlSink(tmp_path / "metrics.jsonl", resume_step=5) as sink:
-        sink.write(6, {})
-    assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 6}]
 
 
 @pytest.mark.parametrize("line", ["loss went down", "[1]", '{"train/loss": 1.0}'])
@@ -93,7 +67,7 @@ def test_resuming_refuses_a_file_of_something_else_and_leaves_it_alone(tmp_path:
     path = tmp_path / "metrics.jsonl"
     text = f'{{"step": 10}}\n{line}\n{{"step": 20}}\n'
     path.write_text(text)
-    with pytest.raises(CheckpointError, match=r"line 2 is .* every line must be .* Repair the line"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2 "):
         JsonlSink(path, resume_step=20)
     assert path.read_text() == text
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
@@ -173,23 +147,17 @@ def test_what_a_model_writes_does_not_steer_the_terminal(is_terminal: bool) -> N
     assert "title \\x1b]0;mine\\x07 and\\rback \\u202eright\nnext\tline é 😀 \\ud83d" in said
 
 
-def test_a_fan_out_writes_to_every_sink() -> None:
-    sinks = [RecordingSink(), RecordingSink()]
-    FanOut(sinks).write(3, {"train/loss": 1.0})
-    assert [sink.written for sink in sinks] == [[(3, {"train/loss": 1.0})]] * 2
-
-
 def test_importing_report_loads_no_heavy_library() -> None:
     heavy = {"torch", "wandb", "matplotlib", "vllm"}
-    light = ", ".join(f"vectorlm.report.{name}" for name in ("metrics", "plots", "trackers", "profile"))
+    light = ", ".join(f"vectorlm.report.{name}" for name in ("metrics", "plots", "runs", "page"))
     script = f"import sys, {light}; print({heavy} & sys.modules.keys())"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"
 
 
-def test_a_line_without_numbers_ends_with_the_step():
-    """A run without held-out questions has none before its first step."""
+def test_a_line_without_numbers_ends_with_the_step() -> None:
+    """Such as the first line of a run without held-out questions."""
     stream = io.StringIO()
-    with ProgressSink(4, stream=stream) as progress:
-        progress.write(0, {})
+    with ProgressSink(4, stream=stream) as sink:
+        sink.write(0, {})
     assert stream.getvalue() == "step 0/4\n"

@@ -83,12 +83,15 @@ def test_the_page_holds_the_run_and_asks_for_nothing_else(tmp_path):
 
 
 def test_a_cut_character_and_markup_in_a_timeline_do_no_harm(tmp_path):
-    run = make_run(tmp_path / "run", rollouts=[rollout(1, "half a smile \ud83d", 1.0)])
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    rows = [rollout(1, "half a smile \ud83d", 1.0), rollout(1, chat, 0.0)]
+    run = make_run(tmp_path / "run", rollouts=rows)
     marked = "<img src=x onerror=alert(1)>"
     line = {"train_step": 1, "trainer": [[marked, 1.0, 2.0], ["update", 2.0, 3.0]], "engine": []}
     write_lines(run.path / "timeline.jsonl", [line])
     data = data_of(page_of(tmp_path, run))
-    assert data["runs"][0]["rollouts"]["rows"][0]["prompt"] == "half a smile \ud83d"
+    prompts = [row["prompt"] for row in data["runs"][0]["rollouts"]["rows"]]
+    assert prompts == ["half a smile \ud83d", "system: Be brief.\nuser: 1+1?"]
     assert [name for name, *_ in data["runs"][0]["timeline"][0]["trainer"]] == ["update"]
     write_lines(run.path / "timeline.jsonl", [{**line, "train_step": marked}])
     with pytest.raises(ValueError, match="invalid literal"):
@@ -151,13 +154,6 @@ def test_a_long_run_gives_a_page_of_bounded_size(tmp_path):
     assert steps.count(99) == MAX_ROWS
     assert (run["rollouts"]["numRows"], run["rollouts"]["numSteps"]) == (6000, 100)
     assert len(page) < 1.5e6
-
-
-def test_chat_messages_are_shown_as_a_conversation(tmp_path):
-    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    run = make_run(tmp_path / "run", rollouts=[rollout(1, prompt, 0.0)])
-    (row,) = data_of(page_of(tmp_path, run))["runs"][0]["rollouts"]["rows"]
-    assert row["prompt"] == "system: Be brief.\nuser: 1+1?"
 
 
 def test_several_runs_are_on_one_page_with_the_settings_that_differ(tmp_path):

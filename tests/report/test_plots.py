@@ -83,17 +83,6 @@ def test_a_last_point_as_good_as_the_best_has_one_label(tmp_path, figures):
     assert [text.get_text() for text in panels(figures[0])["Right answers"].texts][1:] == ["90%"]
 
 
-def test_a_panel_says_what_to_look_for_and_its_unit(tmp_path, figures):
-    run = write_run(tmp_path, (1, {"policy/kl": 0.01, "train/tokens_per_s": 5e3}))
-    plot_runs([run], tmp_path / "run.png")
-    shown = panels(figures[0])
-    assert list(shown) == ["KL divergence", "Throughput"]
-    kl = shown["KL divergence"]
-    assert (kl.get_xlabel(), kl.get_ylabel()) == ("step", "nats per token")
-    assert [text.get_text() for text in kl.texts] == ["small and steady; a jump comes before a collapse"]
-    assert shown["Throughput"].get_ylim()[0] == 0
-
-
 def test_rewards_by_name_and_source_are_drawn_where_there_are_several(tmp_path, figures):
     metrics = {"reward/mean": 0.5, "reward/length/mean": 0.2, "reward/length/std": 0.1}
     alone = write_run(tmp_path / "alone", *((step, metrics) for step in range(3)))
@@ -136,21 +125,9 @@ def test_a_run_that_logged_nothing_gives_no_picture(tmp_path):
 
 def healthy_run(folder):
     """A run whose engine and trainer agree but for rounding."""
-    run = write_run(
-        folder,
-        *(
-            (
-                step,
-                {
-                    "correction/ess": 1.0,
-                    "correction/ess_sequences": 1.0,
-                    "sampler/logprob_gap_mean": 1.1e-7,
-                    "sampler/logprob_gap_max": 1.2e-7,
-                },
-            )
-            for step in (1, 2)
-        ),
-    )
+    values = {"correction/ess": 1.0, "correction/ess_sequences": 1.0}
+    values |= {"sampler/logprob_gap_mean": 1.1e-7, "sampler/logprob_gap_max": 1.2e-7}
+    run = write_run(folder, (1, values), (2, values))
     (folder / "drift.jsonl").write_text(f"{json.dumps(HEALTHY)}\n" * 2)
     return run, folder / "drift.jsonl"
 
@@ -206,26 +183,13 @@ def test_chosen_metrics_get_a_panel_each_and_unknown_ones_are_named(tmp_path, fi
     runs = two_runs(tmp_path)
     plot_runs(runs, tmp_path / "both.png", ["eval/loss"])
     assert list(panels(figures[0])) == ["eval/loss"]
-    with pytest.raises(
-        ConfigError, match=r"'train/los' was not logged: it must be one of eval/loss, train/loss"
-    ):
+    with pytest.raises(ConfigError, match="'train/los'"):
         plot_runs(runs, tmp_path / "both.png", ["train/los"])
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (0.25, "0.25"),
-        (2e-4, "2e-4"),
-        (1.5e-7, "1.5e-7"),
-        (1500, "1.5k"),
-        (-2e7, "-20M"),
-        (100, "100"),
-    ],
-)
-def test_numbers_on_axes_are_short(value, text):
-    assert short(value) == text
+def test_numbers_on_axes_are_short():
+    shown = {0: "0", 0.25: "0.25", 2e-4: "2e-4", 1.5e-7: "1.5e-7", 1500: "1.5k", -2e7: "-20M", 100: "100"}
+    assert {value: short(value) for value in shown} == shown
 
 
 TRAINER = [("time/publish_s", 10.0, 10.5), ("time/generate_s", 10.5, 12.0), ("time/update_s", 12.0, 14.0)]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from vectorlm.report import profile
-from vectorlm.report.profile import PhaseTimes, ProfileSink, short_run, time_table
+from vectorlm.report import metrics as profile
+from vectorlm.report.metrics import ProfileSink, short_run
+from vectorlm.report.panels import PhaseTimes
 from vectorlm.train.recorder import Timer
 
 
@@ -21,7 +22,7 @@ def test_phases_add_up_and_an_evaluation_is_shown_in_parts():
         ("evaluate/score", 1.0, 0.125),
     ]
     assert times.rows(16.0)[-1] == ("other", 8.0, 0.5)
-    table = time_table(times, 16.0, num_steps=2).splitlines()
+    table = times.table(16.0, num_steps=2).splitlines()
     assert table[1].split()[:4] == ["forward", "3.00", "19%", "1500.0"]
     assert table[-1].split() == ["all", "16.00", "100%", "8000.0"]
 

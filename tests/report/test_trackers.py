@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from vectorlm.report.trackers import open_trackers
+from vectorlm.report.metrics import open_trackers
 
 
 def events(folder):
@@ -99,14 +99,14 @@ def test_trackio_gets_a_run_named_as_its_folder(monkeypatch, tmp_path, resume_st
 def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     script = (
-        "import sys; from pathlib import Path; from vectorlm.report.trackers import WandbSink\n"
+        "import sys; from pathlib import Path; import wandb; from vectorlm.report.metrics import open_wandb\n"
         "id_file = Path(sys.argv[1]) / 'id'\n"
         "settings = {'project': 'countdown', 'mode': 'offline', 'dir': sys.argv[1]}\n"
-        "with WandbSink(settings, {'train_parameters': {'seed': 7}}, id_file, resumes=True) as sink:\n"
+        "with open_wandb(settings, {'train_parameters': {'seed': 7}}, id_file, resumes=True) as sink:\n"
         "    sink.write(10, {'train/loss': 2.5}); sink.write(10, {'eval/accuracy': 0.5})\n"
         "    sink.write(20, {'train/loss': 2.25})\n"
-        "    assert sink._run.id == id_file.read_text()\n"
-        "    print(sink._run.project, sink._run.config['train_parameters'], dict(sink._run.summary))\n"
+        "    run = wandb.run; assert run.id == id_file.read_text()\n"
+        "    print(run.project, run.config['train_parameters'], dict(run.summary))\n"
     )
     # A process of its own: wandb starts a service process and hooks into the interpreter that loads it.
     run = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)

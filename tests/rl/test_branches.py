@@ -6,13 +6,22 @@ import pytest
 import torch
 from kit.pages import ROOT, blocks
 from kit.rank_processes import on_ranks
-from tiny_rl import assert_alike, build, distributions, random_groups, random_rewards, scored
+from tiny_rl import (
+    assert_alike,
+    build,
+    distributions,
+    gradients,
+    leave_reference,
+    one_step,
+    random_groups,
+    random_rewards,
+    scored,
+)
 
 from vectorlm.algorithms.groups import group_advantages, scaled_as_groups, turn_advantages
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
-from vectorlm.rl.batch import make_batch
 from vectorlm.rl.prepare import apply_correction
-from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.rl.rollout import Rollout, RolloutGroup, make_batch
 from vectorlm.rl.settings import PRESETS, Correction, KLSettings
 from vectorlm.types import PromptRecord
 
@@ -66,11 +75,9 @@ def test_a_truncated_rollout_is_left_out_with_its_branches(reason):
     """Whatever the answers of its branches ended in."""
     groups = []
     for group in random_groups():
-        parted = [cut(each) for each in group]
-        branches = [[replace(branch, finish_reason=reason) for branch in each.branches] for each in parted]
-        groups.append(
-            [replace(each, branches=tuple(mine)) for each, mine in zip(parted, branches, strict=True)]
-        )
+        parted = [cut(rollout) for rollout in group]
+        ended = [tuple(replace(row, finish_reason=reason) for row in rollout.branches) for rollout in parted]
+        groups.append([replace(rollout, branches=rows) for rollout, rows in zip(parted, ended, strict=True)])
     rows = make_batch(scored(groups, random_rewards()), get_algorithm("grpo"), drop_truncated=True)
     whole = make_batch(scored(random_groups(), random_rewards()), get_algorithm("grpo"), drop_truncated=True)
     assert rows.mask.sum() == whole.mask.sum()
@@ -99,12 +106,7 @@ def test_the_policy_before_the_update_is_asked_for_branches_too(folder, algorith
 def penalised(topology, folder, algorithm):
     """Return what the penalty leaves of the rewards of rollouts [P, 4], and of what their tokens are given."""
     kl = KLSettings(kl_coef=0.3, kl_in="reward", kl_kind="k1")
-    run = build(topology, folder, algorithm, kl=kl, has_reference=True)
-    with torch.no_grad():
-        # A policy that has left its reference.
-        for parameter in run.models.policy.model.parameters():
-            parameter.mul_(1.2)
-    found = []
+    run, found = leave_reference(build(topology, folder, algorithm, kl=kl, has_reference=True)), []
     for change in (keep, cut):
         rows = run.prepare(rows_of(algorithm, change), 0.3).rows
         given = rows.token_rewards.sum(dim=1).view_as(rows.rewards)
@@ -155,7 +157,7 @@ def advantages_of_rollouts(topology, folder, algorithm):
     run, rejects = build(topology, folder, algorithm), random_rewards()
     rejects[0, 1] = torch.nan
     whole, cut_up, unscored = (
-        make_batch(scored([[change(each) for each in group] for group in random_groups()], rewards), run.spec)
+        make_batch(scored([list(map(change, group)) for group in random_groups()], rewards), run.spec)
         for change, rewards in ((keep, random_rewards()), (cut, random_rewards()), (keep, rejects))
     )
     rejected = torch.zeros_like(whole.mask)
@@ -195,13 +197,8 @@ def train_twice(topology, folder, algorithm, max_tokens, **more):
     """Make two optimizer steps on rollouts whole and cut up, the second of another policy than the rollouts'."""
     found = []
     for change in (keep, cut):
-        more_of_row = {
-            "max_tokens_per_micro_batch": max_tokens,
-            "num_epochs": 2,
-            "num_mini_batches": 1,
-            **more,
-        }
-        run = build(topology, folder, algorithm, lr=0.5, has_reference=True, **more_of_row)
+        more |= {"max_tokens_per_micro_batch": max_tokens, "num_epochs": 2, "num_mini_batches": 1}
+        run = build(topology, folder, algorithm, lr=0.5, has_reference=True, **more)
         metrics = run.update(run.prepare(rows_of(algorithm, change)), kl_coef=0.1)
         found.append((run.weights(), metrics))
     return found
@@ -320,16 +317,13 @@ def test_a_branch_has_the_return_of_its_whole_rollout_where_turns_have_rewards()
 
 def gspo_ratio_step(topology, folder):
     """Make one step of a policy that has left the one of the rollouts, with rows in several micro-batches."""
-    more = {"num_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9, "lr": 1.0, "entropy_coef": 0.0}
+    more = {"max_tokens_per_micro_batch": 16, "entropy_coef": 0.0}
     clips = {"clip_low": 9.0, "clip_high": 9.0}
-    run = build(topology, folder, "gspo", max_tokens_per_micro_batch=16, hyperparameters=clips, **more)
+    run = one_step(topology, folder, "gspo", hyperparameters=clips, **more)
     batch = run.prepare(rows_of("gspo", cut))
     shift = 0.3 * torch.randn(batch.rows.mask.shape, generator=torch.Generator().manual_seed(3))
-    before = run.weights()
-    old = batch.rows.sampler_logprobs + shift
-    batch = replace(batch, old_logprobs=old)
-    metrics, after = run.update(batch), run.weights()
-    return {name: before[name] - after[name] for name in before}, metrics, batch
+    batch = replace(batch, old_logprobs=batch.rows.sampler_logprobs + shift)
+    return *run.descend(batch), batch
 
 
 def test_the_ratio_of_gspo_is_of_the_whole_rollout(folder):
@@ -354,6 +348,5 @@ def test_the_ratio_of_gspo_is_of_the_whole_rollout(folder):
         ratio = (own - old).mean().exp().detach()
         losses.append(-advantage * (ratio * (own - own.detach()).exp()).mean())
     torch.stack(losses).mean().backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradient[name].double(), parameter.grad, rtol=1e-3, atol=2e-6)
+    torch.testing.assert_close(gradient, gradients(model), rtol=1e-3, atol=2e-6, check_dtype=False)
     assert metrics["policy/loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)

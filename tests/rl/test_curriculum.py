@@ -1,4 +1,4 @@
-"""Mixtures of sources, and prompts whose difficulty follows the scores."""
+"""Order and mixture of prompts, and difficulty that follows the scores."""
 
 import random
 
@@ -48,8 +48,18 @@ def group_of(record, score, **more):
 
 def level_after(curriculum, scores, position, level=None):
     level = curriculum.level if level is None else level
-    curriculum.observe([group_of(PromptRecord("q", {"level": level}), each) for each in scores], position)
+    curriculum.observe([group_of(PromptRecord("q", {"level": level}), score) for score in scores], position)
     return curriculum.level
+
+
+def test_every_pass_has_a_new_order_that_the_seed_decides_and_any_cut_continues():
+    order = PromptOrder(records("q", 7), seed=3)
+    first, second = order.take(7), order.take(7)
+    assert sorted(first, key=str) == sorted(second, key=str) == records("q", 7)
+    assert first != second
+    order.position = 6
+    assert order.take(1) + order.take(7) == [first[6], *second]
+    assert PromptOrder(records("q", 7), seed=4).take(14) != first + second
 
 
 def test_one_source_is_walked_through_as_ever():
@@ -74,9 +84,9 @@ def test_each_source_goes_in_an_order_of_its_own():
     places = list(range(24))
     random.Random(0).shuffle(places)
     found = {place: mixture.at(place) for place in places}
-    for name, each in sources.items():
+    for name, prompts in sources.items():
         mine = [found[place].prompt for place in sorted(found) if found[place].source == name]
-        assert mine == [record.prompt for record in PromptOrder(each, 4).take(12)]
+        assert mine == [record.prompt for record in PromptOrder(prompts, 4).take(12)]
 
 
 def test_the_level_rises_and_falls_with_the_mean_of_the_newest_groups():

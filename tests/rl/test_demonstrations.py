@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from kit.rank_processes import on_ranks
-from tiny_rl import build, gradients, random_rows
+from tiny_rl import build, gradients, one_step, random_rows
 from transformers import AutoModelForCausalLM
 
 from vectorlm.data.loader import Collator, StepLoader
@@ -36,16 +36,7 @@ def demonstrations(topology, policy, **settings):
 
 def change(topology, folder, weighting):
     """Return by what one plain step of size 1 moves the weights, and what it measures."""
-    run = build(
-        topology,
-        folder,
-        "grpo",
-        num_epochs=1,
-        num_mini_batches=1,
-        max_grad_norm=1e9,
-        lr=1.0,
-        entropy_coef=0.0,
-    )
+    run = one_step(topology, folder, "grpo", entropy_coef=0.0)
     before, batch = run.weights(), run.prepare(random_rows("grpo"))
     texts = None
     if weighting is not None:
@@ -84,8 +75,8 @@ def test_the_gradient_is_the_sum_of_both_by_their_shares(folder, world_size, sha
     assert "sft/loss" not in without
     for weighting in ("none", "chord", "luffy"):
         of_texts, loss = expected(folder, weighting)
-        for each in found:
-            gradient, metrics = each[weighting]
+        for by_weighting in found:
+            gradient, metrics = by_weighting[weighting]
             assert metrics["sft/loss"] == pytest.approx(loss, rel=1e-5)
             assert metrics["policy/loss"] == pytest.approx(without["policy/loss"], rel=1e-5)
             both = {name: (1 - SHARE) * alone[name].double() + SHARE * of_texts[name] for name in alone}

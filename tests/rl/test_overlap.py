@@ -10,10 +10,9 @@ from kit.metrics_page import METRICS
 from scripted_groups import Echo, make_source
 
 from vectorlm.algorithms.registry import get_algorithm
-from vectorlm.rl.batch import make_batch
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rollout import kept_groups
+from vectorlm.rl.rollout import kept_groups, make_batch
 from vectorlm.rl.settings import AsyncSettings
 from vectorlm.train.recorder import Timer
 from vectorlm.types import Completion, PromptRecord
@@ -65,17 +64,14 @@ def newest_first(in_flight):
 
 
 def a_few(dice):
-    return lambda in_flight: [each for each in in_flight if dice.random() < 0.15]
+    return lambda in_flight: [group for group in in_flight if dice.random() < 0.15]
 
 
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("needs_greedy", [False, True])
 def test_without_staleness_the_rollouts_are_those_of_a_synchronous_run(drops, needs_greedy):
-    options = {
-        "drops_constant_groups": drops,
-        "settings": {"max_sampling_rounds": 3},
-        "needs_greedy": needs_greedy,
-    }
+    options = {"drops_constant_groups": drops, "needs_greedy": needs_greedy}
+    options["settings"] = {"max_sampling_rounds": 3}
     engine = Engine(newest_first)
     source = source_of(engine, 0, "wait", **options)
     alone_engine = Engine()
@@ -88,7 +84,7 @@ def test_without_staleness_the_rollouts_are_those_of_a_synchronous_run(drops, ne
         for mine, theirs in zip(kept_groups(found), kept_groups(expected), strict=True):
             assert torch.equal(mine.rewards, theirs.rewards)
             assert not needs_greedy or torch.equal(mine.greedy_reward, theirs.greedy_reward)
-        mine, theirs = (rollout_metrics(each, step) for each in (found, expected))
+        mine, theirs = (rollout_metrics(groups, step) for groups in (found, expected))
         assert mine == pytest.approx(theirs)
         assert engine.in_flight == []
 
@@ -122,7 +118,7 @@ def test_nothing_is_older_than_it_may_be_in_whatever_order_it_finishes(max_stale
 
 def stuck(prompt):
     """Return an order in which the requests of one prompt never finish."""
-    return lambda in_flight: [each for each in in_flight if each.prompt != prompt]
+    return lambda in_flight: [group for group in in_flight if group.prompt != prompt]
 
 
 def first_prompt():
@@ -139,36 +135,28 @@ def test_a_late_group_is_dropped_and_another_begun_in_its_place():
         assert len(found) == PROMPTS
         # Started at version 0: step 1 is the last that may train on it.
         assert source.metrics(step)["queue/dropped"] == float(step == 1)
-    assert not any(each.prompt == first_prompt() for each in engine.in_flight)
+    assert not any(group.prompt == first_prompt() for group in engine.in_flight)
 
 
-def test_a_late_group_may_be_trained_on_all_the_same():
+@pytest.mark.parametrize("overdue", ["correct", "mask"])
+def test_a_late_group_may_be_trained_on_with_or_without_its_oldest_tokens(overdue):
     engine = Engine(stuck(first_prompt()))
-    source = source_of(engine, 1, "correct")
-    for step in range(4):
-        engine.version = step
-        assert first_prompt() not in prompts_of(source.collect(step, Timer()))
-    engine.choose = list
-    engine.version = 4
-    found = source.collect(4, Timer())
-    assert prompts_of(found)[0] == first_prompt()
-    assert rollout_metrics(found, 4)["staleness/token_max"] == 4.0
-    assert rollout_metrics(found, 4)["staleness/sequence_max"] == 4.0
-
-
-def test_a_late_group_may_be_trained_on_without_its_oldest_tokens():
-    engine = Engine(stuck(first_prompt()))
-    source = source_of(engine, 1, "mask")
+    source = source_of(engine, 1, overdue)
     for step in range(4):
         engine.version = step
         found = source.collect(step, Timer())
         assert first_prompt() not in prompts_of(found)
-        assert rollout_metrics(found, step, source.oldest_version(step))["staleness/masked_tokens"] == 0.0
+        masked = rollout_metrics(found, step, source.oldest_version(step)).get("staleness/masked_tokens")
+        assert masked == (None if overdue == "correct" else 0.0)
     engine.choose = list
     engine.version = 4
     found = source.collect(4, Timer())
     assert prompts_of(found)[0] == first_prompt()
-    assert source.oldest_version(4) == 3
+    metrics = rollout_metrics(found, 4)
+    assert metrics["staleness/token_max"] == metrics["staleness/sequence_max"] == 4.0
+    assert source.oldest_version(4) == (None if overdue == "correct" else 3)
+    if overdue == "correct":
+        return
     # Its first token is of version 0, its second of version 4.
     assert [rollout.versions for rollout in found[0].rollouts] == [(0, 4)] * GROUP
     share = rollout_metrics(found, 4, 3)["staleness/masked_tokens"]
@@ -180,7 +168,6 @@ def test_a_late_group_may_be_trained_on_without_its_oldest_tokens():
     assert torch.equal(batch.token_rewards, whole.token_rewards)
     # A completion of which nothing is left counts nowhere.
     assert make_batch(found, get_algorithm("grpo"), oldest_version=5) is None
-    assert source_of(Engine(), 1, "correct").oldest_version(4) is None
 
 
 def test_a_run_that_resumes_samples_again_what_was_not_trained_on():
@@ -199,9 +186,7 @@ def test_a_run_that_resumes_samples_again_what_was_not_trained_on():
     # Behind those that had finished, whose weights are older.
     assert first_prompt() in trained[2]
     flat = [prompt for batch in trained for prompt in batch]
-    assert len(flat[:23]) == len(set(flat[:23])) == 23, (
-        "every prompt is sampled once before any is sampled again"
-    )
+    assert len(flat[:23]) == len(set(flat[:23])) == 23, "a prompt was sampled twice before all were sampled"
 
 
 class Draining(Engine):
@@ -219,8 +204,7 @@ def test_where_updates_drain_a_run_that_resumes_is_the_same_whatever_finishes_fi
 ):
     def source_and_engine(seed):
         engine = Draining(a_few(random.Random(seed)))
-        source = source_of(engine, max_staleness, needs_greedy=needs_greedy, update="drain")
-        return source, engine
+        return source_of(engine, max_staleness, needs_greedy=needs_greedy, update="drain"), engine
 
     found, states = {}, {}
     for seed in range(4):
@@ -233,18 +217,18 @@ def test_where_updates_drain_a_run_that_resumes_is_the_same_whatever_finishes_fi
                 source.load_state(torch.load(io.BytesIO(stream.getvalue()), weights_only=True))
             engine.version = step
             groups = source.collect(step, Timer())
-            rewards = [(each.rewards.tolist(), each.greedy_reward) for each in groups]
+            rewards = [(group.rewards.tolist(), group.greedy_reward) for group in groups]
             found[seed, step] = rollouts_of(groups), rewards
         states[seed] = source.state()["position"]
     for seed, step in found:
         assert found[seed, step] == found[0, step]
-    ages = [
+    oldest = max(
         step - rollout.versions[0]
         for (_, step), (groups, _) in found.items()
-        for each in groups
-        for rollout in each
-    ]
-    assert max(ages) == max_staleness
+        for group in groups
+        for rollout in group
+    )
+    assert oldest == max_staleness
     assert len(set(states.values())) == 1
 
 

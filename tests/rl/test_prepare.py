@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kit.rank_processes import on_ranks
-from tiny_rl import build, random_groups, random_rewards, random_rows
+from tiny_rl import build, leave_reference, random_groups, random_rewards, random_rows
 
 from vectorlm.algorithms.critic import gae_advantages
 from vectorlm.algorithms.groups import leave_one_out_advantages, whiten
@@ -15,12 +15,7 @@ from vectorlm.rl.settings import KLSettings
 def prepare(topology, folder, algorithm, kl_in):
     kl = KLSettings(kl_coef=0.3, kl_in=kl_in, kl_kind="k1")
     more = {"hyperparameters": {"whiten_advantages": False}, "has_reference": True}
-    run = build(topology, folder, algorithm, kl=kl, **more)
-    with torch.no_grad():
-        # A policy that has left its reference.
-        for parameter in run.models.policy.model.parameters():
-            parameter.mul_(1.2)
-    rows = random_rows(algorithm)
+    run, rows = leave_reference(build(topology, folder, algorithm, kl=kl, **more)), random_rows(algorithm)
     return rows, run.prepare(rows, 0.3)
 
 
@@ -92,10 +87,8 @@ def test_the_tokens_of_highest_entropy_are_those_above_the_interpolated_quantile
         entropies = torch.rand(1, n, generator=generator, dtype=torch.float64)
         for share in (0.05, 0.2, 0.5, 0.8, 0.95):
             expected = entropies >= torch.quantile(entropies, 1 - share)
-            assert torch.equal(_highest(entropies, torch.ones(1, n, dtype=torch.bool), share), expected), (
-                n,
-                share,
-            )
+            found = _highest(entropies, torch.ones(1, n, dtype=torch.bool), share)
+            assert torch.equal(found, expected), (n, share)
 
 
 def advantages_of_all(topology, folder, kl_coef):
@@ -105,14 +98,8 @@ def advantages_of_all(topology, folder, kl_coef):
     for algorithm in algorithm_names():
         if get_algorithm(algorithm).chooses:
             continue  # it chooses among the completions that are not truncated
-        run = build(topology, folder, algorithm, kl=kl, has_reference=kl_coef > 0)
-        with torch.no_grad():
-            # A policy that has left its reference.
-            for parameter in run.models.policy.model.parameters():
-                parameter.mul_(1.2)
-        batches = [
-            run.prepare(random_rows(algorithm, drop_truncated), kl_coef) for drop_truncated in (False, True)
-        ]
+        run = leave_reference(build(topology, folder, algorithm, kl=kl, has_reference=kl_coef > 0))
+        batches = [run.prepare(random_rows(algorithm, drops), kl_coef) for drops in (False, True)]
         found[algorithm] = [(batch.advantages, batch.rows.mask) for batch in batches]
     return found
 
@@ -120,7 +107,7 @@ def advantages_of_all(topology, folder, kl_coef):
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 def test_completions_that_the_loss_leaves_out_stay_in_every_baseline(folder, kl_coef):
     """With a penalty in the reward they are compared with less it, as all others are."""
-    truncated = [each.finish_reason == "length" for group in random_groups() for each in group]
+    truncated = [rollout.finish_reason == "length" for group in random_groups() for rollout in group]
     assert any(truncated)
     ((found),) = on_ranks(1, advantages_of_all, folder, kl_coef)
     assert len(found) > 20

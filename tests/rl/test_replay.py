@@ -41,23 +41,10 @@ def write(folder, *steps):
 
 def test_rollouts_come_back_as_they_were(tmp_path):
     groups = [[rollout(index, group) for index in range(3)] for group in range(4)]
-    found = read_rollouts(write(tmp_path, groups))
-    assert [[each.text for each in group] for group in found] == [
-        [each.text for each in group] for group in groups
-    ]
-    for mine, theirs in zip(found[2], groups[2], strict=True):
-        assert mine.is_replayed
-        for name in (
-            "prompt_record",
-            "prompt_token_ids",
-            "token_ids",
-            "policy_mask",
-            "sampler_logprobs",
-            "versions",
-            "messages",
-            "measured",
-        ):
-            assert getattr(mine, name) == getattr(theirs, name)
+    # The second step has groups of the same numbers.
+    found = read_rollouts(write(tmp_path, groups, groups[:1]))
+    expected = [[replace(mine, is_replayed=True) for mine in group] for group in [*groups, groups[0]]]
+    assert found == expected
 
 
 def test_the_further_rows_of_an_agent_come_back_too(tmp_path):
@@ -68,53 +55,36 @@ def test_the_further_rows_of_an_agent_come_back_too(tmp_path):
     assert found == replace(
         first,
         is_replayed=True,
-        branches=tuple(replace(each, is_replayed=True, measured={}) for each in branches),
+        branches=tuple(replace(mine, is_replayed=True, measured={}) for mine in branches),
     )
     assert other.branches == ()
     # A file of an earlier version has none.
     lines = [json.loads(line) for line in path.read_text().splitlines()]
+    branch = lines[0]["branches"][0]
     for line in lines:
         del line["branches"]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [each.branches for each in read_rollouts(path)[0]] == [(), ()]
-
-
-def test_a_row_of_an_agent_whose_lists_differ_in_length_is_refused(tmp_path):
-    path = write(tmp_path, [[replace(rollout(0, 0), branches=(rollout(1, 0),))]])
-    row = json.loads(path.read_text())
-    row["branches"][0]["versions"] = [7]
-    path.write_text(json.dumps(row))
-    with pytest.raises(DatasetError, match="differ in length"):
-        read_rollouts(path)
-
-
-def test_groups_of_two_steps_with_one_number_are_two(tmp_path):
-    assert len(read_rollouts(write(tmp_path, [[rollout(0, 0)]], [[rollout(1, 0)]]))) == 2
+    assert [row.branches for row in read_rollouts(path)[0]] == [(), ()]
+    for change in ({"sampler_logprobs": [-0.1]}, {"branches": [{**branch, "versions": [7]}]}):
+        path.write_text(json.dumps({**lines[0], **change}) + "\n")
+        with pytest.raises(DatasetError, match="length"):
+            read_rollouts(path)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "named"),
     [
-        (None, "is not a file"),
-        ("", "is empty"),
-        ('{"train_step": 1, "group": 0, "prompt": "q"}', "save_tokens.*KeyError"),
-        ("nonsense", "is 'nonsense', but every line must be as a run with"),
+        (None, r"rl\.rollout\.path"),
+        ("", r"rl\.rollout\.path"),
+        ('{"train_step": 1, "group": 0, "prompt": "q"}', "save_tokens"),
+        ("nonsense", "nonsense"),
     ],
 )
-def test_files_that_hold_no_rollouts(tmp_path, text, words):
+def test_files_that_hold_no_rollouts(tmp_path, text, named):
     path = tmp_path / "rollouts.jsonl"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(DatasetError, match=words):
-        read_rollouts(path)
-
-
-def test_a_line_whose_lists_differ_in_length_is_refused(tmp_path):
-    path = write(tmp_path, [[rollout(0, 0)]])
-    row = json.loads(path.read_text())
-    row["sampler_logprobs"] = [-0.1]
-    path.write_text(json.dumps(row))
-    with pytest.raises(DatasetError, match="differ in length"):
+    with pytest.raises(DatasetError, match=named):
         read_rollouts(path)
 
 
@@ -142,7 +112,7 @@ def test_a_file_without_the_turns_that_a_reward_reads_is_refused(
         del row["messages"], row["measured"]
     path.write_text(json.dumps(row))
     if is_refused and is_old:
-        with pytest.raises(DatasetError, match=r"a reward reads '.*' of its turns, which files of earlier"):
+        with pytest.raises(DatasetError, match="a reward"):
             read_rollouts(path, reads)
     else:
         assert len(read_rollouts(path, reads)) == 1
@@ -158,9 +128,7 @@ def test_every_group_once_per_pass_and_any_place_to_go_on_from():
     again = replay_order(groups, 2, seed=3)
     again.position = 5
     assert again.take(4) == later
-    with pytest.raises(
-        DatasetError, match=r"group 0 of rl.rollout.path has 2 completions, and rl.group_size=4"
-    ):
+    with pytest.raises(DatasetError, match=r"rl\.group_size=4"):
         replay_order(groups, 4, seed=3)
 
 
@@ -170,7 +138,7 @@ def test_files_of_several_turns_without_the_policys_own_words_are_refused(tmp_pa
     row = json.loads(path.read_text())
     del row["turn_texts"]
     path.write_text(json.dumps(row))
-    with pytest.raises(DatasetError, match="what the policy wrote"):
+    with pytest.raises(DatasetError, match="policy"):
         read_rollouts(path, {"completion"})
     assert len(read_rollouts(path)) == 1
     path.write_text(json.dumps(row | {"num_turns": 1}))

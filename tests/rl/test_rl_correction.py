@@ -13,11 +13,7 @@ from tiny_rl import assert_alike, build, random_rows
 from vectorlm.algorithms.groups import leave_one_out_advantages
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 from vectorlm.rl.metrics import correction_effect
-from vectorlm.rl.prepare import (
-    apply_correction,
-    correction_of,
-    weights_in_update,
-)
+from vectorlm.rl.prepare import apply_correction, correction_of, weights_in_update
 from vectorlm.rl.settings import NO_CORRECTION, PRESETS, CorrectionSettings
 from vectorlm.runs.preflight.rl import correction_problems
 
@@ -105,24 +101,24 @@ def test_bypass_weighs_only_losses_without_a_ratio_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "given", "words"),
+    ("algorithm", "given", "refused"),
     [
-        ("grpo", {"preset": "bypass", "level": "token"}, "counts the mismatch twice with bypass: grpo"),
-        ("gspo", {"preset": "tis", "bypass": True}, "counts the mismatch twice"),
-        ("online_dpo", {"preset": "tis"}, "has nothing to correct: online_dpo"),
-        ("best_of_k", {"preset": "bypass"}, "has nothing to correct"),
-        ("rloo", {"preset": "bypass", "veto": 0.1}, "makes no forward pass of the old policy"),
-        ("proximal_rloo", {"preset": "tis"}, "proximal_rloo has one loss for a whole completion"),
-        ("proximal_rloo", {"preset": "mis"}, "one loss for a whole completion"),
-        ("grpo", {"level": "token", "low": 0.5, "high": 0.9}, "must be bounds around 1"),
-        ("grpo", {"gate": "k3"}, "is needed: the largest k3"),
-        ("grpo", {"gate": "ratio"}, "must be bounds around 1"),
-        ("grpo", {"gate": "ratio", "gate_high": 2.0, "gate_level": "max"}, "does not apply to ratios"),
+        ("grpo", {"preset": "bypass", "level": "token"}, "level"),
+        ("gspo", {"preset": "tis", "bypass": True}, "level"),
+        ("online_dpo", {"preset": "tis"}, "preset"),
+        ("best_of_k", {"preset": "bypass"}, "preset"),
+        ("rloo", {"preset": "bypass", "veto": 0.1}, "bypass"),
+        ("proximal_rloo", {"preset": "tis"}, "level"),
+        ("proximal_rloo", {"preset": "mis"}, "level"),
+        ("grpo", {"level": "token", "low": 0.5, "high": 0.9}, "low"),
+        ("grpo", {"gate": "k3"}, "gate_high"),
+        ("grpo", {"gate": "ratio"}, "gate_low"),
+        ("grpo", {"gate": "ratio", "gate_high": 2.0, "gate_level": "max"}, "gate_level"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_reason(algorithm, given, words):
-    problems = list(correction_problems(settings(**given), get_algorithm(algorithm)))
-    assert any(words in rule for _, _, rule, _ in problems), problems
+def test_what_makes_no_sense_is_refused(algorithm, given, refused):
+    problems = correction_problems(settings(**given), get_algorithm(algorithm))
+    assert [name for name, *_ in problems] == [refused]
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "off"])
@@ -160,24 +156,16 @@ def test_where_engine_and_trainer_agree_no_preset_changes_a_bit(folder):
             # Bypass makes the weights of the policy as it moves within the batch.
             if preset == "bypass" and not get_algorithm(algorithm).has_ratio:
                 continue
-            assert all(torch.equal(others[name], tensor) for name, tensor in weights.items()), (
-                algorithm,
-                preset,
-            )
+            is_equal = [torch.equal(others[name], tensor) for name, tensor in weights.items()]
+            assert all(is_equal), (algorithm, preset)
             assert other_metrics["policy/loss"] == metrics["policy/loss"]
             if preset != "bypass":
                 assert other_metrics["correction/ess"] == 1.0
 
 
 def test_ranks_and_micro_batches_change_nothing_with_weights_and_rejections(folder):
-    pairs = [
-        ("ppo", "tis"),
-        ("grpo", "mis"),
-        ("rloo", "bypass"),
-        ("gspo", "seq_mask_tis"),
-        ("cispo", "icepop"),
-        ("vespo", "geometric"),
-    ]
+    presets = {"ppo": "tis", "grpo": "mis", "rloo": "bypass", "gspo": "seq_mask_tis", "cispo": "icepop"}
+    pairs = list((presets | {"vespo": "geometric"}).items())
     (wide,) = on_ranks(1, train_all, folder, 2000, 0.7, pairs)
     others = on_ranks(2, train_all, folder, 60, 0.7, pairs)
     (uncorrected,) = on_ranks(1, train_all, folder, 2000, 0.7, [(name, "off") for name, _ in pairs])

@@ -8,8 +8,8 @@ from kit.rank_processes import on_ranks
 from tiny_rl import build, random_groups, random_rewards, scored
 
 from vectorlm.algorithms.registry import get_algorithm
-from vectorlm.rl.batch import TrainBatch, make_batch
 from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics
+from vectorlm.rl.rollout import TrainBatch, make_batch
 from vectorlm.rl.rollouts.logger import _advantages as logged_advantages
 
 
@@ -25,20 +25,19 @@ def test_numbers_of_rollouts_by_hand():
     assert metrics["reward/unscored"] == 1.0
     assert metrics["reward/errors"] == 2.0
     assert metrics["reward/constant_groups"] == pytest.approx(0.2)
-    lengths = [each.num_policy_tokens for group in groups for each in group]
+    lengths = [rollout.num_policy_tokens for group in groups for rollout in group]
     assert metrics["completion/length_mean"] == pytest.approx(sum(lengths) / 20)
     assert metrics["completion/length_max"] == max(lengths)
-    cut = [each.is_truncated for group in groups for each in group]
+    cut = [rollout.is_truncated for group in groups for rollout in group]
     assert metrics["completion/truncated"] == pytest.approx(sum(cut) / 20)
     assert metrics["staleness/token_max"] == 3.0
 
 
 def test_dropped_groups_are_counted_and_have_no_age():
     kept, *dropped = scored(random_groups(), random_rewards())
-    fresh = replace(
-        kept, rollouts=[replace(each, versions=(2,) * len(each.versions)) for each in kept.rollouts]
-    )
-    metrics = rollout_metrics([fresh, *(replace(each, is_dropped=True) for each in dropped)], step=3)
+    young = [replace(rollout, versions=(2,) * len(rollout.versions)) for rollout in kept.rollouts]
+    old = [replace(group, is_dropped=True) for group in dropped]
+    metrics = rollout_metrics([replace(kept, rollouts=young), *old], step=3)
     assert metrics["rollout/groups"] == 1.0
     assert metrics["rollout/sampled_groups"] == 5.0
     assert metrics["staleness/token_max"] == 1.0
@@ -98,7 +97,7 @@ def forked(rollout):
 
 def test_all_rows_of_a_rollout_are_counted():
     plain = random_groups()
-    groups = [[forked(each) for each in group] for group in plain]
+    groups = [list(map(forked, group)) for group in plain]
     rewards = random_rewards()
     metrics = rollout_metrics(scored(groups, rewards), step=7)
     before = rollout_metrics(scored(plain, rewards), step=7)
@@ -109,7 +108,7 @@ def test_all_rows_of_a_rollout_are_counted():
     assert before["rollout/rows_mean"] == 1
     assert metrics["completion/truncated"] == 1
     assert "completion/terminated_length_mean" not in metrics
-    num_old = sum(2 * sum(each.policy_mask) for group in plain for each in group)
+    num_old = sum(2 * sum(rollout.policy_mask) for group in plain for rollout in group)
     assert metrics["staleness/token_mean"] == pytest.approx(7 * num_old / (num_old + 2 * 20))
     assert metrics["staleness/mixed_sequences"] == 1
     trained, advantages = trained_of(groups, rewards)
@@ -126,7 +125,7 @@ def speeds_of(topology, folder, groups):
 
 
 def test_tokens_seen_are_of_all_rows(folder):
-    groups = scored([[forked(each) for each in group] for group in random_groups()], random_rewards())
+    groups = scored([list(map(forked, group)) for group in random_groups()], random_rewards())
     (found,) = on_ranks(1, speeds_of, folder, groups)
     rows = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
     read, generated = (

@@ -12,11 +12,10 @@ from scripted_groups import Echo, make_source
 
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 from vectorlm.errors import RolloutError
-from vectorlm.rl.batch import make_batch
 from vectorlm.rl.environments.environment import Reply
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rollout import kept_groups
+from vectorlm.rl.rollout import kept_groups, make_batch
 from vectorlm.rl.rollouts.replay import replay_order
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
@@ -41,11 +40,11 @@ def test_every_prompt_has_a_seed_of_its_own_that_its_place_and_the_run_decide():
     prompts, params = zip(*engine.calls, strict=True)
     assert prompts_of(found) == list(prompts)
     assert rewards_of(found) == [[1.0, 0.0]] * 3
-    seeds = [each["seed"] for each in params]
+    seeds = [asked["seed"] for asked in params]
     assert len(set(seeds)) == 3
-    assert all(each["n"] == 2 and each["logprobs"] == 0 for each in params)
+    assert all(asked["n"] == 2 and asked["logprobs"] == 0 for asked in params)
     mine.collect(8, Timer())
-    assert set(seeds).isdisjoint(each["seed"] for _, each in engine.calls[3:])
+    assert set(seeds).isdisjoint(asked["seed"] for _, asked in engine.calls[3:])
     again = Echo(engine.script)
     make_source(again, lambda text: 1.0).collect(7, Timer())
     assert again.calls == engine.calls[:3]
@@ -71,19 +70,6 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards():
     assert metrics["reward/mean"] == pytest.approx(share)
     assert len({params["seed"] for _, params in engine.calls}) == len(engine.calls)
     assert mine.prompts.position == len(found)
-
-
-def test_dynamic_sampling_gives_up_after_its_rounds():
-    mine = make_source(
-        Echo(lambda prompt, index: "x"),
-        lambda text: 1.0,
-        drops_constant_groups=True,
-        settings={"max_sampling_rounds": 3},
-    )
-    found = mine.collect(0, Timer())
-    assert kept_groups(found) == []
-    assert len(found) == 9
-    assert make_batch(found, get_algorithm("dapo")) is None
 
 
 def groups_of_rounds(prompts, stored, num_groups, max_rounds, share, is_dropped):
@@ -115,7 +101,7 @@ def test_dynamic_sampling_returns_the_groups_of_rounds_in_whatever_order_they_fi
             replay=replay_order([[stored_rollout(index, text) for text in "01"] for index in range(7)], 2, 0),
             replayed_share=share,
         )
-        prompts, stored = (PromptOrder(each._items, 0) for each in (mine.prompts, mine.replay))
+        prompts, stored = (PromptOrder(order._items, 0) for order in (mine.prompts, mine.replay))
         expected = groups_of_rounds(
             prompts,
             stored,
@@ -138,8 +124,8 @@ def test_dynamic_sampling_replaces_a_group_while_others_of_its_round_are_in_flig
 
     def all_but_the_first(groups):
         in_flight.append(len(groups))
-        held = [each for each in groups if each.prompt == first]
-        return [each for each in groups if each not in held] or held
+        late = [group for group in groups if group.prompt == first]
+        return [group for group in groups if group not in late] or late
 
     mine = make_source(
         Echo(lambda prompt, index: f"{index}", choose=all_but_the_first),
@@ -153,23 +139,33 @@ def test_dynamic_sampling_replaces_a_group_while_others_of_its_round_are_in_flig
     assert min(in_flight[:-1]) > 1, "a round waited for the one before"
 
 
-def test_long_completions_lose_more_the_longer_they_are():
-    lengths = {0: 6, 1: 8, 2: 10}
-    engine = Echo(lambda prompt, index: "x" * lengths[index])
-    mine = make_source(
-        engine,
-        lambda text: 1.0,
-        group_size=3,
-        settings={"overlong_buffer_tokens": 4, "overlong_penalty": 2.0},
-    )
-    assert rewards_of(mine.collect(0, Timer()))[0] == [1.0, 0.0, -1.0]
+@pytest.mark.parametrize(
+    ("texts", "settings", "rewards"),
+    [
+        (
+            ["x" * 6, "x" * 8, "x" * 10],
+            {"overlong_buffer_tokens": 4, "overlong_penalty": 2.0},
+            [1.0, 0.0, -1.0],
+        ),
+        (["abc", "abc…"], {"missing_end_penalty": 0.75}, [1.0, 0.25]),
+    ],
+)
+def test_completions_lose_by_their_length_and_without_an_end(texts, settings, rewards):
+    engine = Echo(lambda prompt, index: texts[index])
+    mine = make_source(engine, lambda text: 1.0, group_size=len(texts), settings=settings)
+    assert rewards_of(mine.collect(0, Timer()))[0] == rewards
 
 
-def test_completions_without_an_end_lose_the_same_however_long_they_are():
-    engine = Echo(lambda prompt, index: "abc…" if index else "abc")
-    settings = {"missing_end_penalty": 0.75}
-    mine = make_source(engine, lambda text: 1.0, settings=settings)
-    assert rewards_of(mine.collect(0, Timer()))[0] == [1.0, 0.25]
+@pytest.mark.parametrize("name", ["dapo", "online_dpo", "best_of_k"])
+@pytest.mark.parametrize("reward", [1.0, None])
+def test_groups_that_are_dropped_or_that_nobody_could_score_are_not_trained_on(name, reward):
+    settings = {"max_sampling_rounds": 3}
+    engine = Echo(lambda prompt, index: "x")
+    found = make_source(
+        engine, lambda text: reward, drops_constant_groups=reward is not None, settings=settings
+    ).collect(0, Timer())
+    assert len(found) == (3 if reward is None else 9)
+    assert make_batch(found, get_algorithm(name)) is None
 
 
 def test_rewards_that_a_penalty_makes_equal_but_for_rounding_are_equal():
@@ -217,7 +213,7 @@ def test_dynamic_sampling_keeps_equal_sums_of_different_turns_only_where_turns_a
         settings={"max_turns": 2},
     )
     group = mine.collect(0, Timer())[0]
-    assert sorted(each.turn_rewards for each in group.rollouts) == [(0.0, 1.0)] * 2 + [(1.0,)] * 2
+    assert sorted(rollout.turn_rewards for rollout in group.rollouts) == [(0.0, 1.0)] * 2 + [(1.0,)] * 2
     assert group.rewards.tolist() == [1.0] * 4
     assert group.is_dropped is not _learns(group, spec)
 
@@ -341,7 +337,7 @@ def test_rewards_of_turns_reach_the_batch_and_the_tokens_are_the_chats():
     assert rollout.text == ("4\n<u>no\n<a>7" if wanted == 7 else "4\n<u>no\n<a>7\n<u>no\n<a>7")
     assert "".join(map(chr, rollout.token_ids)) == rollout.text
     assert rollout.measured == {"gap": abs(7 - wanted)}
-    roles = [each["role"] for each in rollout.messages]
+    roles = [message["role"] for message in rollout.messages]
     assert roles == ["user", "system", "assistant", *["user", "assistant"] * (rollout.num_turns - 1)]
     second = 3.0 if wanted == 7 else float(abs(7 - wanted) < abs(4 - wanted))
     assert sum(rollout.turn_rewards) == 1.0 + second
@@ -391,7 +387,7 @@ def test_a_message_of_the_chat_is_what_one_turn_of_the_assistants_holds():
         )
         (user, *others) = mine.collect(0, Timer())[0].rollouts[0].messages
         assert user["content"] == "q"
-        return [(each["role"], each["content"]) for each in others]
+        return [(message["role"], message["content"]) for message in others]
 
     found = said(lambda prompt, index: "2+2" if isinstance(prompt[0], dict) else "ok")
     assert found == [("assistant", "I say 2+2=4;ok"), ("user", "no"), ("assistant", "ok")]
@@ -406,7 +402,7 @@ def test_an_environment_that_speaks_chat_to_a_text_is_refused():
             return [{"role": "user", "content": "no"}]
 
     mine = make_source(Echo(lambda prompt, index: "4"), lambda text: 0.5, make=lambda: Speaks())
-    with pytest.raises(RolloutError, match="no chat"):
+    with pytest.raises(RolloutError, match="messages"):
         mine.collect(0, Timer())
 
 
@@ -428,12 +424,6 @@ def test_a_conversation_ends_after_its_turns_where_it_is_cut_and_where_there_is_
     assert turns(lambda prompt, index: "cut…") == (1, 1.0)
     # What an agent is told to be too long is too long here.
     assert turns(lambda prompt, index: "x" * 60) == (2, 1.0)
-
-
-@pytest.mark.parametrize("name", ["grpo", "online_dpo", "best_of_k"])
-def test_a_group_that_nobody_could_score_is_not_trained_on(name):
-    found = make_source(Echo(lambda prompt, index: "x"), lambda text: None).collect(0, Timer())
-    assert make_batch(found, get_algorithm(name)) is None
 
 
 def test_stored_groups_take_their_share_of_each_step():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kit.allocated import most_allocated
 from kit.rank_processes import on_ranks, save_tiny_llama
-from tiny_rl import assert_alike, build, distributions, gradients, random_rows
+from tiny_rl import assert_alike, build, distributions, gradients, one_step, random_rows
 from transformers import AutoModelForCausalLM
 
 import vectorlm.train.language_model
@@ -59,22 +59,10 @@ def test_sampled_tokens_are_charged_by_how_much_less_the_teacher_likes_them(
 
 def full_step(topology, folder, beta, coef, packs):
     """Make one step whose change of the weights is the gradient of the teacher's part alone."""
-    run = build(
-        topology,
-        folder,
-        "on_policy_distillation",
-        teacher=settings(folder, "full", beta, coef),
-        teacher_scale=SCALE,
-        packs=packs,
-        num_epochs=1,
-        num_mini_batches=1,
-        max_grad_norm=1e9,
-        lr=1.0,
-        entropy_coef=0.0,
-    )
-    rows, before = random_rows("on_policy_distillation"), run.weights()
-    metrics, after = run.update(run.prepare(rows)), run.weights()
-    return {name: before[name] - after[name] for name in before}, metrics, rows.mask
+    more = {"teacher": settings(folder, "full", beta, coef), "teacher_scale": SCALE, "entropy_coef": 0.0}
+    run = one_step(topology, folder, "on_policy_distillation", packs=packs, **more)
+    rows = random_rows("on_policy_distillation")
+    return *run.descend(run.prepare(rows)), rows.mask
 
 
 @pytest.mark.parametrize(
@@ -85,7 +73,7 @@ def test_the_gradient_of_whole_distributions_is_that_of_the_formula_row_by_row(
 ):
     steps = on_ranks(world_size, full_step, folder, beta, 0.7, packs)
     model, policy = distributions(folder)
-    teacher = [each.detach() for each in distributions(folder, SCALE)[1]]
+    teacher = [logprobs.detach() for logprobs in distributions(folder, SCALE)[1]]
     for gradient, metrics, mask in steps:
         values, reverse = [], []
         for row, place in mask.nonzero().tolist():
@@ -124,16 +112,9 @@ def train(topology, folder, algorithm, kind, max_tokens, packs=True, adapters=No
     """Make two optimizer steps beside the algorithm's own loss, in chunks of three tokens where rows are many."""
     if max_tokens < 2000:
         vectorlm.train.language_model.chunk_tokens = lambda vocab_size: 3
-    run = build(
-        topology,
-        folder,
-        algorithm,
-        teacher=settings(folder, kind, *((0.5,) if kind == "full" else ())),
-        max_tokens_per_micro_batch=max_tokens,
-        num_epochs=1,
-        packs=packs,
-        adapters=adapters,
-    )
+    teacher = settings(folder, kind, *((0.5,) if kind == "full" else ()))
+    more = {"max_tokens_per_micro_batch": max_tokens, "num_epochs": 1, "packs": packs, "adapters": adapters}
+    run = build(topology, folder, algorithm, teacher=teacher, **more)
     if adapters is not None:
         with torch.no_grad():
             for name, parameter in run.models.policy.model.named_parameters():

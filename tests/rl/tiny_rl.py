@@ -11,7 +11,6 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.batch import make_batch
 from vectorlm.rl.models import (
     Critic,
     Reference,
@@ -23,7 +22,7 @@ from vectorlm.rl.models import (
     num_logits,
 )
 from vectorlm.rl.prepare import correction_of, prepare_batch
-from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.rl.rollout import Rollout, RolloutGroup, make_batch
 from vectorlm.rl.settings import CorrectionSettings, KLSettings, StepSettings, TeacherSettings, UpdateSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.language_model import LanguageModel
@@ -98,6 +97,12 @@ class TinyRun:
         return Updater(self.models, self.spec, self.settings, self.topology).update(
             batch, step, kl_coef=kl_coef
         )
+
+    def descend(self, batch, kl_coef=0.0):
+        """Make an update; return what it subtracted from the weights, and its metrics."""
+        before = self.weights()
+        metrics, after = self.update(batch, kl_coef=kl_coef), self.weights()
+        return {name: before[name] - after[name] for name in before}, metrics
 
     def weights(self):
         """Return the full weights of policy and critic."""
@@ -178,6 +183,20 @@ def build(
     return TinyRun(models, spec, settings, topology)
 
 
+def one_step(topology, folder, algorithm, **more):
+    """Build a run of one optimizer step, whose change of the weights is the gradient."""
+    defaults = {"num_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9, "lr": 1.0}
+    return build(topology, folder, algorithm, **(defaults | more))
+
+
+def leave_reference(run):
+    """Move a run's policy away from its reference, and return the run."""
+    with torch.no_grad():
+        for parameter in run.models.policy.model.parameters():
+            parameter.mul_(1.2)
+    return run
+
+
 def distributions(folder, scale=1.0):
     """Return the model's log-probabilities after each token of every random rollout, in float64, row by row."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -185,8 +204,8 @@ def distributions(folder, scale=1.0):
         for parameter in model.parameters():
             parameter.mul_(scale)
     rollouts = [rollout for group in random_groups() for rollout in group]
-    ids = [torch.tensor([[*each.prompt_token_ids, *each.token_ids]]) for each in rollouts]
-    return model, [torch.log_softmax(model(each).logits[0], dim=-1) for each in ids]
+    ids = [torch.tensor([[*rollout.prompt_token_ids, *rollout.token_ids]]) for rollout in rollouts]
+    return model, [torch.log_softmax(model(row).logits[0], dim=-1) for row in ids]
 
 
 def gradients(model):

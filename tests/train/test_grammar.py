@@ -9,9 +9,8 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.support import Support
 from vectorlm.errors import RolloutError
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.batch import make_batch
 from vectorlm.rl.micro_batch import micro_batches_of
-from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.rl.rollout import Rollout, RolloutGroup, make_batch
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.types import PromptRecord

@@ -270,7 +270,7 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
         engine_args = {**longest, **exam.engine_args}
         sampled = ask(args.engine, model, adapter, prompts, exam.sampling_params, engine_args)
         return [
-            [Rollout.begun(record, each) for each in options]
+            [Rollout.from_completion(record, each) for each in options]
             for record, options in zip(exam.prompt_records, sampled, strict=True)
         ]
     check_sampling(args.engine, exam.sampling_params)

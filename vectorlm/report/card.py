@@ -20,7 +20,7 @@ SHOWN = (
     "reward/mean",
     "reference/kl",
 )
-"""Metrics whose newest value is shown."""
+"""Metrics in the card, with their newest value."""
 
 _FULL = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -70,9 +70,9 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
     """Return the card of a model that a run trained.
 
     Args:
-        run: The run's folder, with its ``config.yaml`` and ``metrics.jsonl``; what is not there is left out.
-        step: The step whose weights the model holds; None where that is not known.
-        is_adapter: Whether the folder holds adapters alone.
+        run: The run's folder, with ``config.yaml`` and ``metrics.jsonl``; missing files are left out.
+        step: The step of the model's weights; None if unknown.
+        is_adapter: Whether the model is LoRA adapters without their base.
     """
     config_text = _read(run / "config.yaml")
     config = yaml.safe_load(config_text) or {}
@@ -84,7 +84,7 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
         "pipeline_tag": "text-classification" if is_scorer else "text-generation",
         "tags": ["vectorlm", *(["lora"] if has_lora else [])],
     }
-    # A path of this machine is nothing that the hub could link to.
+    # The Hub cannot link to a path of this machine.
     base = hub_name(str(config.get("model", "./")))
     origin = "Exported by vectorlm.\n"
     if base is not None:
@@ -113,7 +113,7 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
     if results:
         rows = "".join(results[name] for name in SHOWN if name in results)
         sections.append(f"## Results\n\n| metric | value | after step |\n| --- | --- | --- |\n{rows}")
-    # The model may be exported on another machine than it was trained on.
+    # The export may run on another machine than the training.
     found = read_settings(run / START).get("versions") or versions_of(PACKAGES)
     versions = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     of_adapter, whole = (_SCORER_ADAPTER, _REWARD_MODEL) if is_scorer else (_ADAPTER, _FULL)
@@ -126,9 +126,9 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
 
 
 def noted_of(model: Path, name: str, kind: type) -> Any:
-    """Return a `kind` that the card of an exported model notes under `name`; None where it does not.
+    """Return the value of type `kind` under `name` in the card of an exported model; None if it has none.
 
-    `step` counts the optimizer steps behind the weights; `quantization` is how the base of adapters was held.
+    `step` is the step of the weights, and `quantization` the quantization of the base of adapters.
     """
     parts = _read(model / "README.md").split("---\n")
     try:

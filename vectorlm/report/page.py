@@ -1,4 +1,4 @@
-"""The page of runs: one HTML file that needs no other file and no network."""
+"""Write one HTML page about runs, which needs no other file and no network."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from vectorlm.report.panels import ALL_PANELS
+from vectorlm.report.panels import ALL_PANELS, PHASES
 from vectorlm.report.plots import filled_panels, last_steps
-from vectorlm.report.profile import PHASES
 from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MAX_POINTS = 300
-"""Most points of a curve that all are shown; a longer one shows its extremes."""
+"""Largest number of points per curve; longer curves show their extremes."""
 MAX_STEPS, MAX_ROWS = 20, 50
-"""Steps whose samples are shown, spread over the run, and rows of each."""
+"""Number of steps with samples, spread over the run, and rows per step."""
 MAX_TEXT = 500
-"""Characters of a prompt or an answer."""
+"""Largest number of characters of a prompt or an answer."""
 MAX_WORST = 50
 
 
 def write_page(runs: Sequence[RunFolder], output: Path, reload_s: float | None = None) -> None:
-    """Write the page, which loads itself again every `reload_s`; the texts of long runs are sampled, as it says."""
+    """Write the page, which reloads every `reload_s` seconds; it shows a sample of the texts of long runs."""
     names = names_of(runs)
     data = {
         "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S"),
@@ -36,17 +35,19 @@ def write_page(runs: Sequence[RunFolder], output: Path, reload_s: float | None =
         "limits": {"points": MAX_POINTS, "steps": MAX_STEPS, "rows": MAX_ROWS, "text": MAX_TEXT},
         "panels": [panel._asdict() for panel in filled_panels(runs, ALL_PANELS)],
         "phases": {name: phase._asdict() for name, phase in PHASES.items()},
-        "differences": {name: [_cut(each) for each in values] for name, values in differences(runs).items()},
+        "differences": {
+            name: [_cut(value) for value in values] for name, values in differences(runs).items()
+        },
         "runs": [_describe(run, name) for run, name in zip(runs, names, strict=True)],
     }
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    # In a script element nothing but "</" could end it.
+    # Only "</" could end a script element.
     parts = {"$TITLE": escape(", ".join(names), quote=False), "$DATA": text.replace("<", "\\u003c")}
-    # At once: a run may be called $DATA.
+    # In one pass: a run may be called $DATA.
     page = re.sub(r"\$(TITLE|DATA)", lambda found: parts[found[0]], TEMPLATE.read_text(encoding="utf-8"))
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_name(f".{output.name}.unfinished")
-    # Half a character of UTF-16 becomes its own escape, as JSON writes it.
+    # Lone surrogates become escapes, as in JSON.
     unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
     unfinished.replace(output)
 
@@ -72,7 +73,7 @@ def _describe(run: RunFolder, name: str) -> dict[str, Any]:
 
 
 def _thin(points: Series) -> list[list[float | None]]:
-    """Return the points with values of four digits; of many, the lowest and the highest in each of equal stretches."""
+    """Round to four digits; of many points, keep the lowest and the highest in stretches of equal length."""
     width = 1 if len(points) <= MAX_POINTS else -(-2 * len(points) // (MAX_POINTS - 1))
     kept: dict[float, float] = {}
     for start in range(0, len(points), width):
@@ -83,12 +84,12 @@ def _thin(points: Series) -> list[list[float | None]]:
 
 
 def _timeline(path: Path) -> list[dict[str, Any]]:
-    """Return the last steps, in seconds since the first of them began."""
+    """Return the spans of the last steps, in seconds since the first of them began."""
     lines = last_steps(path)
     origin = min((start for line in lines for _, start, _ in line["trainer"]), default=0.0)
     return [
         {
-            # The page draws these as markup, and a run's folder may be somebody else's.
+            # int: the page inserts the step as markup, and the file may come from somebody else.
             "step": int(line["train_step"]),
             "trainer": [
                 [name, round(a - origin, 4), round(b - origin, 4)]
@@ -104,7 +105,7 @@ def _timeline(path: Path) -> list[dict[str, Any]]:
 
 
 def _sampled(path: Path, row_of: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """Return the first rows of some steps, spread over the run with its first and last, and how many rows there are."""
+    """Return the first rows of some steps, spread over the run from first to last, and the number of all rows."""
     counts: dict[int, int] = {}
     for line in read_lines(path):
         counts[line["train_step"]] = counts.get(line["train_step"], 0) + 1
@@ -139,12 +140,12 @@ def _rollout(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _worst_prompts(path: Path) -> list[dict[str, Any]]:
-    """Return the prompts with the lowest mean reward over all rollouts; of equals, those that were tried most."""
+    """Return the prompts with the lowest mean reward; among equals, the ones with the most rollouts first."""
     totals: dict[str, float] = {}
     found: dict[str, dict[str, Any]] = {}
     for line in read_lines(path):
         if line["reward"] is not None:
-            # Whole: examples or a system message may fill what is shown of it.
+            # The whole prompt: examples or a system message may fill the part that is shown.
             prompt = json.dumps(line["prompt"])
             totals[prompt] = totals.get(prompt, 0.0) + line["reward"]
             num = found[prompt]["num"] + 1 if prompt in found else 1
@@ -160,11 +161,11 @@ def _columns(line: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a prompt or an answer as text, of a long one both ends; chat messages one below the other."""
-    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
-        value = "\n".join(f"{each.get('role', '')}: {each.get('content', '')}" for each in value)
+    """Return a prompt or an answer as text, chat messages one per line; of a long text both ends."""
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        value = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in value)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    # A question, and what an answer comes to, are at the end.
+    # The question, and the result of an answer, are at the end.
     half = MAX_TEXT // 2
     return text if len(text) <= MAX_TEXT else f"{text[:half]}…{text[1 - half :]}"
 

@@ -1,15 +1,16 @@
-"""The panels of a run: which metrics belong in one picture, and what to look for in it."""
+"""Panels and phases: how pictures, pages and tables group the metrics and the times of a run."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 COLOURS = ("#2f6fb0", "#e07b28", "#2a9461", "#c23b4e", "#8059b3", "#8a6a4f", "#d06aa8", "#6b7480")
-"""For the curves of a panel or, where runs are compared, for the runs; told apart with red-green blindness too."""
+"""Colours of the curves of a panel, or of compared runs; readable with red-green blindness."""
 
 
 class Panel(NamedTuple):
-    """A few metrics that belong in one picture."""
+    """A plot of a few related metrics."""
 
     title: str
     look_for: str
@@ -17,15 +18,15 @@ class Panel(NamedTuple):
     curves: dict[str, str]
     """Labels by metric."""
     shares: bool = False
-    """The values are shares, from 0 to 1."""
+    """Whether the values are shares, from 0 to 1."""
     divisor: float = 1.0
     from_zero: bool = False
-    """The axis begins at 0, so that a wobble looks like one."""
+    """Whether the axis begins at 0, so that small changes look small."""
     logarithmic: bool = False
     always_named: bool = False
-    """A single curve gets a legend too."""
+    """Whether a single curve has a legend too."""
     pattern: str = ""
-    """A regular expression: the metrics that match it are the curves, labelled by its group, if there are several."""
+    """Regular expression: if several metrics match, they are the curves, labelled by its group."""
 
 
 PANELS = (
@@ -135,7 +136,7 @@ PANELS = (
         from_zero=True,
     ),
 )
-"""Those of ``run.png``."""
+"""The panels of ``run.png``."""
 SAMPLE_SIZE = Panel(
     "Effective sample size",
     "100% where engine and trainer agree",
@@ -171,3 +172,72 @@ def short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
     return f"{value:.4g}"
+
+
+GREY = -1
+
+
+class Phase(NamedTuple):
+    """A phase of a step, with its name in pictures and tables."""
+
+    meaning: str
+    colour: int | None = None
+    """Index in `COLOURS`, or `GREY`; None if timelines do not show the phase."""
+
+
+PHASES = {
+    "start": Phase("wait for the engine to load"),
+    "forward": Phase("forward passes"),
+    "backward": Phase("backward passes"),
+    "optimizer": Phase("loss over ranks, gradient norm, optimizer step"),
+    "held_out": Phase("loss on held-out text"),
+    "publish": Phase("hot swap of the weights", 3),
+    "sample": Phase("the engine computes", 0),
+    "generate": Phase("wait for completions", GREY),
+    "score": Phase("rewards", 1),
+    "assess": Phase("forward passes of old policy, reference, critic, teacher", 6),
+    "update": Phase("optimizer steps on the batch", 2),
+    "evaluate": Phase("evaluation", 4),
+    "evaluate/publish": Phase("evaluation: hot swap"),
+    "evaluate/sample": Phase("evaluation: sampling"),
+    "evaluate/score": Phase("evaluation: rewards, tasks of the harness, files"),
+    "save": Phase("checkpoints", 5),
+    "other": Phase("everything else: data, logging, export"),
+}
+"""In the order of a step. The engine measures `sample`, and the parts of `evaluate` add up to it."""
+
+
+class PhaseTimes:
+    """Adds up the seconds of each phase over the metrics of steps."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add the times in a line of metrics."""
+        found = {phase: values.get(f"time/{phase}_s") or 0.0 for phase in PHASES}
+        if whole := found.pop("evaluate"):
+            publish, sample = values.get("weights/update_s") or 0.0, values.get("sampler/generate_s") or 0.0
+            found["evaluate/publish"], found["evaluate/sample"] = publish, sample
+            found["evaluate/score"] = max(whole - publish - sample, 0.0)
+        for phase, seconds in found.items():
+            self._seconds[phase] += seconds
+
+    def rows(self, whole_s: float | None = None) -> list[tuple[str, float, float]]:
+        """Return name, seconds and share of all phases that took time; with `whole_s` the remaining time too."""
+        found = {phase: seconds for phase, seconds in self._seconds.items() if seconds}
+        total = sum(found.values())
+        if whole_s is not None and whole_s > total:
+            found["other"], total = whole_s - total, whole_s
+        return [(phase, seconds, seconds / total) for phase, seconds in found.items()]
+
+    def table(self, whole_s: float, num_steps: int) -> str:
+        """Return seconds, share and milliseconds per step of every phase, one phase per line."""
+        lines = [f"{'time by phase':<18}{'s':>9}{'share':>7}{'ms/step':>10}"]
+        for phase, seconds, share in [*self.rows(whole_s), ("all", whole_s, 1.0)]:
+            meaning = PHASES[phase].meaning if phase in PHASES else ""
+            milliseconds = 1e3 * seconds / max(num_steps, 1)
+            lines.append(
+                f"  {phase:<16}{seconds:>9.2f}{share:>7.0%}{milliseconds:>10.1f}  {meaning}".rstrip()
+            )
+        return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Pictures of runs: their curves, engine and trainer compared, and who worked when."""
+"""Draw pictures of runs: metrics, engine and trainer compared, and the timeline."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import ConfigError
-from vectorlm.report.panels import ALL_PANELS, COLOURS, LOGPROB_GAP, PANELS, SAMPLE_SIZE, Panel, short
-from vectorlm.report.profile import GREY, PHASES
+from vectorlm.report.panels import (
+    ALL_PANELS,
+    COLOURS,
+    GREY,
+    LOGPROB_GAP,
+    PANELS,
+    PHASES,
+    SAMPLE_SIZE,
+    Panel,
+    short,
+)
 from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
 from vectorlm.settings import nearest
 
@@ -21,24 +30,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LINES = ("-", "--", ":", "-.")
-"""For the curves of a panel where the colour tells the run, or where two may lie on each other."""
+"""Line styles of curves, if colours mean runs or curves may overlap."""
 DIM = "#666666"
 PANEL_WIDTH, PANEL_HEIGHT = 4.4, 3.1
 """Inches."""
 NUM_STEPS = 12
-"""A timeline shows this many of the last steps."""
+"""Number of last steps in a timeline."""
 
 
 def plot_runs(runs: Sequence[RunFolder], output_png: Path, metrics: Sequence[str] = ()) -> bool:
-    """Draw the curves of runs over their steps; several lie over each other, each with the settings that differ.
+    """Draw the metrics of runs over their steps; the legend of several runs has the settings that differ.
 
     Args:
-        runs: At least one.
+        runs: At least one run.
         output_png: The picture.
-        metrics: A panel for each; when empty, the panels of `PANELS` that some run has data for.
+        metrics: One panel per metric; if empty, the `PANELS` with data.
 
     Returns:
-        Whether there was anything to draw; else there is no picture.
+        Whether there was data; without data there is no picture.
 
     Raises:
         ConfigError: No run has logged a metric of this name.
@@ -64,7 +73,7 @@ def plot_runs(runs: Sequence[RunFolder], output_png: Path, metrics: Sequence[str
 
 
 def filled_panels(runs: Sequence[RunFolder], panels: Sequence[Panel] = ALL_PANELS) -> list[Panel]:
-    """Return the panels that some run has data for, without the curves that none has."""
+    """Return the panels and curves with data in some run."""
     logged = sorted({name for run in runs for name in run.metric_names})
     found = []
     for panel in panels:
@@ -76,7 +85,7 @@ def filled_panels(runs: Sequence[RunFolder], panels: Sequence[Panel] = ALL_PANEL
 
 def metric_panel(name: str, runs: Sequence[RunFolder]) -> Panel:
     """Return a panel of one metric, which some run must have logged."""
-    logged = sorted({each for run in runs for each in run.metric_names})
+    logged = sorted({logged for run in runs for logged in run.metric_names})
     if name not in logged:
         rule = f"was not logged: it must be one of {', '.join(logged)}."
         raise ConfigError(f"metric {name!r} {rule} {nearest(name, logged)}".rstrip())
@@ -84,14 +93,14 @@ def metric_panel(name: str, runs: Sequence[RunFolder]) -> Panel:
 
 
 def plot_correction(run: RunFolder, drift_path: Path, output_png: Path, band: tuple[float, float]) -> bool:
-    """Draw how far the engine's probabilities are from the trainer's, from ``metrics.jsonl`` and ``correction.jsonl``.
+    """Draw the difference of the engine's and the trainer's probabilities from ``metrics.jsonl`` and `drift_path`.
 
     Four panels: the log-ratios of the first and the last tenth of the steps, the effective sample size over the steps,
-    the share of tokens with a ratio outside `band` by their place in a completion, and the gap of log-probabilities
-    over the steps. Those without data are left out.
+    the share of tokens with a ratio outside `band` by their position in a completion, and the gap of log-probabilities
+    over the steps. Panels without data are left out.
 
     Returns:
-        Whether there was anything to draw; else there is no picture.
+        Whether there was data; without data there is no picture.
     """
     drift = list(read_lines(drift_path))
     size, gap = filled_panels([run], [SAMPLE_SIZE]), filled_panels([run], [LOGPROB_GAP])
@@ -126,7 +135,7 @@ def _draw_ratios(axes: Axes, drift: list[dict[str, Any]], band: tuple[float, flo
         low, high = part[0]["lowest"], part[0]["highest"]
         edges = [low + (high - low) * index / len(counts) for index in range(len(counts) + 1)]
         shares = [count / sum(counts) for count in counts]
-        # Bars on a logarithmic axis stand on something above 0.
+        # A logarithmic axis needs a baseline above 0.
         axes.stairs(
             shares,
             edges,
@@ -144,10 +153,10 @@ def _draw_ratios(axes: Axes, drift: list[dict[str, Any]], band: tuple[float, flo
     bounds = [math.log(bound) for bound in band if bound > 0]
     for bound in bounds:
         axes.axvline(bound, color=DIM, linewidth=1, linestyle=":")
-    # Beside the band there is room for the legend.
+    # Leave space for the legend beside the band.
     reach = 2.4 * max([reach, *map(abs, bounds)])
     _finish(axes)
-    # Whatever was found, the axis spans four decades at least: else a healthy peak has an axis from 0.46 to 0.55.
+    # The axis spans at least four decades: otherwise a healthy peak has an axis from 0.46 to 0.55.
     axes.set(yscale="log", xlim=(-reach, reach), ylim=(min(1e-4, smallest / 2), 1.6))
     axes.legend(frameon=False, fontsize=8)
 
@@ -173,7 +182,7 @@ def _draw_places(axes: Axes, drift: list[dict[str, Any]], band: tuple[float, flo
 
 
 def last_steps(timeline_path: Path) -> list[dict[str, Any]]:
-    """Return the lines of the last steps, without the evaluation at the end, of which the engine never reports."""
+    """Return the lines of the last steps, without the final evaluation, for which the engine reports no times."""
     lines = list(deque(read_lines(timeline_path), NUM_STEPS))
     if lines:
         ends = [part for part in lines[-1]["trainer"] if part[0] not in ("evaluate", "save")]
@@ -182,7 +191,7 @@ def last_steps(timeline_path: Path) -> list[dict[str, Any]]:
 
 
 def plot_timeline(timeline_path: Path, output_png: Path) -> None:
-    """Draw the last steps of a run: one bar for the engine, one for the trainer. Draws nothing without data."""
+    """Draw the last steps of a run, one bar for the engine and one for the trainer; nothing without data."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -241,19 +250,19 @@ def _new_figure(num_panels: int, title: str) -> tuple[Figure, list[Axes]]:
 
 
 def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[RunFolder]) -> None:
-    """Draw the curves of a run, a colour each; of several runs, a colour for each run and a line for each curve."""
+    """Draw the curves of one run in different colours; with several runs, colours are runs and lines are curves."""
     _head(axes, panel.title, panel.look_for, "step", panel.unit)
     is_alone = len(runs) == 1
     labels: dict[str, str] = {}
     for place, run in enumerate(runs):
         for order, (label, points) in enumerate(_curves(run, panel)):
             line = labels.setdefault(label, LINES[len(labels) % len(LINES)])
-            # Two shares at 100% lie on each other.
+            # Curves of shares may overlap at 100%.
             line = "-" if is_alone and not panel.shares else line
             _draw(axes, points, label, COLOURS[(order if is_alone else place) % len(COLOURS)], line)
             finite = [point for point in points if math.isfinite(point[1])]
             if is_alone and panel.title == "Right answers" and finite:
-                # Of equals the last; the label of a lower last point stands below it, where it hides no other.
+                # The last of equal points; the label of a lower last point is below it, where it hides nothing.
                 best = max(reversed(finite), key=lambda point: point[1])
                 texts = {best: f"best {best[1]:.0%}", finite[-1]: f"{finite[-1][1]:.0%}"}
                 for point, text in texts.items():
@@ -273,7 +282,7 @@ def _curves(run: RunFolder, panel: Panel) -> list[tuple[str, Series]]:
 
 
 def _head(axes: Axes, title: str, look_for: str, xlabel: str, ylabel: str) -> None:
-    """Title a panel, and say below the title what to look for."""
+    """Add the title of a panel, and below it what to look for."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
     axes.text(0, 1.03, look_for, transform=axes.transAxes, fontsize=8, color=DIM, va="bottom")
     axes.set_xlabel(xlabel, fontsize=9)
@@ -281,8 +290,8 @@ def _head(axes: Axes, title: str, look_for: str, xlabel: str, ylabel: str) -> No
 
 
 def _draw(axes: Axes, points: Series, label: str, colour: str, linestyle: str = "-") -> None:
-    """Draw a curve; a value that is not a number leaves a gap."""
-    # A single point, or one between two gaps, has no line.
+    """Draw a curve; NaN leaves a gap."""
+    # A single point, or a point between two gaps, has no line.
     marker = "o" if len(points) <= 40 else ""
     axes.plot(
         *zip(*points, strict=True),
@@ -304,7 +313,7 @@ def _key(label: str, colour: str, linestyle: str) -> Any:
 
 
 def _finish(axes: Axes, panel: Panel | None = None) -> None:
-    """Give axes that are drawn their grid, and those of a panel the range that it asks for."""
+    """Add the grid, and set the range of the panel's axis."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.tick_params(labelsize=8)
@@ -324,7 +333,7 @@ def _finish(axes: Axes, panel: Panel | None = None) -> None:
     if panel.shares:
         axes.set_ylim(-0.03, 1.03)
     elif high - low <= 1e-3 * max(abs(low), abs(high)):
-        # Values that hardly differ get an axis on which that shows: matplotlib's would magnify their rounding.
+        # matplotlib would magnify the rounding of nearly equal values.
         half = 0.5 * max(abs(low), abs(high)) or 1.0
         axes.set_ylim(0 if low >= 0 else low - half, high + half)
     if panel.from_zero:

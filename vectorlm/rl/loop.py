@@ -1,73 +1,56 @@
-"""Reinforcement learning: the loop that every rank runs."""
+"""The training loop of reinforcement learning, which every rank runs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from vectorlm.algorithms.kl import AdaptiveKL
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.errors import RewardError
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.batch import TrainBatch, make_batch
+from vectorlm.report.step_lines import Timeline
 from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.prepare import prepare_batch
 from vectorlm.rl.prompts import Demonstrations
-from vectorlm.rl.rollout import RolloutGroup
+from vectorlm.rl.rollout import RolloutGroup, make_batch
+from vectorlm.rl.rollouts.logger import RolloutLogger
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.handover import DeviceTurn
-from vectorlm.train.recorder import Recorder, Span, Timer
+from vectorlm.train.recorder import Recorder, Timer
 
 UNSCORED_STEPS = 3
-"""Steps without any reward after which a run ends."""
+"""A run ends after this many steps without any reward."""
 
 
 class Source(Protocol):
-    """Where the rollouts of a step come from; its calls are collective."""
+    """The rollouts of each step; every call is collective."""
 
     @property
     def group_size(self) -> int:
         """Return G."""
 
     def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
-        """Return the scored rollouts of `step`, while the engine holds the weights of that step."""
+        """Return the scored rollouts of `step`; the engine holds the weights of that step."""
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Describe what is still in flight while the ranks train on the rollouts of `step`."""
+        """Return metrics of the requests in flight while the ranks train on the rollouts of `step`."""
 
     def oldest_version(self, step: int) -> int | None:
-        """Return the first version whose tokens `step` trains on; None where it trains on all."""
+        """Return the first version whose tokens `step` trains on; None: all versions."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` returned."""
-
-
-class RolloutLog(Protocol):
-    """Keeps the rollouts of a run."""
-
-    @property
-    def records(self) -> Sequence[Mapping[str, Any]]:
-        """The rollouts of the last step, on rank 0."""
-
-    def write(self, step: int, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> None:
-        """Keep the rollouts of `step`; `batch` is None where nothing can be learned from them."""
-
-
-class TimelineLog(Protocol):
-    """Keeps when engine and trainer were busy."""
-
-    def write(self, step: int, trainer: Iterable[Span], engine: Sequence[tuple[float, float]]) -> None:
-        """Keep the spans of `step`."""
+        """Resume from a `state`."""
 
 
 class RLLoop:
-    """Collect, score, prepare, update, publish, log; no line of it reads an algorithm's name."""
+    """Collect, score, prepare, update, publish, log; the loop never reads an algorithm's name."""
 
     def __init__(
         self,
@@ -78,12 +61,12 @@ class RLLoop:
         turn: DeviceTurn,
         recorder: Recorder,
         *,
-        rollout_log: RolloutLog,
-        timeline: TimelineLog,
+        rollout_log: RolloutLogger,
+        timeline: Timeline,
         topology: Topology,
         demonstrations: Demonstrations | None = None,
     ) -> None:
-        """Take everything that the loop needs; `turn` gives the devices to the engine and takes them back."""
+        """Build the loop; `turn` hands the devices to the engine and back."""
         self.models, self.spec, self.source, self.settings = models, spec, source, settings
         self.turn, self.recorder, self.topology = turn, recorder, topology
         self.rollout_log, self.timeline = rollout_log, timeline
@@ -95,11 +78,11 @@ class RLLoop:
         )
         self.step = 0
         self._num_scored = 0
-        """Steps in which a completion had a reward, or that trained without one; those before a resumption included."""
+        """Steps with a reward, or that trained without one, in this run and before it resumed."""
         self._num_unscored = 0
-        """Steps before all of these in which no call of a reward function failed."""
+        """Steps before the first scored one in which no call of a reward function failed."""
         self._unscored: dict[str, int] = {}
-        """Completions for which a reward function returned None, by its name; 0 if it has returned a number."""
+        """Number of completions for which a reward function returned None, by its name; 0 once it returned a number."""
         self._busy: list[tuple[float, float]] = []
 
     def run(self) -> None:
@@ -107,7 +90,7 @@ class RLLoop:
 
         Raises:
             NonFiniteLoss: Training diverged; the step changed no weights.
-            RewardError: A reward function failed, and the run is set to stop then; or the functions have returned None
+            RewardError: A reward function failed and `rl.on_reward_error` is ``stop``; or the functions returned None
                 for every completion of the first `UNSCORED_STEPS` steps.
         """
         models = self.models.trained(with_reference=self.settings.kl.reference_sync_every is not None)
@@ -124,7 +107,7 @@ class RLLoop:
             ends = self.recorder.ends_by_user(self.step, metrics, self.rollout_log.records)
             if ends and not any(name.startswith("eval/") for name in metrics):
                 metrics |= self._evaluate()
-            # After the last step only the evaluation's hot swap has brought when the engine computed.
+            # After the last step the engine's times arrive with the hot swap of the evaluation.
             is_last = self.step == self.recorder.num_steps or self.recorder.stopping.is_over
             busy = self._busy + self.turn.busy if is_last else self._busy
             self.timeline.write(self.step, self.recorder.timer.spans, busy)
@@ -138,7 +121,7 @@ class RLLoop:
             self.recorder.save_if_due(self.step, models, self._state)
 
     def _train(self) -> dict[str, float]:
-        """Make one step: a batch of rollouts, and the optimizer steps on it."""
+        """Collect a batch of rollouts, and make the optimizer steps on it."""
         timer, batch = self.recorder.timer, None
         with timer.span("time/step_s"):
             began = time.perf_counter()
@@ -163,45 +146,43 @@ class RLLoop:
                         rows, self.models, self.spec, self.settings, self.topology, kl_coef=self.kl_coef
                     )
                 metrics |= batch.metrics
-            # Before the update, which may end the run: the log then holds what it failed on.
+            # Logged before the update, which may end the run: the log then has the rollouts that it failed on.
             self.rollout_log.write(self.step + 1, groups, batch)
             # The correction may have rejected every token.
             if batch is not None and batch.rows.mask.any():
+                is_warm = self.models.critic is None or self.step >= self.settings.critic.warmup_steps
+                kl_coef = self.kl_coef if self.settings.kl.kl_in == "loss" else 0.0
                 with timer.span("time/update_s"):
-                    metrics |= batch_metrics(batch) | self._update(batch)
+                    metrics |= batch_metrics(batch)
+                    metrics |= self.updater.update(batch, self.step, kl_coef=kl_coef, trains_policy=is_warm)
                 if metrics.get("policy/grad_norm") == 0:
                     self.recorder.say(
-                        f"step {self.step + 1}: nothing to learn, the gradient is 0; the policy stays as it is"
+                        f"step {self.step + 1}: the gradient is 0, so the policy did not change"
                     )
         self._count_scores(groups, metrics)
         return metrics | self.meter.speeds(timer.seconds, metrics, groups)
 
-    def _update(self, batch: TrainBatch) -> dict[str, float]:
-        is_warm = self.models.critic is None or self.step >= self.settings.critic.warmup_steps
-        kl_coef = self.kl_coef if self.settings.kl.kl_in == "loss" else 0.0
-        return self.updater.update(batch, self.step, kl_coef=kl_coef, trains_policy=is_warm)
-
     @property
     def is_unscored(self) -> bool:
-        """Whether steps were made, none of their completions had a reward, and nothing was learned without one."""
+        """Whether no completion of any step had a reward, and nothing was learned without rewards."""
         return self.step > 0 and self._num_scored == 0
 
     @property
     def why_unscored(self) -> str:
-        """What is wrong where `is_unscored`, and what to do."""
+        """Why the run `is_unscored`, and what to do."""
         if not any(self._unscored.values()):
-            return "Correct the reward functions, whose calls failed: reward/errors counts them."
+            return "Fix the reward functions: their calls failed (see reward/errors)."
         found = ", ".join(
             f"{name!r} returned None for all {count} completions"
             for name, count in self._unscored.items()
             if count
         )
-        return f"The reward {found}. Did it forget `return`?"
+        return f"The reward {found}. Check that it ends with `return`."
 
     def _count_scores(self, groups: Sequence[RolloutGroup], metrics: Mapping[str, float]) -> None:
         if "reward/mean" in metrics or "policy/loss" in metrics:
             self._num_scored += 1
-        # A call that failed, and is skipped, has not returned None.
+        # A call that failed and was skipped did not return None.
         if not groups or metrics["reward/errors"]:
             return
         self._num_unscored += self._num_scored == 0
@@ -217,15 +198,14 @@ class RLLoop:
         return self.settings.kl.kl_coef if self.kl_controller is None else self.kl_controller.value
 
     def _follow(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Adapt the weight of the KL penalty and sync the reference; return the weight that the step had."""
+        """Adapt the weight of the KL penalty, sync the reference, and return the weight used in this step."""
         if self.models.reference is None:
             return {}
         found = {"reference/kl_coef": self.kl_coef}
         if self.kl_controller is not None and "reference/kl" in metrics:
-            # The target is a divergence of whole completions, the metric a mean over tokens.
+            # The target is per completion, and the metric is a mean over tokens.
             divergence = metrics["reference/kl"] * metrics["completion/length_mean"]
-            num_completions = int(metrics["rollout/groups"]) * self.source.group_size
-            self.kl_controller.update(divergence, num_completions)
+            self.kl_controller.update(divergence, int(metrics["rollout/groups"]) * self.source.group_size)
         every = self.settings.kl.reference_sync_every
         if every is not None and self.step % every == 0:
             self.models.reference.sync()
@@ -238,7 +218,7 @@ class RLLoop:
         return metrics | self.recorder.stopping.observe(self.step, metrics)
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides models and optimizers."""
+        """Return the state for a checkpoint, besides models and optimizers."""
         return {
             "schedules": [schedule.state_dict() for schedule in self.models.schedules],
             "rollouts": self.source.state(),
@@ -253,11 +233,11 @@ class RLLoop:
             schedule.load_state_dict(saved)
         self.source.load_state(state["rollouts"])
         self.meter.tokens_seen = state["tokens_seen"]
-        # None where the checkpoint is of a time without rl.kl_target.
+        # None if the checkpoint was written without rl.kl_target.
         if self.kl_controller is not None and state["kl"] is not None:
             self.kl_controller.load_state_dict(state["kl"])
         self.step = self.recorder.resume_step or 0
-        # Checkpoints of earlier versions lack it; most of their steps had rewards.
+        # Checkpoints of earlier versions do not have it; most of their steps had rewards.
         self._num_scored = state.get("num_scored", self.step)
         self._num_unscored, counts = state.get("unscored", (0, {}))
         self._unscored = dict(counts)

@@ -1,4 +1,4 @@
-"""What a step looks like in numbers: its rollouts, the mismatch of engine and trainer, the batch, the speed."""
+"""Metrics of a step: rollouts, mismatch of engine and trainer, batch, update and speed."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vectorlm.algorithms.batch import RolloutBatch
+from vectorlm.algorithms.batch import LossInputs, RolloutBatch
 from vectorlm.algorithms.correction import correction_metrics
 from vectorlm.algorithms.groups import is_constant
+from vectorlm.algorithms.kl import exp_clamped, kl_estimate, log_ratio, ratio
+from vectorlm.algorithms.reduce import masked_mean, masked_sum
+from vectorlm.algorithms.settings import AlgorithmSettings, ClipSettings, LevelSettings
+from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.models import RLModels
-from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups, logged_means
+from vectorlm.rl.rollout import Rollout, RolloutGroup, TrainBatch, kept_groups, logged_means
 from vectorlm.train.recorder import memory_bytes, num_multiplied
 
 LOWEST, HIGHEST, NUM_BINS = -2.0, 2.0, 80
-"""The histogram of log-ratios; values beyond count in the outermost bins."""
+"""Range and bins of the histogram of log-ratios; the outermost bins count everything beyond."""
 NUM_POSITIONS = 32
-"""Bins of the position of a token in its completion."""
+"""Bins for the position of a token in its completion."""
 
 
 def rollout_metrics(
     groups: Sequence[RolloutGroup], step: int, oldest_version: int | None = None
 ) -> dict[str, float]:
-    """Describe what was sampled, dropped groups included, and its rewards; also by source, where there are several.
+    """Return metrics of the sampled groups, dropped ones included, and their rewards; also by source, if named.
 
-    `step` is the version being trained; tokens of versions before `oldest_version` are left out.
+    `step` is the version being trained; tokens of versions before `oldest_version` count as masked.
     """
     metrics = _describe(groups, step, oldest_version)
     for source in sorted({group.source for group in groups} - {""}):
@@ -49,39 +52,42 @@ def _describe(groups: Sequence[RolloutGroup], step: int, oldest_version: int | N
     rewards = torch.stack([group.rewards for group in groups])
     metrics |= _spread("reward", rewards, "mean", "std", "min", "max")
     for name in dict.fromkeys(name for group in groups for name in group.rewards_by_name):
-        values = torch.stack([each.rewards_by_name[name] for each in groups if name in each.rewards_by_name])
-        metrics |= _spread(f"reward/{name}", values, "mean", "std")
-    logged = logged_means(each for group in groups for each in group.logged)
+        values = [group.rewards_by_name[name] for group in groups if name in group.rewards_by_name]
+        metrics |= _spread(f"reward/{name}", torch.stack(values), "mean", "std")
+    logged = logged_means(values for group in groups for values in group.logged)
     metrics |= {f"logged/{name}": value for name, value in logged.items()}
     if rewards.shape[1] > 1:
         is_same = is_constant(rewards, ~rewards.isnan())
-        # One of completions that were not scored must not be filled in: the mean would make the spread smaller.
+        # Missing rewards are not replaced by the mean, which would make the spread smaller.
         count = (~rewards.isnan()).sum(dim=1)
         squares = (rewards - rewards.nanmean(dim=1, keepdim=True)).square().nansum(dim=1)
-        # Rounding leaves equal rewards a little apart from their mean.
+        # Because of rounding, equal rewards differ a little from their mean.
         within = torch.where(is_same[:, 0], 0.0, (squares / (count - 1).clamp(min=1)).sqrt())
         if (count > 1).any():
             metrics["reward/group_std"] = within[count > 1].mean().item()
         metrics["reward/constant_groups"] = is_same.float().mean().item()
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = torch.tensor([float(each.num_policy_tokens) for each in rollouts])
-    is_cut = torch.tensor([any(row.is_truncated for row in each.rows) for each in rollouts])
-    prompt_lengths = torch.tensor([float(len(each.prompt_token_ids)) for each in rollouts])
+    lengths = torch.tensor([float(rollout.num_policy_tokens) for rollout in rollouts])
+    is_cut = torch.tensor([any(row.is_truncated for row in rollout.rows) for rollout in rollouts])
+    prompt_lengths = torch.tensor([float(len(rollout.prompt_token_ids)) for rollout in rollouts])
     metrics |= _spread("prompt/length", prompt_lengths)
     metrics |= _spread("completion/length", lengths)
     metrics |= _spread("completion/terminated_length", lengths[~is_cut])
     metrics["completion/truncated"] = is_cut.float().mean().item()
-    num_turns = sum(each.num_turns + sum(len(row.turn_places) for row in each.branches) for each in rollouts)
+    num_turns = sum(rollout.num_turns for rollout in rollouts)
+    num_turns += sum(len(branch.turn_places) for rollout in rollouts for branch in rollout.branches)
     metrics["rollout/turns_mean"] = num_turns / len(rollouts)
-    metrics["rollout/rows_mean"] = sum(len(each.rows) for each in rollouts) / len(rollouts)
-    metrics["rollout/replayed"] = 1 - sum(not each.is_replayed for each in rollouts) / len(rollouts)
+    metrics["rollout/rows_mean"] = sum(len(rollout.rows) for rollout in rollouts) / len(rollouts)
+    metrics["rollout/replayed"] = 1 - sum(not rollout.is_replayed for rollout in rollouts) / len(rollouts)
     # Dropped groups are not trained on, so their age does not matter.
-    trained = [rollout for group in kept_groups(groups) for rollout in group.rollouts]
-    return metrics | _staleness([each for each in trained if not each.is_replayed], step, oldest_version)
+    trained = [
+        rollout for group in kept_groups(groups) for rollout in group.rollouts if not rollout.is_replayed
+    ]
+    return metrics | _staleness(trained, step, oldest_version)
 
 
 def batch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Describe what is trained on."""
+    """Return metrics of the rows that are trained on."""
     mask = batch.rows.mask
     is_trained = batch.rows.trained_rollouts.view_as(batch.rows.rewards)
     metrics = {"reward/trained_mean": batch.rows.rewards[is_trained].nanmean().item()}
@@ -99,7 +105,7 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
 def mismatch_metrics(
     batch: RolloutBatch, old_logprobs: torch.Tensor, band: tuple[float, float]
 ) -> dict[str, float]:
-    """Describe how far the log-probabilities of trainer and engine differ; `band` as for `correction_metrics`."""
+    """Return metrics of the difference between the log-probabilities of trainer and engine, with the bounds `band`."""
     gap = (old_logprobs - batch.sampler_logprobs)[batch.mask].abs()
     metrics = {"sampler/logprob_gap_mean": gap.mean().item(), "sampler/logprob_gap_max": gap.max().item()}
     return metrics | correction_metrics(old_logprobs, batch.sampler_logprobs, batch.mask, *band)
@@ -108,7 +114,7 @@ def mismatch_metrics(
 def correction_effect(
     before: RolloutBatch, after: RolloutBatch, weights: torch.Tensor | None
 ) -> dict[str, float]:
-    """Describe what a correction rejected, and its weights after their bounds."""
+    """Return metrics of the rejected tokens, and of the weights inside their bounds."""
     tokens, kept = before.mask.sum(), after.mask.sum()
     sequences, left = before.mask.any(dim=1).sum(), after.mask.any(dim=1).sum()
     found = {
@@ -128,11 +134,11 @@ def correction_effect(
 def count_log_ratios(
     batch: RolloutBatch, old_logprobs: torch.Tensor, band: tuple[float, float]
 ) -> dict[str, Any]:
-    """Count the log-ratios of trainer and engine by size and by position, for the picture that a run leaves.
+    """Count the log-ratios of trainer and engine by size and by position, for ``correction.png``.
 
     Returns:
-        ``histogram``, the tokens in each bin from ``lowest`` to ``highest``; ``tokens`` and ``out_of_band`` in each bin
-        of positions in a completion, and ``tokens_per_place``, the width of these bins.
+        ``histogram``, the tokens per bin from ``lowest`` to ``highest``; ``tokens`` and ``out_of_band`` per bin of the
+        position in a completion, and ``tokens_per_place``, the width of these bins.
     """
     log_ratios = old_logprobs - batch.sampler_logprobs
     known = batch.mask & ~log_ratios.isnan()
@@ -155,10 +161,10 @@ def count_log_ratios(
 
 
 class SpeedMeter:
-    """Turns the times of a step into speeds; its only state that outlives a step is `tokens_seen`."""
+    """Computes speeds from the times of a step; only `tokens_seen` outlives a step."""
 
     def __init__(self, models: RLModels, peak_flops: float | None = None) -> None:
-        """Count the weights that every token is multiplied with; `peak_flops` is what all devices could do."""
+        """Count the weights that multiply every token; `peak_flops` is the peak of all devices together."""
         policy: Any = models.policy.model
         self._num_weights = num_multiplied(policy, bool(policy.config.tie_word_embeddings))
         if models.critic is not None:
@@ -170,7 +176,7 @@ class SpeedMeter:
         """Tokens of prompts and completions that the whole run has sampled."""
 
     def engine_idle(self, busy: Sequence[tuple[float, float]], swapped_at: float | None) -> dict[str, float]:
-        """Return the share of the time between the last two swaps in which the engine computed nothing."""
+        """Return the share of time between the last two swaps in which the engine was idle."""
         before, self._swapped_at = self._swapped_at, swapped_at
         if not busy or before is None or swapped_at is None or swapped_at == before:
             return {}
@@ -180,12 +186,12 @@ class SpeedMeter:
     def speeds(
         self, times: Mapping[str, float], metrics: Mapping[str, float], groups: Sequence[RolloutGroup]
     ) -> dict[str, float]:
-        """Return what was done per second of a step, whose rollouts are in `groups`."""
+        """Return the speeds of a step, whose rollouts are in `groups`."""
         found: dict[str, float] = {}
         if groups:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            generated = sum(each.num_policy_tokens for each in rollouts)
-            read = sum(len(row.prompt_token_ids) for each in rollouts for row in each.rows)
+            generated = sum(rollout.num_policy_tokens for rollout in rollouts)
+            read = sum(len(row.prompt_token_ids) for rollout in rollouts for row in rollout.rows)
             self.tokens_seen += generated + read
             found["perf/tokens_seen"] = float(self.tokens_seen)
             found["perf/tokens_per_s"] = (generated + read) / times["time/step_s"]
@@ -217,14 +223,14 @@ class MetricAccumulator:
         self._history: dict[str, list[float]] = {}
 
     def begin_step(self, num_tokens: int) -> None:
-        """Begin an optimizer step with this number of tokens on all ranks, the denominator of means over tokens."""
+        """Begin an optimizer step; `num_tokens` of all ranks is the denominator of means over tokens."""
         self._num_tokens = num_tokens
         self._sums = {}
         self._largest = {}
 
     def add(self, name: str, share: torch.Tensor) -> None:
         """Add the term of one micro-batch to a sum."""
-        # Ranks that share rows add the same terms.
+        # Ranks that share rows add equal terms.
         share = share.detach().double() / self._topology.context_parallel
         self._sums[name] = self._sums[name] + share if name in self._sums else share
 
@@ -238,16 +244,16 @@ class MetricAccumulator:
         self._largest[name] = torch.maximum(self._largest.get(name, largest), largest)
 
     def note(self, name: str, value: float) -> None:
-        """Record a value that all ranks have."""
+        """Record a value that is the same on all ranks."""
         self._history.setdefault(name, []).append(value)
 
     def note_all(self, prefix: str, values: Mapping[str, float]) -> None:
-        """Record values that all ranks have, each as ``prefix/name``."""
+        """Record values that are the same on all ranks, as ``prefix/name``."""
         for name, value in values.items():
             self.note(f"{prefix}/{name}", value)
 
     def end_step(self) -> dict[str, float]:
-        """Return the values of the step, summed over the ranks; every rank has added the same names."""
+        """Return the values of the step, summed over the ranks; every rank must have added the same names."""
         values: dict[str, float] = {}
         for found, operation in ((self._sums, dist.ReduceOp.SUM), (self._largest, dist.ReduceOp.MAX)):
             if not found:
@@ -261,20 +267,69 @@ class MetricAccumulator:
         return values
 
     def averages(self) -> dict[str, float]:
-        """Return the mean of each metric over the optimizer steps; of largest values, the largest."""
+        """Return the mean of each metric over the optimizer steps, or the largest of largest values."""
         return {
             name: max(values) if name.endswith("_max") else sum(values) / len(values)
             for name, values in self._history.items()
         }
 
 
+@torch.no_grad()
+def add_policy_metrics(
+    accumulator: MetricAccumulator,
+    spec: AlgorithmSpec,
+    hparams: AlgorithmSettings,
+    inputs: LossInputs,
+    rollouts: LossInputs,
+    shares: torch.Tensor | None,
+    entropy: torch.Tensor,
+    num_units: int,
+) -> None:
+    """Add the metrics of a micro-batch: of its tokens, and the algorithm's own of completions or groups.
+
+    `rollouts` are the `inputs` with the tokens of a rollout's other rows; `shares` is the share of a rollout's tokens
+    that each row has, None if rows are rollouts; `num_units` counts the completions or groups of the step.
+    """
+    mask = inputs.mask
+    ratios = ratio(inputs.policy_logprobs, inputs.old_logprobs)
+    accumulator.add_tokens("policy/entropy", entropy, mask)
+    # The old policy sampled these tokens, so they estimate its divergence from the new one.
+    divergence = kl_estimate(inputs.old_logprobs, inputs.policy_logprobs, "k3")
+    accumulator.add_tokens("policy/kl", divergence, mask)
+    accumulator.add_tokens("policy/ratio_mean", ratios, mask)
+    accumulator.add_largest("policy/ratio_max", ratios, mask)
+    if spec.clips is not None:
+        assert isinstance(hparams, ClipSettings)
+        logs = log_ratio(inputs.policy_logprobs, inputs.old_logprobs)
+        whole_logs = log_ratio(rollouts.policy_logprobs, rollouts.old_logprobs)
+        if spec.clips == "sum":
+            logs = masked_sum(whole_logs, rollouts.mask)[:, None]
+        elif isinstance(hparams, LevelSettings) and hparams.importance_sampling_level == "sequence":
+            logs = masked_mean(whole_logs, rollouts.mask)[:, None]
+        # The tokens that a clipped ratio keeps from learning.
+        clipped = exp_clamped(logs).expand_as(mask)
+        low = (clipped < 1 - hparams.clip_low) & (inputs.advantages < 0)
+        high = (clipped > 1 + hparams.clip_high) & (inputs.advantages > 0)
+        accumulator.add_tokens("policy/clip_low", low.float(), mask)
+        accumulator.add_tokens("policy/clip_high", high.float(), mask)
+        accumulator.add_tokens("policy/clip_fraction", (low | high).float(), mask)
+    if inputs.reference_logprobs is not None:
+        divergence = kl_estimate(inputs.policy_logprobs, inputs.reference_logprobs, "k1")
+        accumulator.add_tokens("reference/kl", divergence, mask)
+    size = inputs.rows_per_group if spec.level == "group" else 1
+    units = mask.any(dim=1).view(-1, size).any(dim=1)
+    for name, values in spec.observe(rollouts, hparams).items():
+        values = values if shares is None else shares * values
+        accumulator.add(name, torch.where(units, values, 0.0).sum() / num_units)
+
+
 def _staleness(rollouts: Sequence[Rollout], step: int, oldest_version: int | None) -> dict[str, float]:
-    """Describe how old the tokens are that are trained on."""
-    versions = [each for each in (each.sampled_versions for each in rollouts) if each]
-    if not versions:
+    """Return metrics of the age of the trained tokens."""
+    by_rollout = [versions for rollout in rollouts if (versions := rollout.sampled_versions)]
+    if not by_rollout:
         return {}
-    lags = [step - version for each in versions for version in each]
-    spans = [max(each) - min(each) for each in versions]
+    lags = [step - version for versions in by_rollout for version in versions]
+    spans = [max(versions) - min(versions) for versions in by_rollout]
     masked = {}
     if oldest_version is not None:
         masked["staleness/masked_tokens"] = sum(lag > step - oldest_version for lag in lags) / len(lags)
@@ -287,7 +342,7 @@ def _staleness(rollouts: Sequence[Rollout], step: int, oldest_version: int | Non
 
 
 def _spread(name: str, values: torch.Tensor, *which: str, separator: str | None = None) -> dict[str, float]:
-    """Return mean, min and max of the numbers that are there; nothing where there are none."""
+    """Return mean, min and max, or `which`, of the values that are not NaN; nothing if there are none."""
     numbers = values[~values.isnan()].double()
     if not len(numbers):
         return {}
@@ -298,4 +353,4 @@ def _spread(name: str, values: torch.Tensor, *which: str, separator: str | None 
         "max": numbers.max(),
     }
     between = separator or ("/" if "std" in which else "_")
-    return {f"{name}{between}{each}": found[each].item() for each in which or ("mean", "min", "max")}
+    return {f"{name}{between}{kind}": found[kind].item() for kind in which or ("mean", "min", "max")}

@@ -19,13 +19,13 @@ from vectorlm.rl.settings import CPU_PASS_TOKENS
 from vectorlm.train.packing import Rows, num_needed, num_shared
 
 PASS_TOKENS = 1024
-"""The fixed cost of a forward pass, in tokens: a micro-batch that would hold more padding is split."""
+"""Fixed cost of a forward pass, in tokens: a micro-batch with more padding than this is split."""
 ROWS_PER_TOKEN = 12
-"""Tokens of which a layer keeps as much as of the keys and values of one token for one more row, about."""
+"""One more row with its own copy of shared keys and values costs about one token per this many shared tokens."""
 BALANCED = 1.02
-"""Groups are not cut up where the busiest rank has at most this many times its fair share of tokens."""
+"""Groups stay whole if the busiest rank has at most this many times its fair share of tokens."""
 RowFunction = Callable[[Rows], torch.Tensor]
-"""From the rows of a forward pass to float [b, t], or several of these, [n, b, t]."""
+"""Computes float [b, t], or several of these [n, b, t], from the rows of a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Piece:
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
-    """Tokens of each row that are computed; 0 for a row of which none is."""
+    """Computed tokens of each row; 0 for a row that is not computed."""
     num_shared: int = 0
-    """How many tokens of each row are computed once for all of them."""
+    """Tokens at the beginning that are computed once for all rows."""
 
     @cached_property
     def longest(self) -> int:
@@ -45,17 +45,17 @@ class Piece:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens that are computed where rows are laid end to end."""
+        """Tokens that are computed if rows are packed."""
         own = sum(length - self.num_shared for length in self.lengths if length)
         return own + (self.num_shared if any(self.lengths) else 0)
 
     @property
     def num_kept(self) -> int:
-        """What its activations take, in tokens: each row has its own copy of the shared keys and values."""
+        """Memory of the activations, in tokens: every row has a copy of the shared keys and values."""
         return self.num_tokens + len(self.rows) * self.num_shared // ROWS_PER_TOKEN
 
     def split(self, count: int) -> list[Piece]:
-        """Cut into `count` pieces of about as many rows each."""
+        """Cut into `count` pieces of nearly equally many rows."""
         bounds = [len(self.rows) * index // count for index in range(count + 1)]
         return [
             Piece(self.rows[start:end], self.lengths[start:end], self.num_shared if end - start > 1 else 0)
@@ -74,27 +74,25 @@ class MicroBatch:
     num_tokens: int
     """Tokens that the forward pass computes, padding included."""
     is_filler: bool
-    """Whether the rows only let this rank join the forward passes of the others, and count nowhere."""
+    """Whether the rows count nowhere, and only let this rank join the forward passes of the other ranks."""
     device: str
     """The device of the forward pass."""
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """Return these rows of a [B, T] tensor, on the device, without padding that none of them needs."""
+        """Return these rows of a [B, T] tensor, on the device, without padding that no row needs."""
         return self._rows_of(x).to(self.device)
 
     def mask_of(self, batch: RolloutBatch) -> torch.Tensor:
         """Return bool [b, t], the tokens that are trained on."""
-        return self._trained(batch).to(self.device)
+        return self.cut(batch.mask) & (not self.is_filler)
 
     def inputs_of(self, batch: RolloutBatch) -> Rows:
-        """Return what the forward pass reads; a filler asks for nothing, so that it computes one token if it can."""
+        """Return the rows of the forward pass; a filler asks for no token, and then computes one if it can."""
         input_ids, attention_mask = map(self._rows_of, (batch.input_ids, batch.attention_mask))
+        is_asked = self._rows_of(batch.mask) & (not self.is_filler)
         groups = (self.rows // batch.rows_per_group).tolist()
         starts = None if batch.turn_starts is None else self._rows_of(batch.turn_starts)
-        return Rows(input_ids, attention_mask, self._trained(batch), groups, turn_starts=starts)
-
-    def _trained(self, batch: RolloutBatch) -> torch.Tensor:
-        return self._rows_of(batch.mask) & (not self.is_filler)
+        return Rows(input_ids, attention_mask, is_asked, groups, turn_starts=starts)
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.rows, : self.length]
@@ -109,11 +107,11 @@ def micro_batches_of(
     packs: bool = False,
     keep_groups_whole: bool = False,
 ) -> tuple[list[MicroBatch], int]:
-    """Return this rank's micro-batches of some groups, of which every rank gets the same number, and all ranks' tokens.
+    """Return this rank's micro-batches of some groups, and the number of tokens of all ranks.
 
-    All ranks hold the whole batch and compute the same plan, so nothing is exchanged, and all raise the same error.
-    Ranks that share passes have the same micro-batches, and `max_tokens` is of all of them together.
-    With `packs` rows are laid end to end, and what a group begins with counts once for each of its pieces.
+    Every rank gets the same number of micro-batches. All ranks hold the whole batch and compute the same plan, so they
+    exchange nothing and raise the same errors. Ranks that share passes have the same micro-batches, and `max_tokens`
+    counts all of these ranks together. With `packs`, the beginning of a group counts once per piece.
 
     Raises:
         ConfigError: A row, or a group that is kept whole, exceeds `max_tokens`.
@@ -137,8 +135,8 @@ def micro_batches_of(
         keep_groups_whole=keep_groups_whole,
     )
     computed = [piece for share in plan for part in share for piece in part]
-    # A rank with nothing to do repeats the least that there is.
-    spare = min(computed, key=lambda each: each.num_tokens)
+    # A rank without rows repeats the smallest piece.
+    spare = min(computed, key=lambda piece: piece.num_tokens)
     mine = []
     for part in plan[topology.data_share]:
         chosen = part or [spare]
@@ -158,7 +156,7 @@ def map_rows(
     packs: bool = False,
     groups: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Apply a model to every row, or to those of some `groups`, split over the ranks; called on all ranks.
+    """Apply a model to every row, or to the rows of some `groups`, split over the ranks; called on all ranks.
 
     Returns:
         float32 [B, T], or [n, B, T], on the CPU, the same on all ranks; 0 outside the rows.
@@ -173,8 +171,8 @@ def map_rows(
                 found = torch.zeros((*values.shape[:-2], *batch.input_ids.shape), device=topology.device)
             if not micro_batch.is_filler:
                 found[..., micro_batch.rows, : micro_batch.length] = values.float()
-    assert found is not None, "every rank has a micro-batch, a filler at least"
-    # Each row was computed by one rank, or by all that share it: adding the zeros of the others changes no bit.
+    assert found is not None, "every rank has at least a filler"
+    # One rank computed each row, or all ranks that share it: adding the zeros of the other ranks changes no bit.
     if topology.world_size > 1:
         dist.all_reduce(found)
         found /= topology.context_parallel
@@ -190,14 +188,14 @@ def plan_micro_batches(
     packs: bool = False,
     keep_groups_whole: bool = False,
 ) -> list[list[list[Piece]]]:
-    """Balance groups over the ranks, and cut the share of each rank into micro-batches within a token budget.
+    """Balance groups over the ranks, and cut every rank's share into micro-batches within a token budget.
 
-    Rows laid end to end (`packs`) stay with their group, unless parts of groups, each of which computes the common
-    beginning again, keep the ranks more equally busy. Rows that are padded are shared out one by one, and count as many
-    tokens as the longest of their micro-batch, which holds at most `PASS_TOKENS` of padding.
+    Packed rows (`packs`) stay with their group, unless parts of groups keep the ranks more equally busy, although every
+    part computes the common beginning again. Padded rows are distributed one by one. They count as many tokens as the
+    longest row of their micro-batch, which has at most `PASS_TOKENS` of padding.
 
-    A micro-batch takes up no further piece from `enough` tokens on. Every rank gets the same number of micro-batches;
-    some may be empty. Raises `ConfigError` where a row, or a group that is kept whole, exceeds `max_tokens` alone.
+    A micro-batch with `enough` tokens takes no further piece. Every rank gets the same number of micro-batches; some
+    may be empty. Raises `ConfigError` if a row, or a group that is kept whole, exceeds `max_tokens` alone.
     """
     largest = max((len(group.rows) for group in groups), default=1)
     if keep_groups_whole or (packs and num_ranks == 1):
@@ -218,7 +216,7 @@ def plan_micro_batches(
         tokens = [sum(piece.num_tokens for piece in share) for share in found]
         if max(tokens) < busiest:
             shares, busiest = found, max(tokens)
-        # Smaller pieces only add to the sum.
+        # Smaller pieces would only increase the sum.
         if max(tokens) <= BALANCED * sum(tokens) / num_ranks:
             break
     plan = [_within_budget(share, min(max_tokens, enough or max_tokens), packs) for share in shares]
@@ -245,7 +243,7 @@ def partition(weights: Sequence[int], num_subsets: int) -> list[list[int]]:
         `num_subsets` lists of indices in ascending order; some may be empty.
     """
     ties = count()
-    # Each entry is a partial solution: its subsets from the heaviest to the lightest. The two entries with the largest
+    # An entry is a partial solution: its subsets from the heaviest to the lightest. The two entries with the largest
     # differences are joined, heavy subsets with light ones, until one entry is left.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, weight in enumerate(weights):
@@ -267,7 +265,7 @@ def partition(weights: Sequence[int], num_subsets: int) -> list[list[int]]:
 
 
 def _fitting(group: Piece, count: int, max_tokens: int, packs: bool, keep_groups_whole: bool) -> list[Piece]:
-    """Cut a group into `count` pieces, or as many more as the budget asks for."""
+    """Cut a group into `count` pieces, or into more if the budget requires it."""
     most = len(group.rows)
     for number in range(min(count, most), most + 1):
         pieces = group.split(number)
@@ -278,20 +276,20 @@ def _fitting(group: Piece, count: int, max_tokens: int, packs: bool, keep_groups
             break
     rows = f"a group of {most} rows" if keep_groups_whole and most > 1 else "a row"
     raise ConfigError(
-        f"rl.max_tokens_per_micro_batch={max_tokens} is less than {rows} takes: {largest} tokens. "
+        f"rl.max_tokens_per_micro_batch={max_tokens} must be at least {largest}, the tokens of {rows}. "
         f"Use {largest} or more, or shorter completions."
     )
 
 
 def _within_budget(pieces: Sequence[Piece], max_tokens: int, packs: bool) -> list[list[Piece]]:
-    """Fill micro-batches, with rows of similar length where they are padded; the longest first, alone if need be."""
+    """Fill micro-batches, the longest rows first; padded rows stay with rows of similar length."""
     found: list[list[Piece]] = []
     num_rows = num_tokens = 0
-    for piece in sorted(pieces, key=lambda each: (-(each.num_kept if packs else each.longest), each.rows)):
+    for piece in sorted(pieces, key=lambda it: (-(it.num_kept if packs else it.longest), it.rows)):
         num_rows, num_tokens = num_rows + len(piece.rows), num_tokens + piece.num_tokens
         # The first piece of a micro-batch has its longest row.
         padded = num_rows * found[-1][0].longest if found else 0
-        kept = sum(each.num_kept for each in found[-1]) + piece.num_kept if found and packs else padded
+        kept = sum(other.num_kept for other in found[-1]) + piece.num_kept if found and packs else padded
         if found and kept <= max_tokens and (packs or padded - num_tokens <= PASS_TOKENS):
             found[-1].append(piece)
         else:

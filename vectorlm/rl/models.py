@@ -1,4 +1,4 @@
-"""The models of a run: the policy, the reference that a KL penalty compares it with, the critic, and the teacher."""
+"""The models of a run: policy, reference, critic and teacher."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from vectorlm.train.packing import Rows, num_needed, pack
 from vectorlm.types import TrainedModel
 
 LoadSharded = Callable[[Callable[[bool], nn.Module]], nn.Module]
-"""Shards a model over the ranks, in place."""
+"""Loads a model and shards it over the ranks."""
 NOISE = re.compile("drop|jitter|noise")
-"""Part of the names of most settings of noise."""
+"""Part of the name of most settings of noise."""
 NUM_SMALL, NUM_DRAWS = 64, 256
-"""Up to how many numbers a draw counts as small, and how many draws `require_quiet` makes of it."""
+"""Size up to which a random draw is small, and the number of draws that `require_quiet` makes for it."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size in bytes: the integers that show a number's bits."""
+"""Integer type by size in bytes, to read a number's bits."""
 
 
 class Reference:
-    """The frozen policy that the KL penalty compares with: another model, or the policy with its first adapters."""
+    """The frozen reference of the KL penalty: a second model, or the policy with its first LoRA adapters."""
 
     def __init__(
         self,
@@ -53,18 +53,18 @@ class Reference:
         model: nn.Module | None,
         first_adapters: Callable[[Any], AbstractContextManager[None]] = lambda model: model.disable_adapter(),
     ) -> None:
-        """Take a sharded copy of the policy's starting point; None goes back to the policy's first LoRA adapters.
+        """Take a sharded copy of the initial policy; None uses the policy with its first LoRA adapters.
 
-        `first_adapters` does so to the policy's model for a block; by default they were zeros.
+        `first_adapters` restores these adapters for a block; by default they were zeros.
         """
         self._policy, self.model, self._first_adapters = policy, model, first_adapters
-        # Of all tokens: the reference has another support than the policy.
+        # Untruncated: the reference has a different support than the policy.
         self._frozen = policy.untruncated() if model is None else beside(policy, model)
         self.why_padded = self._frozen.why_padded
-        """Why its rows are padded; None where they are not."""
+        """Why its rows are padded; None if they are packed."""
 
     def __call__(self, rows: Rows) -> torch.Tensor:
-        """Return float32 [B, T] as `LanguageModel.logprobs` does, without gradient."""
+        """Return float32 [B, T] like `LanguageModel.logprobs`, without gradient."""
         with torch.no_grad(), self._with_first_adapters():
             return self._frozen.logprobs(rows)
 
@@ -82,7 +82,7 @@ class Reference:
         if self.model is not None:
             yield
             return
-        # PEFT writes `requires_grad` of the parameters that it finds: they must be the same, the shards, both times.
+        # PEFT sets `requires_grad` on the parameters that it finds: both times these must be the shards.
         reshard(self._policy.model)
         with self._first_adapters(self._policy.model):
             yield
@@ -90,21 +90,21 @@ class Reference:
 
 
 class Critic:
-    """A model with a value head: the expected reward of the rest of a completion, at each token."""
+    """A model with a value head: the expected reward of the rest of the completion, at every token."""
 
     def __init__(self, model: nn.Module, policy: LanguageModel) -> None:
-        """Take a sharded token-classification model with one label; rows are packed as the policy's, if it is alike."""
+        """Take a sharded token-classification model with one label; with the policy's architecture it packs rows."""
         self.model, self._device, self._context = model, policy.device, policy.context
         inner = inner_model(model)
         is_alike = type(inner.base_model) is type(inner_model(policy.model).base_model)
         self.why_padded = policy.why_padded if is_alike else "it is of another family than the policy"
-        """Why its rows are padded; None where they are not."""
+        """Why its rows are padded; None if they are packed."""
         require_packed(self._context, self.why_padded)
         if self.why_padded is None:
             inner.set_attn_implementation(PACKED)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
-        """Return float32 [B, T]: the value of the state in which each token that is asked for was chosen."""
+        """Return float32 [B, T]: the value of the state before each requested token."""
         device = self._device
         is_asked = rows.is_asked.to(device)
         if self.why_padded is None:
@@ -119,7 +119,7 @@ class Critic:
 
 @dataclass(frozen=True)
 class RLModels:
-    """The models of a run, and the optimizer steps of those that are trained."""
+    """The models of a run, and the optimizer steps of the trained ones."""
 
     policy: LanguageModel
     policy_step: OptimizerStep
@@ -130,29 +130,29 @@ class RLModels:
 
     @property
     def why_padded(self) -> str | None:
-        """Why rows are padded; None where all models, which share their micro-batches, compute rows laid end to end."""
-        roles = zip(("policy", "reference", "critic", "teacher"), self._roles, strict=True)
-        reasons = ((name, role.why_padded) for name, role in roles if role is not None)
+        """Why rows are padded; None if all models, which share their micro-batches, pack them."""
+        reasons = ((name, role.why_padded) for name, role in self._roles.items())
         return next((f"{name}: {reason}" for name, reason in reasons if reason is not None), None)
 
     @property
-    def _roles(self) -> tuple[Any, ...]:
-        return self.policy, self.reference, self.critic, self.teacher
+    def _roles(self) -> dict[str, Any]:
+        names = ("policy", "reference", "critic", "teacher")
+        return {name: role for name in names if (role := getattr(self, name)) is not None}
 
     @property
     def schedules(self) -> list[Schedule]:
-        """The learning rate schedules, of the policy first."""
+        """The learning rate schedules, the policy's first."""
         steps = (self.policy_step, self.critic_step)
-        return [each.schedule for each in steps if each is not None and each.schedule is not None]
+        return [step.schedule for step in steps if step is not None and step.schedule is not None]
 
     def reshard(self) -> None:
-        """Free what forward passes gathered, so that whoever reads the parameters next sees shards."""
-        for role in self._roles:
-            if role is not None and role.model is not None:
+        """Free the parameters that forward passes gathered, so that the next reader sees shards."""
+        for role in self._roles.values():
+            if role.model is not None:
                 reshard(role.model)
 
     def trained(self, *, with_reference: bool) -> dict[str, TrainedModel]:
-        """Return what a checkpoint holds; the reference where it moves."""
+        """Return the models for a checkpoint; the reference only if it changes."""
         found = {"policy": TrainedModel(self.policy.model, self.policy_step.optimizer)}
         if self.critic is not None and self.critic_step is not None:
             found["critic"] = TrainedModel(self.critic.model, self.critic_step.optimizer)
@@ -164,16 +164,15 @@ class RLModels:
 def load_reference(
     read: Callable[..., Any], load_sharded: LoadSharded, num_tokens: int | None = None
 ) -> nn.Module:
-    """Load a frozen copy of the policy's starting point, or a teacher, whose logits beyond `num_tokens` are dropped.
+    """Load a frozen copy of the initial policy, or a teacher; logits beyond `num_tokens` are dropped.
 
-    ``read(is_empty=…)`` is as `load_model` of one folder.
+    ``read(is_empty=…)`` loads one folder, like `load_model`.
     """
 
     def load(is_empty: bool) -> nn.Module:
         model = read(is_empty=is_empty)
         if num_tokens is not None and num_logits(model) > num_tokens:
             model.resize_token_embeddings(num_tokens, mean_resizing=False)
-        # Frozen: noise of training mode is of no use to it.
         return model.eval().requires_grad_(False)
 
     return load_sharded(load)
@@ -194,14 +193,14 @@ def load_critic(path: str, load_sharded: LoadSharded, dtype: str = "float32") ->
 
     def load(is_empty: bool) -> nn.Module:
         try:
-            # transformers calls the output layer by either name.
+            # The output layer has one of these names in transformers.
             new = ("score.", "classifier.")
             model = load_pretrained(AutoModelForTokenClassification, path, dtype, is_empty, new, num_labels=1)
             head = model.score if hasattr(model, "score") else model.classifier
         except (ValueError, AttributeError) as error:
             raise ConfigError(
-                f"rl.critic.model={path!r} cannot be a critic: transformers has no token classification for it "
-                f"({str(error)[:120]}). Choose an algorithm without a critic, or another model for it."
+                f"rl.critic.model={path!r} cannot be a critic: transformers has no token classification for this "
+                f"architecture ({str(error)[:120]}). Choose another model, or an algorithm without a critic."
             ) from error
         with torch.no_grad():
             for parameter in head.parameters():
@@ -212,9 +211,9 @@ def load_critic(path: str, load_sharded: LoadSharded, dtype: str = "float32") ->
 
 
 def disable_dropout(model: Any) -> Any:
-    """Set noise of training mode to 0, as far as its name tells; the model stays in training mode.
+    """Set the noise of training mode to 0, found by its names; the model stays in training mode.
 
-    ``model.training_noise`` keeps what the config had, for the export. `require_quiet` shows whether noise is left.
+    ``model.training_noise`` keeps the values of the config for the export. `require_quiet` finds noise that is left.
     """
     for module in model.modules():
         names = {*_noise_names(type(module)), *filter(NOISE.search, vars(module))}
@@ -224,13 +223,13 @@ def disable_dropout(model: Any) -> Any:
     inner, found = inner_model(model), []
     configs: list[Any] = [inner.config]
     for config in configs:
-        # Some models read their config in each pass.
+        # Some models read their config in every pass.
         values = vars(config)
         for name in {*_noise_names(type(config)), *filter(NOISE.search, values)}:
             if _is_noise(value := inspect.getattr_static(config, name, None)):
                 found.append((config, name, value))
                 setattr(config, name, 0.0)
-        configs += [each for each in values.values() if isinstance(each, PreTrainedConfig)]
+        configs += [value for value in values.values() if isinstance(value, PreTrainedConfig)]
     inner.training_noise = found
     return model
 
@@ -244,7 +243,7 @@ def _is_noise(value: Any) -> bool:
 
 
 class _Extremes(TorchDispatchMode):
-    """Replaces small random draws by the least or the largest of many, which shows noise that is seldom drawn."""
+    """Replaces small random draws by the smallest or largest of many, to find noise that is rarely drawn."""
 
     def __init__(self, pick: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -263,21 +262,21 @@ class _Extremes(TorchDispatchMode):
 def require_quiet(role: str, model: nn.Module, compute: Callable[[Rows], Any]) -> None:
     """Raise unless two passes of a model in training mode agree bit for bit; called on all ranks.
 
-    The random generators stay as they are.
+    The random generators do not change.
 
     Raises:
-        ConfigError: The passes differ; the text names the first module whose outputs do.
+        ConfigError: The passes differ; the message names the first module with different outputs.
     """
     rows, before = probe(model), capture_rng()
-    passes: list[list[tuple[str, torch.Tensor]]] = []
+    passes: list[list[tuple[str, int]]] = []
 
     def note(name: str, module: nn.Module, _: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 bits = tensor.detach().reshape(-1).view(BITS[tensor.dtype.itemsize])
-                passes[-1].append((f"{name} ({type(module).__name__})", bits.sum(dtype=torch.int64)))
+                passes[-1].append((f"{name} ({type(module).__name__})", int(bits.sum(dtype=torch.int64))))
 
-    hooks = [each.register_forward_hook(partial(note, name)) for name, each in model.named_modules()]
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules()]
     try:
         for pick in (torch.amin, torch.amax):
             passes.append([])
@@ -289,60 +288,55 @@ def require_quiet(role: str, model: nn.Module, compute: Callable[[Rows], Any]) -
         after = capture_rng()
         restore_rng(before)
     reshard(model)
-    sums = [torch.stack([value for _, value in each]).tolist() for each in passes]
-    first, second = (
-        [(name, value) for (name, _), value in zip(each, values, strict=True)]
-        for each, values in zip(passes, sums, strict=True)
-    )
-    where = next((one[0] for one, two in zip_longest(first, second, fillvalue=("", 0)) if one != two), None)
+    where = next((one[0] for one, two in zip_longest(*passes, fillvalue=("", 0)) if one != two), None)
     if after["cuda"] is not None and all(
-        torch.equal(after[each], before[each]) for each in ("torch", "cuda")
+        torch.equal(after[name], before[name]) for name in ("torch", "cuda")
     ):
-        # Nothing was drawn; some kernels of CUDA add in another order each time.
+        # Nothing was drawn: some CUDA kernels add in a different order every time.
         where = None
     found: list[str | None] = [where]
     if dist.is_initialized():
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, where)
-    if where := next((each for each in found if each is not None), None):
+    if where := next((name for name in found if name is not None), None):
         raise ConfigError(
-            f"model: the {role} draws at random in training mode, and its log-probabilities or scores would be noise: "
-            f"two passes of the same tokens first differ at {where}. Set the noise that it draws, such as a dropout "
-            "or a jitter, to 0 in its config.json, or choose another model."
+            f"model: the {role} must not draw random numbers in training mode, but two passes of the same tokens first "
+            f"differ at {where}. Set its noise, such as dropout or jitter, to 0 in its config.json, or choose another "
+            "model."
         )
 
 
 AllRows = Callable[[RolloutBatch, RowFunction], torch.Tensor]
-"""Applies a model to every row of a batch, as `vectorlm.rl.micro_batch.map_rows` does."""
+"""Applies a model to every row of a batch, like `vectorlm.rl.micro_batch.map_rows`."""
 ScoreTokens = Callable[[Sequence[Sequence[int]]], list[list[float]]]
-"""From rows of token ids to the log-probability of each token."""
+"""Returns the log-probability of every token, from rows of token ids."""
 
 
 def beside(policy: LanguageModel, model: nn.Module) -> LanguageModel:
-    """Return what computes a frozen model's rows as the policy's are: of all tokens, at the policy's temperature."""
+    """Return a frozen model that computes rows like the policy: all tokens, at the policy's temperature."""
     return LanguageModel(
         model, policy.temperature, packs=policy.packs, device=policy.device, context=policy.context
     )
 
 
 class Teacher:
-    """A frozen model that is sharded like the policy, at the policy's temperature."""
+    """A frozen model, sharded like the policy, at the policy's temperature."""
 
     def __init__(self, policy: LanguageModel, model: nn.Module) -> None:
         """Take a sharded model with as many logits as the policy."""
         self.model: nn.Module | None = model
         self._frozen = beside(policy, model)
         self.why_padded = self._frozen.why_padded
-        """Why its rows are padded; None where they are not."""
+        """Why its rows are padded; None if they are packed."""
 
     def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
-        """Return the log-probability of each token that the policy chose, float32 [B, T] on the CPU."""
+        """Return the log-probability of every token that the policy chose, float32 [B, T] on the CPU."""
         return all_rows(batch, self._frozen.logprobs)
 
     def comparison(self, rows: Rows, beta: float) -> Comparison:
-        """Compute rows, and return what compares the policy's distributions of their tokens with the teacher's.
+        """Compute rows, and return a function that compares the policy's distributions with the teacher's.
 
-        Its two numbers of each token are the divergence to learn from, with gradient, and KL(policy || teacher).
+        It returns two numbers per token: the divergence to learn from, with gradient, and KL(policy || teacher).
         """
         scores = self._frozen.scores(rows)
 
@@ -356,20 +350,20 @@ class Teacher:
 
 
 class ServerTeacher:
-    """A teacher behind a server, which returns only the log-probabilities of the sampled tokens."""
+    """A teacher behind a server, which returns the log-probabilities of the sampled tokens only."""
 
     model: nn.Module | None = None
     why_padded: str | None = None
 
     def __init__(self, score: ScoreTokens, topology: Topology) -> None:
-        """Take what asks the server."""
+        """Take the function that sends rows to the server."""
         self._score, self._topology = score, topology
 
     def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
-        """Return the log-probability of each token that the policy chose, float32 [B, T] on the CPU.
+        """Return the log-probability of every token that the policy chose, float32 [B, T] on the CPU.
 
-        Each rank asks for a share of the rows, up to the last token that is trained on. What one rank's server call
-        raises, all ranks raise.
+        Every rank sends its share of the rows, up to the last token that is trained on. If the call of one rank fails,
+        all ranks raise its error.
         """
         ends = {row: count + 1 for row, count in enumerate(num_needed(batch.mask)) if count}
         rows = list(ends)[self._topology.rank :: self._topology.world_size]

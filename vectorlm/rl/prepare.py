@@ -1,4 +1,4 @@
-"""From the rows of a step to what the losses read: log-probabilities, correction, KL penalty, advantages."""
+"""Compute what the losses read of a step: log-probabilities, correction, KL penalty, advantages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.settings import WhiteningSettings
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.batch import TrainBatch
 from vectorlm.rl.metrics import correction_effect, count_log_ratios, mismatch_metrics
 from vectorlm.rl.micro_batch import RowFunction, map_rows
 from vectorlm.rl.models import AllRows, RLModels
+from vectorlm.rl.rollout import TrainBatch
 from vectorlm.rl.settings import PRESETS, Correction, CorrectionSettings, StepSettings
 
 
@@ -31,9 +31,9 @@ def prepare_batch(
     *,
     kl_coef: float = 0.0,
 ) -> TrainBatch:
-    """Return the batch that is trained on; called on all ranks.
+    """Return the batch to train on; called on all ranks.
 
-    `kl_coef` is the weight of the KL penalty, used here where the penalty is part of the reward.
+    `kl_coef` is the weight of the KL penalty, used here if the penalty is part of the reward.
     """
 
     def all_rows(batch: RolloutBatch, function: RowFunction) -> torch.Tensor:
@@ -42,11 +42,11 @@ def prepare_batch(
 
     correction = settings.correction
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"
-    # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass will do.
+    # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass is enough.
     is_one_step = settings.update.steps_per_batch == 1
     learns_tokens = settings.teacher is not None and settings.teacher.kind == "sampled"
     needs_old = in_reward or learns_tokens or correction.is_on or not is_one_step or spec.needs_old
-    # Completions that are only compared with are charged the penalty too, and advantages may read all of these.
+    # Completions that only enter baselines pay the penalty too, and advantages may read all their tokens.
     read = batch.with_compared() if in_reward or spec.needs_old or spec.needs_gradient_norms else batch
     old, gradient_norms, entropies, weights = _first_pass(read, models, spec, settings, needs_old, all_rows)
     log_ratios = None
@@ -72,7 +72,7 @@ def prepare_batch(
         divergence = kl_estimate(old, reference, settings.kl.kl_kind)
         batch = batch.penalised(torch.where(read.mask, kl_coef * divergence, 0.0))
     if weights is not None:
-        # The correction does not weigh completions that are only compared with.
+        # The correction does not weigh completions that only enter baselines.
         weights = torch.where(batch.mask, weights, 1.0)
     batch = replace(batch, values=values, old_logprobs=old, gradient_norms=gradient_norms, weights=weights)
     compared = batch.for_baselines()
@@ -84,7 +84,7 @@ def prepare_batch(
     if teacher is not None:
         assert old is not None
         assert settings.teacher is not None
-        # Only the token itself is charged: the loss has the gradient of KL(policy || teacher) at each place.
+        # Each token pays for itself alone: the loss has the gradient of KL(policy || teacher) at every position.
         divergence = kl_estimate(old, teacher, "k1")
         advantages = advantages - settings.teacher.coef * torch.where(batch.mask, divergence, 0.0)
     marked = None if spec.mark is None else spec.mark(batch, advantages, settings.hparams)
@@ -112,7 +112,7 @@ def _first_pass(
     needs_old: bool,
     all_rows: AllRows,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return old log-probabilities, norms of their gradients, entropies, with bypass weights: each if it is read."""
+    """Return old log-probabilities, norms of their gradients, entropies and bypass weights; None for unused ones."""
 
     def logprobs_and_entropy(batch: RolloutBatch, kind: EntropyKind) -> tuple[torch.Tensor, torch.Tensor]:
         found = all_rows(batch, lambda rows: torch.stack(models.policy(rows, kind)[:2]))
@@ -136,13 +136,13 @@ def _first_pass(
 def _highest(entropies: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:
     """Return the masked tokens whose entropy is at least the (1 - share) quantile of the batch, bool [B, T]."""
     inside = entropies[mask].double()
-    # torch.quantile, which lies between two numbers, refuses more than 16 million of them.
+    # torch.quantile refuses more than 16 million numbers.
     rank = min(math.ceil((1 - share) * (len(inside) - 1) - 1e-9) + 1, len(inside))
     return mask & (entropies >= inside.kthvalue(rank).values) if len(inside) else mask
 
 
 LEVEL_OF_RATIO_GATE: dict[str, RatioLevel] = {"token": "token", "sum": "sequence", "mean": "geometric"}
-"""What `importance_weights` calls the level of a gate on ratios."""
+"""The level of `importance_weights` for every level of a gate on ratios."""
 
 
 def apply_correction(
@@ -150,44 +150,20 @@ def apply_correction(
 ) -> tuple[RolloutBatch, torch.Tensor | None]:
     """Return the batch without the rejected tokens, and the weights of its tokens; None counts every token once.
 
-    A rejected token is treated as if it had never been sampled: it is in no loss and no denominator, and a completion
-    that loses all its tokens leaves the baseline of its group.
+    A rejected token is treated as if it had never been sampled: it is in no loss and no denominator. A completion whose
+    tokens are all rejected leaves the baseline of its group.
     """
-    sampler_logprobs, mask = batch.sampler_logprobs, batch.mask
-    weights, kept = None, mask
-    if correction.level is not None:
-        weights, kept = importance_weights(
-            old_logprobs,
-            sampler_logprobs,
-            mask,
-            level=correction.level,
-            mode=correction.mode,
-            low=correction.low,
-            high=correction.high,
-            normalise=correction.normalise,
-        )
+    logprobs, mask = (old_logprobs, batch.sampler_logprobs), batch.mask
+    weights, kept = _weigh(correction, *logprobs, mask)
     if correction.veto is not None:
-        kept = kept & rejection_mask(old_logprobs, sampler_logprobs, mask, veto=correction.veto)
+        kept = kept & rejection_mask(*logprobs, mask, veto=correction.veto)
     if correction.gate == "ratio":
-        _, accepted = importance_weights(
-            old_logprobs,
-            sampler_logprobs,
-            mask,
-            level=LEVEL_OF_RATIO_GATE[correction.gate_level],
-            mode="mask",
-            low=correction.gate_low,
-            high=correction.gate_high,
-        )
-        kept = kept & accepted
+        level = LEVEL_OF_RATIO_GATE[correction.gate_level]
+        gate = Correction(level=level, mode="mask", low=correction.gate_low, high=correction.gate_high)
+        kept = kept & _weigh(gate, *logprobs, mask)[1]
     elif correction.gate is not None:
-        kept = kept & rejection_mask(
-            old_logprobs,
-            sampler_logprobs,
-            mask,
-            divergence=correction.gate,
-            level=correction.gate_level,
-            bound=correction.gate_high,
-        )
+        how, bound = correction.gate_level, correction.gate_high
+        kept = kept & rejection_mask(*logprobs, mask, divergence=correction.gate, level=how, bound=bound)
     if weights is not None:
         weights = torch.where(kept, weights, 0.0)
     return batch.without(~kept), weights
@@ -196,19 +172,28 @@ def apply_correction(
 def weights_in_update(
     correction: Correction, policy_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return float [B, T]: with bypass, the weights from the policy of this moment; None where there are none."""
-    if not correction.bypass or correction.level is None:
+    """Return the weights by the current policy, float [B, T], with `bypass`; None without bypass or weights."""
+    if not correction.bypass:
         return None
-    weights, _ = importance_weights(
-        policy_logprobs.detach(),
+    return _weigh(correction, policy_logprobs.detach(), sampler_logprobs, mask)[0]
+
+
+def _weigh(
+    correction: Correction, policy_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the weights of the tokens, None without a level, and which tokens the bounds keep."""
+    if correction.level is None:
+        return None, mask
+    return importance_weights(
+        policy_logprobs,
         sampler_logprobs,
         mask,
         level=correction.level,
         mode=correction.mode,
         low=correction.low,
         high=correction.high,
+        normalise=correction.normalise,
     )
-    return weights
 
 
 def correction_of(settings: CorrectionSettings, spec: AlgorithmSpec) -> Correction:

@@ -1,17 +1,18 @@
-"""The order of a run's prompts, of one source or several, and of stored groups; and how difficult they are."""
+"""Choose the prompts and texts of each step: order, mixture of sources, curriculum, demonstrations."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from vectorlm.data.loader import StepLoader
+from vectorlm.data.tasks import Tasks
 from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.rl.settings import SFTSettings
 from vectorlm.settings import CurriculumSettings
@@ -21,13 +22,13 @@ from vectorlm.types import Batch, PromptRecord
 
 Item = TypeVar("Item")
 SCORE = "reasoning_gym"
-"""The reward whose mean decides on the level of a curriculum."""
+"""The reward whose mean decides the level of a curriculum."""
 
 
 class PromptOrder(Generic[Item]):
-    """Walks through prompts, or anything else, in a new order on each pass, drawn from the seed.
+    """Items in a new random order on every pass, drawn from the seed.
 
-    The only state is `position`: a run that resumes sets it.
+    The only state is `position`, which a resumed run sets.
     """
 
     def __init__(self, items: Sequence[Item], seed: int) -> None:
@@ -37,7 +38,7 @@ class PromptOrder(Generic[Item]):
         self._order: tuple[int, np.ndarray] | None = None
 
     def take(self, count: int) -> list[Item]:
-        """Return the next items; after the end of a pass the next pass begins."""
+        """Return the next items; a new pass begins after the end of a pass."""
         taken = [self.at(self.position + index) for index in range(count)]
         self.position += count
         return taken
@@ -46,52 +47,40 @@ class PromptOrder(Generic[Item]):
         """Return the item at any position of the run."""
         epoch, index = divmod(position, len(self._items))
         if self._order is None or self._order[0] != epoch:
-            # The pair is hashed: seed + epoch would give one seed's second pass another seed's first.
+            # With seed + epoch, the second pass of one seed would be the first pass of the next.
             generator = np.random.default_rng((self._seed, epoch))
             self._order = epoch, generator.permutation(len(self._items))
         return self._items[self._order[1][index]]
 
 
-class Levelled(Protocol):
-    """Prompts that there are in several levels of difficulty, as many of each."""
-
-    @property
-    def level(self) -> int | None:
-        """Return the level of these."""
-
-    @property
-    def num_levels(self) -> int:
-        """Return how many levels there are."""
-
-    def at_level(self, level: int) -> Sequence[PromptRecord]:
-        """Return the prompts of a level; each has the column ``level``."""
-
-
 class Curriculum:
-    """Keeps the level, and from which position of the run each level holds: a position never changes its prompt."""
+    """The level of a task's prompts, and the position of the run where each level began.
 
-    def __init__(self, prompts: Levelled, settings: CurriculumSettings) -> None:
-        """Begin with the level of `prompts`."""
+    A position keeps its prompt if the level changes later.
+    """
+
+    def __init__(self, prompts: Tasks, settings: CurriculumSettings) -> None:
+        """Begin at the level of `prompts`."""
         self._prompts, self._settings = prompts, settings
         self._begins = [(0, prompts.level or 0)]
         self._scores: list[float] = []
-        """Of the newest groups of the level."""
+        """Mean scores of the newest groups of the level."""
 
     @property
     def level(self) -> int:
-        """The level of the prompts that are asked next."""
+        """The level of the next prompts."""
         return self._begins[-1][1]
 
     def at(self, position: int) -> Sequence[PromptRecord]:
-        """Return the prompts of the level that holds at a position of the run."""
+        """Return the prompts of the level at a position of the run."""
         level = next(level for start, level in reversed(self._begins) if start <= position)
         return self._prompts.at_level(level)
 
     def observe(self, groups: Sequence[RolloutGroup], position: int) -> None:
-        """Take the groups of a step; another level begins at `position`, from which on nothing has been asked."""
+        """Read the scores of a step; a new level begins at `position`, the first one that was not sampled yet."""
         for group in groups:
             score = group.rewards_by_name[SCORE].nanmean().item()
-            # Stored groups, and those that were begun before the level, say nothing of it.
+            # Stored groups, and groups that started before this level, do not count.
             is_of_level = group.rollouts[0].prompt_record.columns.get("level") == self.level
             if is_of_level and not group.rollouts[0].is_replayed and score == score:
                 self._scores.append(score)
@@ -106,20 +95,20 @@ class Curriculum:
             self._scores = []
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {"begins": list(self._begins), "scores": list(self._scores)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` returned."""
+        """Resume from a `state`."""
         self._begins = [(start, level) for start, level in state["begins"]]
         self._scores = list(state["scores"])
 
 
 class PromptMixture:
-    """Walks through several sources of prompts, each in an order of its own, as `PromptOrder` does.
+    """Prompts of several sources, mixed by their shares; every source has its own `PromptOrder`.
 
-    Of the first n positions, each source has its share of n, but for less than one prompt for each source. The only
-    state is `position`, besides that of the curricula.
+    Among the first n prompts, every source has its share of n, up to less than one prompt per source. The only state is
+    `position`, besides the state of the curricula.
     """
 
     def __init__(
@@ -129,20 +118,20 @@ class PromptMixture:
         shares: Mapping[str, float],
         curricula: Mapping[str, Curriculum],
     ) -> None:
-        """Take prompts, shares that add up to 1, and curricula by the names of the sources, which the prompts get."""
+        """Take prompts, shares that add up to 1, and curricula by source name; prompts get the name of their source."""
         self._sources, self._shares, self._curricula = sources, shares, curricula
-        self._orders = {name: PromptOrder(range(len(each)), seed) for name, each in sources.items()}
+        self._orders = {name: PromptOrder(range(len(prompts)), seed) for name, prompts in sources.items()}
         self.position = 0
         self._places: list[tuple[str, int]] = []
-        """The source of each position, and the position in it."""
+        """The source of each position, and the position in that source."""
         self._counts = dict.fromkeys(sources, 0)
 
     def at(self, position: int) -> PromptRecord:
         """Return the prompt at any position of the run."""
         while len(self._places) <= position:
             num = len(self._places) + 1
-            # The source that lags most behind its share.
-            name = max(self._shares, key=lambda each: self._shares[each] * num - self._counts[each])
+            # The source that is furthest behind its share.
+            name = max(self._shares, key=lambda source: self._shares[source] * num - self._counts[source])
             self._places.append((name, self._counts[name]))
             self._counts[name] += 1
         name, place = self._places[position]
@@ -153,14 +142,14 @@ class PromptMixture:
 
 
 LUFFY_GAMMA = 0.1
-"""What shapes probabilities in LUFFY (Yan et al. 2025, arXiv:2504.14945)."""
+"""The constant of LUFFY's shaping (Yan et al. 2025, arXiv:2504.14945)."""
 
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """The texts of each optimizer step, and their share of its loss.
+    """Texts that the policy learns in every optimizer step, and their share of its loss.
 
-    Which texts a step has follows from its place in the run alone, so a checkpoint holds nothing of them.
+    The position in the run alone decides the texts of a step, so a checkpoint has no state of them.
     """
 
     policy: LanguageModel
@@ -170,7 +159,7 @@ class Demonstrations:
     """Batches of rollouts in the run."""
 
     def share(self, batch: int) -> float:
-        """Return the weight of the texts' loss at a batch of rollouts; that of the completions' is 1 less this."""
+        """Return the weight of the texts' loss at a batch of rollouts; the completions have the rest."""
         start, end = self.settings.share, self.settings.share_at_end
         if end is None:
             return start
@@ -188,10 +177,10 @@ class Demonstrations:
     def loss(self, batch: Batch, num_tokens: int) -> torch.Tensor:
         """Return the loss of a micro-batch, as a share of the mean over the `num_tokens` of the whole step.
 
-        With the probability p of a target token, its loss is by `weighting`
+        The loss of a target token with probability p, by `weighting`:
 
             none   -log p
-            chord  -p (1 - p) log p, where the factor has no gradient (Zhang et al. 2025, arXiv:2508.11408)
+            chord  -p (1 - p) log p; the factor has no gradient (Zhang et al. 2025, arXiv:2508.11408)
             luffy  -p / (p + 0.1)
 
         Raises:

@@ -1,4 +1,4 @@
-"""Rollouts: a prompt with what the policy and its environment wrote after it, and the rollouts of one prompt."""
+"""Rollouts of prompts, one by one, in scored groups, and as the tensors of a step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from vectorlm.algorithms.batch import RolloutBatch, place_rewards
 from vectorlm.algorithms.groups import is_constant
+from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.types import Completion, PromptRecord
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion of one prompt; with an environment, all its turns in a row."""
+    """One completion of a prompt; with an environment or agent, all its turns in one row of tokens."""
 
     prompt_record: PromptRecord
     """The prompt, with the columns that rewards read."""
@@ -24,33 +26,33 @@ class Rollout:
     token_ids: tuple[int, ...]
     """All tokens after the prompt."""
     policy_mask: tuple[bool, ...]
-    """Which of `token_ids` the policy chose; the environment wrote the others."""
+    """Whether the policy chose each of `token_ids`; the environment wrote the others."""
     sampler_logprobs: tuple[float, ...]
     """The engine's log-probability of each of `token_ids`; 0 for tokens of the environment."""
     versions: tuple[int, ...]
     """The weight version that sampled each of `token_ids`; -1 for tokens of the environment."""
     text: str
-    """`token_ids` as text."""
+    """`token_ids`, decoded."""
     finish_reason: str | None
-    """How the last turn ended: ``stop``, ``length``, also where there was no room for another turn, or ``abort``."""
+    """How the last turn ended: ``stop``, ``abort``, or ``length``, also if another turn did not fit."""
     num_turns: int = 1
     """Number of turns of the policy."""
     turn_ends: tuple[int, ...] = ()
-    """Where each turn ends in `token_ids`; those of an environment's turns."""
+    """Where each turn ends in `token_ids`."""
     turn_rewards: tuple[float, ...] = ()
-    """What the environment gave for each turn, 0 for nothing; missing ones at the end are 0."""
+    """The environment's reward for each turn; missing ones at the end are 0."""
     branches: tuple[Rollout, ...] = ()
-    """Further rows, where an agent has rewritten or forked what it asked; each token is trained on in one of them."""
+    """Further rows, if an agent rewrote or forked its conversation; every token is trained on in one row only."""
     messages: Sequence[Mapping[str, Any]] | None = None
-    """The whole chat of a rollout with an environment; None where the prompt is none."""
+    """The whole chat of a rollout with an environment; None if the prompt is not a chat."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """The environment's metrics, the last of each name."""
+    """The environment's metrics; the last value of each name."""
     turn_texts: Sequence[str] = ()
-    """What the policy wrote in each turn; empty if `text` is all of it."""
+    """The policy's text of each turn; empty if `text` is all of it."""
     policy_contents: Sequence[tuple[int, str]] = ()
-    """The index in `messages` of every message of the policy, and its content without the environment's words."""
+    """Index in `messages` of every message of the policy, and its content without the environment's words."""
     is_replayed: bool = False
-    """Whether it comes from a file; its `versions` count the steps of the run that wrote the file."""
+    """Whether the rollout comes from a file; its `versions` count the steps of the run that wrote the file."""
 
     @property
     def rows(self) -> tuple[Rollout, ...]:
@@ -59,7 +61,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the last turn reached its token limit, or there was no room for another one."""
+        """Whether the last turn reached its token limit, or another turn did not fit."""
         return self.finish_reason == "length"
 
     @property
@@ -69,17 +71,17 @@ class Rollout:
 
     @property
     def sampled_versions(self) -> list[int]:
-        """The weight version of each token that the policy chose, in all rows."""
+        """The weight version of every token that the policy chose, in all rows."""
         return [
             version
             for row in self.rows
-            for version, is_chosen in zip(row.versions, row.policy_mask, strict=True)
-            if is_chosen and version >= 0
+            for version in compress(row.versions, row.policy_mask)
+            if version >= 0
         ]
 
     @property
     def policy_text(self) -> str:
-        """What the policy wrote, every turn on a new line."""
+        """The policy's text, every turn on a new line."""
         return "\n".join(self.turn_texts) or self.text
 
     @property
@@ -89,55 +91,43 @@ class Rollout:
 
     @property
     def turn_places(self) -> list[tuple[int, int]]:
-        """From where to where in `token_ids` the policy wrote in each turn, as far as it is trained on here."""
-        found, before = [], 0
+        """Start and end of the policy's tokens in each turn that is trained on in this row."""
+        places, start = [], 0
         for end in self.turn_ends or (len(self.token_ids),):
-            if True in self.policy_mask[before:end]:
-                found.append((self.policy_mask.index(True, before), end))
-            before = end
-        return found
+            if True in self.policy_mask[start:end]:
+                places.append((self.policy_mask.index(True, start), end))
+            start = end
+        return places
 
     @classmethod
-    def begun(cls, prompt_record: PromptRecord, completion: Completion) -> Rollout:
+    def from_completion(cls, prompt_record: PromptRecord, completion: Completion) -> Rollout:
         """Return the rollout after the first turn."""
-        return cls(
-            prompt_record,
-            completion.prompt_token_ids,
-            completion.token_ids,
-            (True,) * len(completion.token_ids),
-            completion.sampler_logprobs or (0.0,) * len(completion.token_ids),
-            completion.versions,
-            completion.text,
-            completion.finish_reason,
-            turn_ends=(len(completion.token_ids),),
-            turn_texts=(completion.text,),
+        nothing = cls(prompt_record, completion.prompt_token_ids, (), (), (), (), "", None, num_turns=0)
+        return nothing.continued((), "", completion)
+
+    def continued(self, reply_ids: tuple[int, ...], reply: str, completion: Completion) -> Rollout:
+        """Return the rollout after the environment's reply and another turn."""
+        num_reply, num_sampled = len(reply_ids), len(completion.token_ids)
+        sampler_logprobs = completion.sampler_logprobs or (0.0,) * num_sampled
+        return replace(
+            self,
+            token_ids=self.token_ids + reply_ids + completion.token_ids,
+            policy_mask=self.policy_mask + (False,) * num_reply + (True,) * num_sampled,
+            sampler_logprobs=self.sampler_logprobs + (0.0,) * num_reply + sampler_logprobs,
+            versions=self.versions + (-1,) * num_reply + completion.versions,
+            text=self.text + reply + completion.text,
+            finish_reason=completion.finish_reason,
+            num_turns=self.num_turns + 1,
+            turn_ends=(*self.turn_ends, len(self.token_ids) + num_reply + num_sampled),
+            turn_texts=(*self.turn_texts, completion.text),
         )
 
     def rewarded(self, reward: float | None) -> Rollout:
-        """Return the rollout with a reward more for its last turn."""
+        """Return the rollout with a reward added to its last turn."""
         if not reward:
             return self
         *before, last = [*self.turn_rewards, *[0.0] * (self.num_turns - len(self.turn_rewards))]
         return replace(self, turn_rewards=(*before, last + reward))
-
-    def continued(self, reply_ids: tuple[int, ...], reply: str, completion: Completion) -> Rollout:
-        """Return the rollout after the environment's reply and another turn."""
-        turn, gap = len(completion.token_ids), len(reply_ids)
-        return Rollout(
-            self.prompt_record,
-            self.prompt_token_ids,
-            self.token_ids + reply_ids + completion.token_ids,
-            self.policy_mask + (False,) * gap + (True,) * turn,
-            self.sampler_logprobs + (0.0,) * gap + (completion.sampler_logprobs or (0.0,) * turn),
-            self.versions + (-1,) * gap + completion.versions,
-            self.text + reply + completion.text,
-            completion.finish_reason,
-            self.num_turns + 1,
-            (*self.turn_ends, len(self.token_ids) + gap + turn),
-            self.turn_rewards,
-            measured=self.measured,
-            turn_texts=(*self.turn_texts, completion.text),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,43 +136,42 @@ class RolloutGroup:
 
     rollouts: Sequence[Rollout]
     rewards: torch.Tensor
-    """float32 [G], length penalties included; NaN where a rollout could not be scored."""
+    """float32 [G], length penalties included; NaN if a rollout could not be scored."""
     rewards_by_name: Mapping[str, torch.Tensor]
     """float32 [G] of each reward alone."""
     greedy_reward: torch.Tensor | None = None
     """float32 [], the reward of a greedy completion, for algorithms that need one."""
     errors: tuple[str, ...] = ()
-    """Calls of reward functions that raised or ran out of time."""
+    """Calls of reward functions that raised or timed out."""
     is_dropped: bool = False
-    """Whether dynamic sampling dropped the group, which is then only counted."""
+    """Whether dynamic sampling dropped the group; metrics count it, and nothing trains on it."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each reward in the sum."""
     logged: Sequence[Mapping[str, Any]] = ()
-    """What the environment measured of each rollout, and reward functions logged of it."""
+    """Metrics of each rollout, from its environment and from reward functions that logged them."""
 
     @property
     def source(self) -> str:
-        """Which of several sources the prompt comes from."""
+        """The name of the prompt's source; empty with a single source."""
         return self.rollouts[0].prompt_record.source
 
     @property
     def is_constant(self) -> bool:
-        """Whether all rewards are equal, and those of each turn, so that the group teaches nothing."""
-        if any(map(any, by_turn := {rollout.turn_rewards for rollout in self.rollouts})) and len(by_turn) > 1:
-            return False
-        return self.has_equal_sums
+        """Whether the rewards of rollouts, and of their turns, are equal, so that the group teaches nothing."""
+        by_turn = {rollout.turn_rewards for rollout in self.rollouts}
+        return self.has_equal_sums and not (len(by_turn) > 1 and any(map(any, by_turn)))
 
     @property
     def has_equal_sums(self) -> bool:
-        """Whether all rewards are equal, so that the group teaches nothing to an algorithm that reads no turns."""
+        """Whether all rewards are equal, so that algorithms without rewards of turns learn nothing."""
         return bool(is_constant(self.rewards[None], ~self.rewards[None].isnan()))
 
 
 def logged_means(logged: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Return the mean of the numbers under each name, over the completions that have one."""
     numbers: dict[str, list[float]] = {}
-    for each in logged:
-        for name, value in each.items():
+    for values in logged:
+        for name, value in values.items():
             if isinstance(value, bool | float):
                 numbers.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in sorted(numbers.items())}
@@ -191,3 +180,164 @@ def logged_means(logged: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 def kept_groups(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
     """Return the groups that dynamic sampling has not dropped."""
     return [group for group in groups if not group.is_dropped]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """Rollouts with everything that the losses read; the same on all ranks, and on the CPU."""
+
+    rows: RolloutBatch
+    advantages: torch.Tensor
+    """float32 [B, T]."""
+    old_logprobs: torch.Tensor | None
+    """float32 [B, T]; None if the only optimizer step computes them itself."""
+    reference_logprobs: torch.Tensor | None
+    """float32 [B, T]."""
+    returns: torch.Tensor | None
+    """float32 [B, T], the targets of the critic."""
+    marked: torch.Tensor | None = None
+    """bool [B, T], the tokens that the algorithm's `mark` chose."""
+    learns: torch.Tensor | None = None
+    """bool [B, T], the tokens whose policy loss counts; the others stay in the denominator. None: all count."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the mismatch and its correction."""
+    mismatch: Mapping[str, Any] | None = None
+    """Counts of the log-ratios of trainer and engine; see `count_log_ratios`."""
+    teacher_logprobs: torch.Tensor | None = None
+    """float32 [B, T], if a teacher scores the sampled tokens."""
+
+
+def make_batch(
+    groups: Sequence[RolloutGroup],
+    spec: AlgorithmSpec,
+    *,
+    pad_token_id: int = 0,
+    drop_truncated: bool = False,
+    oldest_version: int | None = None,
+) -> RolloutBatch | None:
+    """Lay out the rollouts that the algorithm trains on; return None if there is nothing to learn.
+
+    Rows that are not valid have an empty mask. With `drop_truncated`, truncated completions have an empty mask too, but
+    stay in the baselines. Tokens of versions before `oldest_version` count as never sampled.
+    """
+    if not (groups := kept_groups(groups)):
+        return None
+    rewards = torch.stack([group.rewards for group in groups])
+    # A completion that the loss leaves out must not be chosen, nor be half of a pair.
+    must_end = drop_truncated and spec.chooses
+    eligible = [[not (must_end and rollout.is_truncated) for rollout in group.rollouts] for group in groups]
+    columns, valid = spec.select(rewards, torch.tensor(eligible))
+    rewards = rewards.gather(1, columns)
+    chosen = [
+        [group.rollouts[column] for column in row]
+        for group, row in zip(groups, columns.tolist(), strict=True)
+    ]
+    rollouts = [rollout for group in chosen for rollout in group]
+    owners, is_trained = None, valid
+    # A loss of pairs compares whole rollouts, and a critic values tokens of one row.
+    if spec.level != "group" and not spec.needs_critic and any(rollout.branches for rollout in rollouts):
+        found = _with_branches(chosen, columns, rewards, valid)
+        rollouts, owners, columns, rewards, is_trained, valid = found
+    reward_parts, part_weights = _reward_parts(groups, columns) if spec.needs_parts else (None, None)
+    lengths = [len(rollout.prompt_token_ids) + len(rollout.token_ids) for rollout in rollouts]
+    shape = (len(rollouts), max(lengths))
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    mask, is_stale = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    sampler_logprobs, turn_starts = torch.zeros(shape), torch.full(shape, -1)
+    is_valid = is_trained.flatten().tolist()
+    for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
+        start = len(rollout.prompt_token_ids)
+        input_ids[row, :length] = torch.tensor([*rollout.prompt_token_ids, *rollout.token_ids])
+        attention_mask[row, :length] = 1
+        sampler_logprobs[row, start:length] = torch.tensor(rollout.sampler_logprobs)
+        if oldest_version is not None:
+            is_stale[row, start:length] = torch.tensor(rollout.versions) < oldest_version
+        if is_valid[row]:
+            mask[row, start:length] = torch.tensor(rollout.policy_mask, dtype=torch.bool)
+        for first, end in rollout.turn_places:
+            turn_starts[row, start + first : start + end] = start + first
+    cut_off = torch.tensor([[drop_truncated and rollout.is_truncated] for rollout in rollouts])
+    is_left_out = cut_off if owners is None else cut_off[owners]
+    compared = mask if owners is None else mask & valid.view(-1, 1)
+    turns = turn_rewards = None
+    # A loss of completions has one advantage for all turns.
+    if spec.level == "token" and any(any(rollout.turn_rewards) for rollout in rollouts):
+        turns, turn_rewards = _lay_out_turns(rollouts, shape, owners)
+    greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
+    batch = RolloutBatch(
+        input_ids,
+        attention_mask,
+        mask & ~is_left_out,
+        sampler_logprobs,
+        rewards,
+        valid,
+        columns,
+        place_rewards(compared, rewards, turn_rewards),
+        greedy_rewards=torch.stack(greedy) if greedy else None,
+        reward_parts=reward_parts,
+        part_weights=part_weights,
+        baseline_mask=compared if is_left_out.any() or owners is not None else None,
+        turns=turns,
+        turn_rewards=turn_rewards,
+        owners=owners,
+        turn_starts=turn_starts,
+    )
+    # A rollout's own row may have no token to train on while its branches have.
+    if is_stale.any() or owners is not None:
+        batch = batch.without(is_stale)
+    return batch if batch.mask.any() else None
+
+
+def _reward_parts(groups: Sequence[RolloutGroup], columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each reward alone, float32 [N, P, K], and the weight of each reward."""
+    weights = groups[0].reward_weights
+    by_name = [torch.stack([group.rewards_by_name[name] for group in groups]) for name in weights]
+    return torch.stack([part.gather(1, columns) for part in by_name]), torch.tensor(list(weights.values()))
+
+
+def _with_branches(
+    groups: Sequence[Sequence[Rollout]], columns: torch.Tensor, rewards: torch.Tensor, valid: torch.Tensor
+) -> tuple[list[Rollout], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Put every group's branches behind its rollouts, and fill all groups up to the same number of rows.
+
+    Returns:
+        The rows; for each row the index of its rollout's own row, int64 [B]; its columns, its rewards, whether it is
+        trained on, and whether baselines compare it.
+    """
+    num_rows = max(sum(len(rollout.rows) for rollout in group) for group in groups)
+    rows: list[Rollout] = []
+    owners, is_filler = [], []
+    for group in groups:
+        branches = [(column, row) for column, rollout in enumerate(group) for row in rollout.branches]
+        num_fillers = num_rows - len(group) - len(branches)
+        filler = Rollout(group[0].prompt_record, group[0].prompt_token_ids[:1], (), (), (), (), "", None)
+        rows += [*group, *(row for _, row in branches), *[filler] * num_fillers]
+        owners.append([*range(len(group)), *(column for column, _ in branches), *[0] * num_fillers])
+        is_filler.append([False] * (num_rows - num_fillers) + [True] * num_fillers)
+    places = torch.tensor(owners)
+    columns, rewards, is_trained = (x.gather(1, places) for x in (columns, rewards, valid))
+    is_trained = is_trained & ~torch.tensor(is_filler)
+    # Baselines compare whole rollouts, and not their branches.
+    compared = is_trained & (torch.arange(num_rows) < len(groups[0]))
+    places = (places + torch.arange(len(places))[:, None] * num_rows).flatten()
+    return rows, places, columns, rewards, is_trained, compared
+
+
+def _lay_out_turns(
+    rollouts: Sequence[Rollout], shape: tuple[int, int], owners: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the turn of each token, int64 [B, T], and the reward of each turn at its last token, float32 [B, T]."""
+    turns, rewards = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    for row, rollout in enumerate(rollouts):
+        first = start = len(rollout.prompt_token_ids)
+        for turn, end in enumerate(rollout.turn_ends):
+            turns[row, start : first + end] = turn
+            start = first + end
+            if turn < len(rollout.turn_rewards) and start:
+                # At the last token written so far: a turn may be empty.
+                rewards[row, start - 1] += rollout.turn_rewards[turn]
+    if owners is not None:
+        # The tokens of branches have the advantage of the whole rollout.
+        turns[owners != torch.arange(len(owners))] = 0
+    return turns, rewards

@@ -12,10 +12,17 @@ from transformers import AutoConfig
 
 from vectorlm.errors import CheckpointError, ConfigError
 from vectorlm.report.card import card_of
-from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink, Sink
-from vectorlm.report.profile import ProfileSink, short_run
+from vectorlm.report.metrics import (
+    FanOut,
+    JsonlSink,
+    ProfileSink,
+    ProgressSink,
+    Sink,
+    open_trackers,
+    open_wandb,
+    short_run,
+)
 from vectorlm.report.runs import save_start
-from vectorlm.report.trackers import Guarded, WandbSink, open_trackers
 from vectorlm.rl.rewards.evaluation import Evaluator, Play
 from vectorlm.rl.rewards.function import RewardFunction
 from vectorlm.rl.rewards.registry import short_name
@@ -201,13 +208,12 @@ def _open_sinks(
     )
     progress = ProgressSink(num_steps, initial_step=first_step)
     sinks: list[Sink] = [JsonlSink(run.output / "metrics.jsonl", resume_step), progress]
-    trackers: list[Sink] = []
     plain = to_plain(run.config)
     if run.config.enable_wandb_logging:
         id_file = run.output / "wandb_id"
-        trackers.append(WandbSink(run.config.wandb_config, plain, id_file, resumption is not None))
-    trackers += open_trackers(run.config.trackers, run.output, plain, resume_step)
-    sinks += [Guarded(tracker, progress.say) for tracker in trackers]
+        is_resumed = resumption is not None
+        sinks.append(open_wandb(run.config.wandb_config, plain, id_file, is_resumed, progress.say))
+    sinks += open_trackers(run.config.trackers, run.output, plain, resume_step, progress.say)
     if num_traced := run.config.train_parameters.profile.profile_steps:
         sinks.append(
             ProfileSink(run.output, num_traced, timer=timer, initial_step=first_step, say=progress.say)

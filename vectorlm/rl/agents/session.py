@@ -290,7 +290,7 @@ def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
     while turn is not None:
         path.insert(0, turn)
         turn = turn.before
-    row = Rollout.begun(record, path[0].completion)
+    row = Rollout.from_completion(record, path[0].completion)
     for turn in path[1:]:
         row = row.continued(turn.added, turn.added_text, turn.completion)
     mask = list(row.policy_mask)

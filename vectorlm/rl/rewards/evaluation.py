@@ -123,7 +123,7 @@ class Evaluator:
         # With none, for the tasks alone, the engine is asked too: its update is due.
         sampled = sample_with_progress(self._turn.engine, prompts, what=what, is_on=self._lines is not None)
         for place, options in zip(places, sampled, strict=True):
-            found[place] = [Rollout.begun(self._prompt_records[place], each) for each in options]
+            found[place] = [Rollout.from_completion(self._prompt_records[place], each) for each in options]
         return [found[place] for place in range(len(found))]
 
     def _score(self, answers: Answers, of_source: Mapping[str, RewardFunction | None]) -> Results:

@@ -11,8 +11,7 @@ import torch
 from vectorlm.algorithms.reduce import masked_sum
 from vectorlm.data.encoding import shown_prompt
 from vectorlm.report.step_lines import StepLines, json_text
-from vectorlm.rl.batch import TrainBatch
-from vectorlm.rl.rollout import Rollout, RolloutGroup, kept_groups
+from vectorlm.rl.rollout import Rollout, RolloutGroup, TrainBatch, kept_groups
 from vectorlm.rl.rollouts.replay import record_of, row_of
 
 MAX_COLUMNS, MAX_COLUMN = 20, 200

@@ -90,7 +90,7 @@ class GroupSampler:
             params = {**self._params, "n": 1, "temperature": 0.0}
             alone = ask(asked(task.prompt_record), params)
             rollouts, (completion,) = await asyncio.gather(self._group(task, ask), alone)
-            group = SampledGroup(rollouts, Rollout.begun(task.prompt_record, completion))
+            group = SampledGroup(rollouts, Rollout.from_completion(task.prompt_record, completion))
         else:
             group = SampledGroup(await self._group(task, ask))
         if self.score is None:
@@ -113,7 +113,7 @@ class GroupSampler:
                 for index in range(size)
             )
         params = {**self._params, "n": size, "seed": self._draw_seed(task.position)}
-        return [Rollout.begun(record, each) for each in await ask(asked(record), params)]
+        return [Rollout.from_completion(record, each) for each in await ask(asked(record), params)]
 
     async def _play(self, task: Task, index: int, environment: HostedEnvironment, ask: Ask) -> Rollout:
         """Return one rollout with an environment, which is closed in any case."""
@@ -141,7 +141,7 @@ class GroupSampler:
                 "turn",
                 "Shorten the prompt and what reset() adds, or raise train_parameters.max_seq_len",
             ) from error
-        rollout = Rollout.begun(task.prompt_record, completion)
+        rollout = Rollout.from_completion(task.prompt_record, completion)
         prompt, tools = (prompt["prompt"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
         is_chat = is_messages(prompt)
         # What precedes the policy's message, and what it holds so far: what the prompt has begun, replies of text.

@@ -17,7 +17,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.ranks.topology import has_gpu
-from vectorlm.report.trackers import PACKAGES
+from vectorlm.report.metrics import TRACKERS
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.preflight.local_model import describe_absent, description_of, missing_weights, own_length
@@ -118,7 +118,7 @@ def package_problems(config: Config) -> Iterator[str]:
         fix = "Run `wandb login`, or set wandb_config.mode: offline."
         yield refuse(config, "enable_wandb_logging", f"needs a key for {host}", fix)
     for name, arguments in config.trackers.items():
-        path, package = f"trackers.{name}", PACKAGES.get(name)
+        path, package = f"trackers.{name}", TRACKERS.get(name)
         if name == "wandb":
             fix = "Set enable_wandb_logging and wandb_config."
             yield refuse(config, path, "has settings of its own", fix)
@@ -129,7 +129,7 @@ def package_problems(config: Config) -> Iterator[str]:
                 rule = f"cannot be made as NAME(config, **arguments): {error}"
                 yield refuse(config, path, rule, "Correct it.", arguments)
         elif package is None:
-            fix = nearest(name, PACKAGES) or f"Use {', '.join(PACKAGES)}, or file.py:NAME of your own."
+            fix = nearest(name, TRACKERS) or f"Use {', '.join(TRACKERS)}, or file.py:NAME of your own."
             yield refuse(config, path, "is not a tracker that exists", fix, arguments)
         elif not is_installed(package):
             fix = f"Run `pip install {package}`."

@@ -12,7 +12,7 @@ from vectorlm.errors import ConfigError, EngineError
 from vectorlm.packages import fields_of, is_installed
 from vectorlm.plugin import is_plugin, raised_at
 from vectorlm.ranks.topology import has_gpu
-from vectorlm.report.profile import short_run
+from vectorlm.report.metrics import short_run
 from vectorlm.report.runs import flat
 from vectorlm.rl.rewards.registry import short_name
 from vectorlm.runs.config.schema import Config
