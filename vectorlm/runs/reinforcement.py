@@ -217,7 +217,7 @@ def _teacher(run: Run, rl: RLSettings, policy: LanguageModel) -> Teacher | Serve
         return None
     if rl.teacher.model is None:
         # This imports the HTTP client, which other runs do without.
-        from vectorlm.sampling.backends.server.scoring import ScoringServer
+        from vectorlm.sampling.backends.server.client import ScoringServer
 
         assert rl.teacher.server is not None
         server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
