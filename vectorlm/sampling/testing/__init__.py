@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 from vectorlm.sampling.testing import answers, language, updates
-from vectorlm.sampling.testing import updates as trainers
 from vectorlm.sampling.testing.subject import EngineUnderTest
 from vectorlm.sampling.testing.updates import TrainerUnderTest
 
@@ -58,10 +57,11 @@ def _with_messages(check: Callable[[Any], None]) -> Callable[[Any], None]:
     return checked
 
 
-def _checks_of(module: ModuleType) -> tuple[Callable[[Any], None], ...]:
-    """Return the public functions of a module, in the order of its lines."""
-    functions = inspect.getmembers_static(module, inspect.isfunction)
-    own = [check for name, check in functions if check.__module__ == module.__name__ and name[0] != "_"]
+def _checks_of(module: ModuleType, subject: type = EngineUnderTest) -> tuple[Callable[[Any], None], ...]:
+    """Return the public functions of a module that take a `subject`, in the order of its lines."""
+    functions = [check for _, check in inspect.getmembers_static(module, inspect.isfunction)]
+    own = [check for check in functions if check.__annotations__.get("subject") == subject.__name__]
+    own = [check for check in own if check.__module__ == module.__name__ and check.__name__[0] != "_"]
     return tuple(map(_with_messages, sorted(own, key=lambda check: check.__code__.co_firstlineno)))
 
 
@@ -71,7 +71,7 @@ MODEL_CHECKS: tuple[Check, ...] = _checks_of(language)
 CHECKS: tuple[Check, ...] = (*_checks_of(answers), *MODEL_CHECKS, *_checks_of(updates))
 """All checks of an engine. The first needs a new engine; the last one closes it."""
 
-TRAINER_CHECKS: tuple[Callable[[TrainerUnderTest], None], ...] = _checks_of(trainers)
+TRAINER_CHECKS: tuple[Callable[[TrainerUnderTest], None], ...] = _checks_of(updates, TrainerUnderTest)
 """All checks of a trainer, in any order; all ranks call them."""
 
 
