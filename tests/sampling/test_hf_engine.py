@@ -177,7 +177,7 @@ def test_an_interrupted_call_leaves_nothing_under_way(engine):
 def test_a_batch_goes_on_from_an_interrupt_as_without_one(folder, monkeypatch, steps):
     """In a notebook `result` may be called again after Ctrl-C, and the batch may hold other requests."""
     monkeypatch.setattr(generation, "SLICE_TOKENS", 5)
-    shape, left = generation._SampleEach._shape, [steps]
+    shape, left = generation._Sampler._shape, [steps]
 
     def interrupted(*args):
         left[0] -= 1
@@ -188,7 +188,7 @@ def test_a_batch_goes_on_from_an_interrupt_as_without_one(folder, monkeypatch, s
     with HFEngine(folder) as engine:
         expected = engine.sample(PROMPTS, SAMPLED)
         batch = engine.submit(PROMPTS, SAMPLED)
-        monkeypatch.setattr(generation._SampleEach, "_shape", interrupted)
+        monkeypatch.setattr(generation._Sampler, "_shape", interrupted)
         with pytest.raises(KeyboardInterrupt):
             batch.result()
         found = batch.result()

@@ -173,7 +173,7 @@ def test_nonsense_in_place_of_completions_is_the_requests_error(server, odd):
     server.odd["/inference/v1/generate"] = odd
     (output,) = sample(backend)
     assert isinstance(output.error, EngineError)
-    assert "no answer of a vLLM server" in str(output.error)
+    assert "no vLLM server" in str(output.error)
     assert odd[:20] in str(output.error)
     server.odd.clear()
     assert sample(backend)[0].error is None
@@ -322,7 +322,7 @@ def test_whoever_connects_is_told_of_an_earlier_trainers_weights(server, monkeyp
         warnings.simplefilter("always", UserWarning)
 
         def is_told():
-            return any("samples from an earlier trainer's weights" in str(each.message) for each in caught)
+            return any("earlier trainer" in str(each.message) for each in caught)
 
         with SamplingEngine(".", **arguments) as engine:
             engine.wait_until_ready()

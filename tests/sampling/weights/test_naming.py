@@ -89,7 +89,7 @@ def wrap_by_fsdp1(topology, folder):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    with pytest.raises(WeightMismatch, match="use fully_shard"):
+    with pytest.raises(WeightMismatch, match="fully_shard"):
         trainer_tensors(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
 
 
