@@ -190,7 +190,7 @@ def workplace(tmp_path, monkeypatch):
     for page, name in (("own_reward", "my_rewards"), ("own_algorithm", "my_ranks")):
         (tmp_path / f"{name}.py").write_text(blocks(f"docs/howto/{page}.md", "python")[0])
     (tmp_path / "my_inference.py").write_text(
-        "from vectorlm.sampling.backends.transformers.backend import Transformers as MyInference\n"
+        "from vectorlm.sampling.backends.transformers import Transformers as MyInference\n"
     )
     return tmp_path
 

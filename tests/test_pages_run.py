@@ -180,7 +180,7 @@ def contracts(tmp_path):
     """A folder with what the pages about contracts name."""
     save_tiny_llama(tmp_path / "path/to/a/small/model", hidden_size=64)
     (tmp_path / "my_inference.py").write_text(
-        "from vectorlm.sampling.backends.transformers.backend import Transformers as MyInference\n"
+        "from vectorlm.sampling.backends.transformers import Transformers as MyInference\n"
     )
     return tmp_path
 

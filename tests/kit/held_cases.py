@@ -87,12 +87,13 @@ class Cases:
         finally:
             self.llm.reset_prefix_cache = reset
 
-    def held(self, manifest):
+    def parameter_sums(self, manifest):
         """Answer as a server does, over JSON."""
         worker = ServerExtension()
         worker.model_runner = self.runner
-        answer = json.loads(json.dumps(worker.vectorlm_ask("", "vectorlm_held", [to_wire(tuple(manifest))])))
-        return results_or_first_error([result_from_wire("vectorlm_held", answer)])
+        method, values = "vectorlm_parameter_sums", [to_wire(tuple(manifest))]
+        answer = json.loads(json.dumps(worker.vectorlm_ask("", method, values)))
+        return results_or_first_error([result_from_wire(method, answer)])
 
     def logprobs(self, rows):
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -138,7 +139,9 @@ def run(folder):
         )
     with cases.case("server that does not answer"):
         cases.generation(trained(folder), "server").sync_weights()
-    server = SimpleNamespace(held=cases.held, logprobs=cases.logprobs, max_model_len=lambda: 64)
+    server = SimpleNamespace(
+        parameter_sums=cases.parameter_sums, logprobs=cases.logprobs, max_model_len=lambda: 64
+    )
     verify.ScoringServer = lambda *args, **more: server
     with cases.case("server"):
         cases.generation(trained(folder), "server").sync_weights()
@@ -150,7 +153,7 @@ def run(folder):
         wider = trained(folder)
         wider.resize_token_embeddings(50)
         verify.verify_server("u", lambda: wider)
-    server.held = lambda manifest: None
+    server.parameter_sums = lambda manifest: None
     with cases.case("log-probabilities"):
         cases.found["log-probabilities"] = verify.verify_server("u", lambda: trained(folder))
     with cases.case("other log-probabilities"):

@@ -3,7 +3,7 @@ import pytest
 
 from vectorlm.errors import EngineError
 from vectorlm.runs.preflight.sampling import RULES, sampling_problems
-from vectorlm.sampling.backends.transformers.generation import NAMES, Parameters, read_parameters
+from vectorlm.sampling.backends.generation import NAMES, Parameters, read_parameters
 
 
 def test_what_is_not_named_has_vllms_default():

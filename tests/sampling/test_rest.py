@@ -173,6 +173,6 @@ def test_on_cuda_an_engine_outside_sleep_mode_says_how_to_build_it():
     engine = VllmOnCuda(sleep_mode=False)
     bed = CudaSleep(engine)
     rest = SleepState(bed.sleep, bed.wake_up)
-    with pytest.raises(EngineError, match="build SamplingEngine with enable_sleep_mode=True"):
+    with pytest.raises(EngineError, match="enable_sleep_mode=True"):
         rest.sleep(BOTH, 0)
     rest.check_sampling()

@@ -16,7 +16,7 @@ from vectorlm.cli import main
 from vectorlm.errors import ConfigError
 from vectorlm.sampling import verify
 
-OTHERS = "the engine does not hold these weights: it computes with parameters that none of them fills: "
+OTHERS = "the engine does not have these weights: no tensor fills these parameters: "
 FOUND = {
     "sync": "nothing",
     "sync of adapters": "nothing",
@@ -24,10 +24,10 @@ FOUND = {
     "head untied and equal": "nothing",
     "bias not sent": f"ChecksumMismatch: {OTHERS}['model.layers.1.self_attn.qkv_proj.bias'].",
     "stale head": f"ChecksumMismatch: {OTHERS}['lm_head.weight'].",
-    "bias not taken": "1 of 26 tensors have other numbers there: ['model.layers.1.self_attn.q_proj.bias'].",
-    "rounded": "1 of 26 tensors have other numbers there: ['model.layers.0.mlp.down_proj.weight'].",
+    "bias not taken": "1 of 26 tensors differ: ['model.layers.1.self_attn.q_proj.bias'].",
+    "rounded": "1 of 26 tensors differ: ['model.layers.0.mlp.down_proj.weight'].",
     "checkpoint": "the same weights, proven by the checksums of all 26 tensors, which it holds in float32",
-    "another checkpoint": "ChecksumMismatch: at u: the engine does not hold these weights: 26 of 26 tensors have",
+    "another checkpoint": "ChecksumMismatch: at u: the engine does not have these weights: 26 of 26 tensors differ",
     "other shapes": "WeightMismatch: at u: the trainer sends 'model.embed_tokens.weight' with shape (50, 64)",
     "log-probabilities": "probably the same weights, and not proven: the log-probabilities of 248 tokens differ by ",
     "other log-probabilities": "WeightMismatch: at u: the server computes with other weights: the log-probabilities",
@@ -40,7 +40,7 @@ FOUND = {
 def found(tmp_path_factory):
     pytest.importorskip("trl")
     folder = save_family(FAMILIES["Qwen2"], tmp_path_factory.mktemp("verify") / "model", tied=True)
-    command = [sys.executable, str(Path(__file__).with_name("held_cases.py")), str(folder)]
+    command = [sys.executable, str(Path(__file__).parents[1] / "kit/held_cases.py"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -73,7 +73,7 @@ def test_wrong_input_is_told_before_a_model_is_loaded(
 
 def test_a_model_with_adapters_is_refused(monkeypatch):
     model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules=["0"]))
-    server = SimpleNamespace(max_model_len=lambda: 64, held=lambda manifest: [])
+    server = SimpleNamespace(max_model_len=lambda: 64, parameter_sums=lambda manifest: [])
     monkeypatch.setattr(verify, "ScoringServer", lambda *args, **more: server)
     with pytest.raises(ConfigError, match=r"return model\.merge_and_unload\(\)"):
         verify.verify_server("u", lambda: model)

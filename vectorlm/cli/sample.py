@@ -138,7 +138,7 @@ def check_sampling(inference: str, params: Mapping[str, Any]) -> None:
     if inference == "vllm":
         raise_problems(list(sampling_problems(params)))
         return
-    from vectorlm.sampling.backends.transformers.generation import read_parameters
+    from vectorlm.sampling.backends.generation import read_parameters
 
     try:
         read_parameters(params)

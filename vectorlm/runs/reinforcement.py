@@ -228,7 +228,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         teacher = Teacher(policy, load_reference(read, run.load_sharded, num_logits(policy.model)))
     elif rl.teacher is not None and rl.teacher.server is not None:
         # This imports the HTTP client, which other runs do not need.
-        from vectorlm.sampling.backends.server.scoring import ScoringServer
+        from vectorlm.sampling.backends.server.client import ScoringServer
 
         teacher = ServerTeacher(ScoringServer(rl.teacher.server, rl.teacher.timeout_s).logprobs, run.topology)
     return RLModels(policy, policy_step, reference, critic, critic_step, teacher)

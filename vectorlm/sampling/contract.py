@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BACKENDS = {
     "vllm": "vectorlm.sampling.backends.vllm.backend:VLLM",
-    "transformers": "vectorlm.sampling.backends.transformers.backend:Transformers",
+    "transformers": "vectorlm.sampling.backends.transformers:Transformers",
     "server": "vectorlm.sampling.backends.server.backend:VLLMServer",
 }
 """The implementations of `Backend` in this library, by their names in `SamplingEngine` and configs."""

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.ranks.engine_ranks import results_or_first_error
-from vectorlm.sampling.backends.server.scoring import ScoringServer
+from vectorlm.sampling.backends.server.client import ScoringServer
 from vectorlm.sampling.backends.server.serve import TOKEN_VARIABLE
 from vectorlm.sampling.backends.vllm.extension import WeightExtension
-from vectorlm.sampling.weights.held import Held, require_held, sum_of
 from vectorlm.sampling.weights.model_tensors import adapter_prefixes, trainer_tensors
 from vectorlm.sampling.weights.module_source import manifest_of
 from vectorlm.sampling.weights.plan import TensorSpec
+from vectorlm.sampling.weights.receive import WorkerSums, require_same_weights, tensor_sum
 
 SENT_DTYPES = ("float32", "bfloat16", "float16")
 """What an engine may hold a tensor in."""
@@ -52,10 +52,10 @@ def verify_server(url: str, load: Callable[[], torch.nn.Module]) -> str:
         )
     manifest, tensors = manifest_of(model), trainer_tensors(model)
     try:
-        held = server.held(manifest)
+        held = server.parameter_sums(manifest)
         if held is None:
             return _by_logprobs(server, model, min(ROW_TOKENS, room - 1))
-        dtypes = require_held(manifest, lambda name, dtype: sum_of(tensors[name], dtype), held)
+        dtypes = require_same_weights(manifest, lambda name, dtype: tensor_sum(tensors[name], dtype), held)
     except WeightMismatch as error:
         raise type(error)(f"at {url}: {error}") from error
     kinds = ", ".join(sorted({*dtypes.values()}))
@@ -108,30 +108,30 @@ def verify_each_sync(trainer: Any) -> None:
         """Note what passes on its way: adapters are merged into the weights only for so long."""
         sent.clear()
         for name, tensor in iterate():
-            sums = {dtype: sum_of(tensor, dtype) for dtype in SENT_DTYPES}
+            sums = {dtype: tensor_sum(tensor, dtype) for dtype in SENT_DTYPES}
             sent[name] = TensorSpec(name, tuple(tensor.shape)), sums
             yield name, tensor
 
     def proven_sync() -> None:
         sync()
         manifest = [spec for spec, _ in sent.values()]
-        held: Sequence[Held] | None
+        held: Sequence[WorkerSums] | None
         if generation.mode == "colocate":
             worker: Any = WeightExtension()
             worker.model_runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
-            results = [worker.vectorlm_held(manifest)]
+            results = [worker.vectorlm_parameter_sums(manifest)]
             if generation.tensor_parallel_size > 1:
                 results *= generation.tensor_parallel_size
                 dist.all_gather_object(results, results[0], group=generation.tp_group)
             held = results_or_first_error(results)
         elif generation.accelerator.is_main_process:
-            held = ScoringServer(generation.vllm_client.base_url).held(manifest)
+            held = ScoringServer(generation.vllm_client.base_url).parameter_sums(manifest)
             if held is None:
                 raise ConfigError(
                     f"the server at {generation.vllm_client.base_url} gives no checksums: {HOW}."
                 )
         else:
             return
-        require_held(manifest, lambda name, dtype: sent[name][1].get(dtype), held)
+        require_same_weights(manifest, lambda name, dtype: sent[name][1].get(dtype), held)
 
     generation._iter_named_params, generation.sync_weights = noted, proven_sync

@@ -22,7 +22,7 @@ from vectorlm.runs.preflight.local_model import resolve_model
 from vectorlm.runs.preflight.memory import host_memory_bytes, memory_report, plan_of_config
 from vectorlm.runs.preflight.memory_plan import GIB
 from vectorlm.runs.start import open_engine, open_run
-from vectorlm.sampling.backends.transformers.backend import Transformers
+from vectorlm.sampling.backends.transformers import Transformers
 from vectorlm.sampling.backends.vllm.shim import default_arguments
 
 TEXT = """\

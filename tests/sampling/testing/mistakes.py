@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from vectorlm.sampling.backends.scripted import Scripted
-from vectorlm.sampling.backends.transformers.backend import Transformers
+from vectorlm.sampling.backends.transformers import Transformers
 
 
 class _ChangesAnswers(Transformers):

@@ -11,8 +11,8 @@ from vectorlm.data import encoding
 from vectorlm.errors import EngineTimeout, WeightMismatch
 from vectorlm.sampling import handle
 from vectorlm.sampling.backends import scripted
+from vectorlm.sampling.backends.generation import Parameters, SequenceState
 from vectorlm.sampling.backends.scripted import Scripted
-from vectorlm.sampling.backends.transformers.generation import Parameters, SequenceState
 from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.sampling.fake_engine import FakeEngine
 from vectorlm.sampling.handle import BatchHandle

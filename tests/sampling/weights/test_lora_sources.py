@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.ranks.topology import Topology
-from vectorlm.sampling.weights.arena import Arena, MappedArenas
+from vectorlm.sampling.weights.arena import Arena, MappedArenas, plain_slots
 from vectorlm.sampling.weights.inspection import checksum
-from vectorlm.sampling.weights.layout import plain_slots
 from vectorlm.sampling.weights.lora_source import adapter_source, lora_weight_sets, merged_source
 from vectorlm.sampling.weights.module_source import ModuleSource, manifest_of
 from vectorlm.sampling.weights.plan import Layout
@@ -161,7 +160,7 @@ def test_several_active_adapters_are_merged_together_and_disabled_ones_not_at_al
     sent = sent_by(merged_source(model, Topology()))
     for name, expected in merged.named_parameters():
         torch.testing.assert_close(sent[name], expected, rtol=1e-5, atol=1e-6, check_dtype=False, msg=name)
-    with pytest.raises(ConfigError, match="several active adapters, which vLLM's LoRA layers cannot compute"):
+    with pytest.raises(ConfigError, match="several active adapters"):
         adapter_source(model, Topology())
     base = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     with model.disable_adapter():
@@ -220,5 +219,5 @@ def test_adapters_merged_into_the_trainers_own_weights_are_refused(folder):
     model = adapted(folder, OPTIONS["plain"])
     model.merge_adapter()
     for source_of in (adapter_source, merged_source):
-        with pytest.raises(WeightMismatch, match=r"q_proj' are merged .* call unmerge_adapter\(\) before"):
+        with pytest.raises(WeightMismatch, match="unmerge_adapter"):
             source_of(model, Topology())

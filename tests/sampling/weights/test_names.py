@@ -38,5 +38,5 @@ def test_a_checkpoint_that_joins_parameters_is_refused(tmp_path, monkeypatch):
         return {"both": torch.cat([tensors["model.norm.weight"], tensors["model.norm.weight"]])}
 
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", join)
-    with pytest.raises(WeightMismatch, match="checkpoint's 'both' is made from several"):
+    with pytest.raises(WeightMismatch, match="'both'"):
         manifest_of(model)

@@ -5,9 +5,9 @@ import torch
 from receivers_here import receivers_of
 
 from vectorlm.errors import WeightMismatch
-from vectorlm.sampling.weights.layout import find_aliases, place_slots
+from vectorlm.sampling.weights.arena import find_aliases, place_slots
 from vectorlm.sampling.weights.plan import Piece, Slot, TensorSpec
-from vectorlm.sampling.weights.receive import HeldPieces, WorkerReceiver
+from vectorlm.sampling.weights.receive import PieceMap, WorkerReceiver
 from vectorlm.sampling.weights.record import Copy, LoadPlan, View, record_loading
 
 HIDDEN, Q, KV = 4, 6, 2
@@ -101,28 +101,23 @@ def test_rows_that_round_a_table_up_never_become_a_view_of_the_next_tensor():
 def test_a_tensor_that_is_used_in_part_is_refused():
     columns = [TensorSpec("columns", (3, HIDDEN))]
     # The loader keeps two of four columns, and nobody takes the others.
-    with pytest.raises(WeightMismatch, match=r"leaves 1 of them unused, whole or in part: columns \(3, 4\)"):
-        HeldPieces(columns, [load_plan_of(fused_model(), columns)])
+    with pytest.raises(WeightMismatch, match=r"columns \(3, 4\)"):
+        PieceMap(columns, [load_plan_of(fused_model(), columns)])
 
 
-def test_an_unknown_name_is_an_error_that_says_which():
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (TensorSpec("nobody", (1,)), r"'nobody'.*KeyError"),
+        (TensorSpec("q", (5, HIDDEN)), r"'q' .*\(5, 4\)"),
+        (TensorSpec("scaled", (3, 2)), "'scaled'"),
+    ],
+    ids=["unknown name", "wrong shape", "computed with"],
+)
+def test_a_tensor_that_the_loader_cannot_copy_is_refused_by_name(spec, text):
     parameters = fused_model()
-    with pytest.raises(
-        WeightMismatch, match=r"'nobody' with shape \(1,\), which the engine's loader rejects: KeyError"
-    ):
-        record_loading(loader_of(parameters), parameters, [TensorSpec("nobody", (1,))])
-
-
-def test_a_wrong_shape_is_an_error_that_says_which():
-    parameters = fused_model()
-    with pytest.raises(WeightMismatch, match=r"'q' with shape \(5, 4\), which the engine's loader rejects"):
-        record_loading(loader_of(parameters), parameters, [TensorSpec("q", (5, HIDDEN))])
-
-
-def test_a_tensor_that_the_loader_computes_with_is_refused():
-    parameters = fused_model()
-    with pytest.raises(WeightMismatch, match="computes with 'scaled' while loading it"):
-        record_loading(loader_of(parameters), parameters, [TensorSpec("scaled", (3, 2))])
+    with pytest.raises(WeightMismatch, match=text):
+        record_loading(loader_of(parameters), parameters, [spec])
 
 
 def negative_exponential_in_place(model, tensor):
@@ -247,7 +242,7 @@ def test_rows_that_round_a_vocabulary_up_need_no_weights_and_the_others_do():
     manifest = [TensorSpec("embed", (6, HIDDEN))]
     (copy,) = WorkerReceiver(RoundedUp(2)).describe(manifest).copies
     assert copy.parameter_view.count == 2 * HIDDEN
-    with pytest.raises(WeightMismatch, match=r"leave 1 of them unfilled, .*: \['embed.weight'\]"):
+    with pytest.raises(WeightMismatch, match=r"'embed\.weight'"):
         WorkerReceiver(RoundedUp(1)).describe(manifest)
 
 
@@ -257,5 +252,5 @@ def test_a_layer_that_the_engine_rearranges_is_refused():
 
     model = torch.nn.Linear(2, 2)
     model.quant_method = Fp8LinearMethod()
-    with pytest.raises(WeightMismatch, match=r"vLLM rearranges the weights of Linear \(Fp8LinearMethod\)"):
+    with pytest.raises(WeightMismatch, match="Fp8LinearMethod"):
         receivers_of(model)

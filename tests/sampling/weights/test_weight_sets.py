@@ -13,9 +13,8 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import messages
 from vectorlm.sampling.hot_swap import HotSwap
 from vectorlm.sampling.settings import EngineSettings
-from vectorlm.sampling.weights.arena import Arena
+from vectorlm.sampling.weights.arena import Arena, plain_slots
 from vectorlm.sampling.weights.inspection import checksum
-from vectorlm.sampling.weights.layout import plain_slots
 from vectorlm.sampling.weights.plan import Layout
 
 BASE_BYTES, ADAPTER_BYTES = 2 * 9 * 4, 2 * 3 * 4

@@ -271,7 +271,7 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         yield from sampling_problems(parameters, path, config.origins)
     if sampler.engine.inference == "transformers":
         # This imports torch, which the check for other engines does without.
-        from vectorlm.sampling.backends.transformers.generation import read_parameters
+        from vectorlm.sampling.backends.generation import read_parameters
 
         for path, parameters in given.items():
             try:

@@ -86,7 +86,7 @@ def check_teacher(config: Config) -> None:
         difference = tokenizer_difference(policy, load_tokenizer(rl.teacher.model))
     elif rl.teacher.server is not None:
         # This imports the HTTP client, which other checks do without.
-        from vectorlm.sampling.backends.server.scoring import ScoringServer
+        from vectorlm.sampling.backends.server.client import ScoringServer
 
         server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
         longest = config.train_parameters.max_seq_len

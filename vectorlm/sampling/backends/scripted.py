@@ -1,4 +1,4 @@
-"""An engine that answers by a script, for the tests of training loops."""
+"""The backend of `FakeEngine`: it answers by a script, for tests of training loops."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vectorlm.errors import EngineError
-from vectorlm.sampling.backends.plain_weights import PlainWeights
-from vectorlm.sampling.backends.transformers.generation import Parameters, read_parameters
+from vectorlm.sampling.backends.generation import Parameters, read_parameters
 from vectorlm.sampling.contract import RequestOutput
+from vectorlm.sampling.weights.copy_list import PlainWeights
 from vectorlm.sampling.weights.plan import Layout, TensorSpec
 from vectorlm.types import Completion
 
-if TYPE_CHECKING:
-    pass
-
 UNCUT = Parameters(max_tokens=None)
-"""Without `max_tokens` an answer keeps its length."""
+"""The default parameters: answers keep their length."""
 
 
 @dataclass
@@ -30,14 +27,14 @@ class _Request:
 
 
 class Characters:
-    """The tokenizer of `Scripted`: a token is a character, and its chat template joins what the messages say."""
+    """The tokenizer of `Scripted`: a token is a code point, a chat the joined contents of its messages."""
 
     def encode(self, text: str) -> list[int]:
         """Return the code points of a text."""
         return list(map(ord, text))
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **how: Any) -> dict[str, list[int]]:
-        """Return the code points of all contents, one after the other."""
+        """Return the code points of the contents of all messages."""
         return {"input_ids": self.encode("".join(message["content"] for message in messages))}
 
 
@@ -46,7 +43,7 @@ class Scripted:
 
     receiver = "live"
     vocab_size = sys.maxunicode + 1
-    """A token is a character."""
+    """A token is a code point."""
     tokenizer = Characters()
 
     def __init__(
@@ -60,11 +57,21 @@ class Scripted:
         step_s: float = 0.0,
         failures: dict[str, Exception] | None = None,
     ) -> None:
-        """Take the script; `model` and `receiver` are ignored, and the other arguments are those of `FakeEngine`.
+        """Set the script; the arguments are those of `FakeEngine`, `model` and `receiver` are ignored.
 
-        In one poll the oldest `max_num_seqs` requests take a step, which takes `step_s` seconds.
+        Every poll takes `step_s` seconds and advances the oldest `max_num_seqs` requests by one step.
         """
-        self._answer = answers if callable(answers) else _in_turn(answers)
+        if callable(answers):
+            self._answer = answers
+        else:
+            remaining = iter(answers)
+
+            def next_answer(prompt: str, version: int) -> str:
+                for text in remaining:
+                    return text
+                raise EngineError(f"answers: the script has no answer left for {prompt!r}.")
+
+            self._answer = next_answer
         self._num_steps, self._step_s = num_steps, step_s
         self._failures = {} if failures is None else failures
         self._requests: dict[str, _Request] = {}
@@ -80,7 +87,7 @@ class Scripted:
         self._requests[name] = _Request(prompt, parameters, self._num_steps)
 
     def poll(self) -> list[RequestOutput]:
-        """Take one step; return the finished requests."""
+        """Advance requests by one step; return those that are finished."""
         self.progress += bool(self._requests)
         time.sleep(self._step_s)
         outputs = []
@@ -92,34 +99,34 @@ class Scripted:
         return outputs
 
     def cancel(self, names: Iterable[str]) -> None:
-        """Forget requests."""
+        """Drop requests."""
         for name in names:
             self._requests.pop(name, None)
 
     def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, weight_set: str) -> Layout:
-        """Give every tensor a slot; any model fits."""
+        """Give every tensor a slot; any model is accepted."""
         return self._weights.connect(manifest, arena_path, weight_set)
 
     def pause(self) -> None:
-        """Raise the error that `failures` has for an update."""
+        """Raise the error of `failures` for an update, if there is one."""
         self._fail("update")
 
     def load(
         self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
     ) -> float:
-        """Take the new version, and prove that the arena holds what was sent."""
+        """Set the new version and compare the arena with the checksums."""
         load_s = self._weights.load(checksums)
         self.version = version
         return load_s
 
     def resume(self) -> None:
-        """Do nothing: the next `poll` goes on."""
+        """Do nothing: the next `poll` continues."""
 
     def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
         """Do nothing: there is no memory to free."""
 
     def wake_up(self, parts: frozenset[str]) -> None:
-        """Do nothing: there is no memory to take back."""
+        """Do nothing: there is no memory to allocate."""
 
     def close(self) -> None:
         """Close the arena."""
@@ -134,28 +141,13 @@ class Scripted:
             answer = self._answer("".join(map(chr, request.prompt)), self.version)
         except EngineError as error:
             return RequestOutput(name, (), error=error)
-        completion = _completion(request.prompt, answer, self.version, request.parameters)
+        text = answer[: request.parameters.max_tokens]
+        completion = Completion(
+            prompt_token_ids=tuple(request.prompt),
+            token_ids=tuple(map(ord, text)),
+            sampler_logprobs=() if request.parameters.logprobs is None else (-1.0,) * len(text),
+            versions=(self.version,) * len(text),
+            text=text,
+            finish_reason="stop" if text == answer else "length",
+        )
         return RequestOutput(name, [completion] * request.parameters.n)
-
-
-def _in_turn(answers: Sequence[str]) -> Callable[[str, int], str]:
-    left = iter(answers)
-
-    def answer(prompt: str, version: int) -> str:
-        for text in left:
-            return text
-        raise EngineError(f"the script has no answer left for {prompt!r}.")
-
-    return answer
-
-
-def _completion(prompt: Sequence[int], answer: str, version: int, parameters: Parameters) -> Completion:
-    text = answer[: parameters.max_tokens]
-    return Completion(
-        prompt_token_ids=tuple(prompt),
-        token_ids=tuple(map(ord, text)),
-        sampler_logprobs=() if parameters.logprobs is None else (-1.0,) * len(text),
-        versions=(version,) * len(text),
-        text=text,
-        finish_reason="stop" if text == answer else "length",
-    )

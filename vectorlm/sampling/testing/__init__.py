@@ -1,4 +1,4 @@
-"""The checks of the contracts; docs/howto/own_backend.md and docs/contracts.md show how to run them on yours."""
+"""Checks of the contracts. docs/howto/own_backend.md and docs/contracts.md show how to run them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 from vectorlm.sampling.testing import answers, language, updates
-from vectorlm.sampling.testing import updates as trainers
 from vectorlm.sampling.testing.subject import EngineUnderTest
 from vectorlm.sampling.testing.updates import TrainerUnderTest
 
@@ -27,55 +26,53 @@ __all__ = [
 ]
 
 Check = Callable[[EngineUnderTest], None]
-"""Raises `AssertionError` where the engine breaks the contract; all ranks call it."""
+"""A function that raises `AssertionError` if the engine breaks the contract; all ranks call it."""
 
 _SHOWN_CHARACTERS = 200
 
 
-def _speaking(check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return `check` with a text in each of its errors: outside pytest a bare `assert` has none."""
+def _with_messages(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Add the failed line and its values to errors of `check`: outside pytest a bare `assert` has no message."""
 
     @functools.wraps(check)
-    def speaks(subject: Any) -> None:
+    def checked(subject: Any) -> None:
         try:
             check(subject)
         except AssertionError as error:
             if str(error):
                 raise
-            raise AssertionError(_failed_line(error)) from error
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            first = place.lineno or 0
+            lines = range(first, (place.end_lineno or first) + 1)
+            source = " ".join(linecache.getline(place.filename, line).strip() for line in lines)
+            # Without the subject, which has whole engines in its repr.
+            values = [
+                f"{name} = {repr(value)[:_SHOWN_CHARACTERS]}"
+                for name, value in frame.f_locals.items()
+                if name != "subject" and re.search(rf"\b{name}\b", source)
+            ]
+            raise AssertionError("; ".join([source, *values])) from error
 
-    return speaks
-
-
-def _failed_line(error: AssertionError) -> str:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    first = place.lineno or 0
-    lines = [
-        linecache.getline(place.filename, line) for line in range(first, (place.end_lineno or first) + 1)
-    ]
-    source = " ".join(line.strip() for line in lines)
-    # The subject holds whole engines, and everybody knows it.
-    names = [name for name in frame.f_locals if name != "subject" and re.search(rf"\b{name}\b", source)]
-    values = [f"{name} = {repr(frame.f_locals[name])[:_SHOWN_CHARACTERS]}" for name in names]
-    return "; ".join([source, *values])
+    return checked
 
 
-def _checks_of(module: ModuleType) -> tuple[Callable[[Any], None], ...]:
-    """Return the public functions of a module, in the order of its lines."""
-    functions = inspect.getmembers_static(module, inspect.isfunction)
-    own = [check for name, check in functions if check.__module__ == module.__name__ and name[0] != "_"]
-    return tuple(map(_speaking, sorted(own, key=lambda check: check.__code__.co_firstlineno)))
+def _checks_of(module: ModuleType, subject: type = EngineUnderTest) -> tuple[Callable[[Any], None], ...]:
+    """Return the public functions of a module that take a `subject`, in the order of its lines."""
+    functions = [check for _, check in inspect.getmembers_static(module, inspect.isfunction)]
+    own = [check for check in functions if check.__annotations__.get("subject") == subject.__name__]
+    own = [check for check in own if check.__module__ == module.__name__ and check.__name__[0] != "_"]
+    return tuple(map(_with_messages, sorted(own, key=lambda check: check.__code__.co_firstlineno)))
 
 
 MODEL_CHECKS: tuple[Check, ...] = _checks_of(language)
-"""The checks that a scripted engine cannot pass."""
+"""The checks that need a model; a scripted engine cannot pass them."""
 
 CHECKS: tuple[Check, ...] = (*_checks_of(answers), *MODEL_CHECKS, *_checks_of(updates))
-"""All checks of an engine. The first needs a fresh engine, and the last closes it."""
+"""All checks of an engine. The first needs a new engine; the last one closes it."""
 
-TRAINER_CHECKS: tuple[Callable[[TrainerUnderTest], None], ...] = _checks_of(trainers)
-"""All checks of a trainer, in any order; all ranks call each."""
+TRAINER_CHECKS: tuple[Callable[[TrainerUnderTest], None], ...] = _checks_of(updates, TrainerUnderTest)
+"""All checks of a trainer, in any order; all ranks call them."""
 
 
 def run_checks(subject: EngineUnderTest, checks: Sequence[Check] = CHECKS) -> None:
@@ -86,6 +83,6 @@ def run_checks(subject: EngineUnderTest, checks: Sequence[Check] = CHECKS) -> No
     """
     for check in checks:
         try:
-            _speaking(check)(subject)
+            _with_messages(check)(subject)
         except Exception as error:
             raise AssertionError(f"{check.__name__}: {type(error).__name__}: {error}") from error

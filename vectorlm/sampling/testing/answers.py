@@ -1,4 +1,4 @@
-"""What an engine must guarantee for `sample`, `submit`, `poll` and the handles."""
+"""Checks of `sample`, `submit`, `poll` and the handles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 
 
 def before_any_update_the_version_is_minus_one(subject: EngineUnderTest) -> None:
-    """-1 stands for the checkpoint."""
+    """-1 is the version of the checkpoint."""
     assert subject.engine.version == -1
     assert set(subject.engine.sample(PROMPTS, GREEDY)[0][0].versions) == {-1}
 
@@ -48,13 +48,13 @@ def every_prompt_is_answered_in_its_place(subject: EngineUnderTest) -> None:
 
 
 def n_completions_come_for_each_prompt(subject: EngineUnderTest) -> None:
-    """As many as `n` asks for."""
+    """A prompt gets `n` completions."""
     answers = subject.engine.sample(PROMPTS, {**SAMPLED, "n": 3})
     assert [len(each) for each in answers] == [3, 3, 3]
 
 
 def logprobs_come_where_they_are_asked_for(subject: EngineUnderTest) -> None:
-    """One log-probability for each token, or none."""
+    """There is one log-probability per token, or none."""
     (scored,), (bare,) = subject.engine.sample([[2, 3], [4]], [{**SAMPLED, "logprobs": 0}, SAMPLED])
     assert len(scored.sampler_logprobs) == len(scored.token_ids)
     assert all(type(logprob) is float and logprob <= 0 for logprob in scored.sampler_logprobs)
@@ -80,7 +80,7 @@ def one_string_is_one_prompt(subject: EngineUnderTest) -> None:
 
 
 def parameters_may_be_given_for_each_prompt(subject: EngineUnderTest) -> None:
-    """A list has one entry per prompt; another length is refused."""
+    """A list has one entry per prompt; another length raises."""
     (short,), (long,) = subject.engine.sample([[2], [3]], [{**GREEDY, "max_tokens": 2}, GREEDY])
     assert len(short.token_ids) == 2 < len(long.token_ids)
     assert short.finish_reason == "length"
@@ -89,7 +89,7 @@ def parameters_may_be_given_for_each_prompt(subject: EngineUnderTest) -> None:
 
 
 def every_token_carries_the_version_that_sampled_it(subject: EngineUnderTest) -> None:
-    """One version for each token."""
+    """There is one version per token."""
     trained, _ = subject.models()
     subject.engine.update(trained, step := subject.next_step)
     for (completion,) in subject.engine.sample(PROMPTS, GREEDY):
@@ -97,7 +97,7 @@ def every_token_carries_the_version_that_sampled_it(subject: EngineUnderTest) ->
 
 
 def an_unknown_parameter_is_refused_by_name(subject: EngineUnderTest) -> None:
-    """No parameter is ignored, and the engine goes on."""
+    """No parameter is ignored, and the engine continues."""
     with raises(EngineError, saying="temprature"):
         subject.engine.sample([[2]], {**GREEDY, "temprature": 1.0})
     assert subject.engine.sample([[2]], GREEDY)
@@ -113,7 +113,7 @@ def errors_cross_process_borders_unchanged(subject: EngineUnderTest) -> None:
 
 
 def a_submitted_batch_gives_what_sample_gives(subject: EngineUnderTest) -> None:
-    """The result is the same, and the same again."""
+    """The result is the same, also on a second call."""
     expected = subject.engine.sample(PROMPTS, GREEDY)
     handle = subject.engine.submit(PROMPTS, GREEDY)
     assert handle.result() == expected
@@ -132,7 +132,7 @@ def done_becomes_true_by_asking(subject: EngineUnderTest) -> None:
 
 
 def poll_returns_each_finished_handle_once_in_order(subject: EngineUnderTest) -> None:
-    """They are the objects that `submit_many` returned, whether or not `poll` waits."""
+    """They are the handles of `submit_many`, whether `poll` waits or not."""
     handles = subject.engine.submit_many([([prompt], GREEDY) for prompt in PROMPTS])
     found: list[object] = []
 
@@ -184,7 +184,7 @@ def cancelled_requests_raise_and_leave_the_others_alone(subject: EngineUnderTest
 
 
 def cancelled_requests_hold_nobody_up(subject: EngineUnderTest) -> None:
-    """Forty times as many as the next ones are cancelled, and these take less than ten times as long as alone."""
+    """After 40 times as many cancelled requests, the next ones take less than ten times as long as alone."""
     start = time.monotonic()
     subject.engine.sample(PROMPTS, LONG)
     alone_s = max(gather(subject.topology, time.monotonic() - start))
@@ -198,13 +198,13 @@ def cancelled_requests_hold_nobody_up(subject: EngineUnderTest) -> None:
 
 
 def every_rank_gets_the_same_answers(subject: EngineUnderTest) -> None:
-    """Also when they are random."""
+    """This includes random answers."""
     answers = subject.engine.sample(PROMPTS, {**SAMPLED, "seed": None, "n": 2, "logprobs": 0})
     assert all(theirs == answers for theirs in gather(subject.topology, answers))
 
 
 def every_rank_gets_the_answers_to_its_own_prompts(subject: EngineUnderTest) -> None:
-    """Ranks may have different numbers of prompts, and none."""
+    """Ranks may have different numbers of prompts, also none."""
     rank, world_size = subject.topology.rank, subject.topology.world_size
     for num_prompts in (rank, world_size - 1 - rank, 3):
         prompts = [[2 + rank, 3 + index] for index in range(num_prompts)]
@@ -216,7 +216,7 @@ def every_rank_gets_the_answers_to_its_own_prompts(subject: EngineUnderTest) -> 
 
 
 def every_rank_samples_its_own_prompts_in_its_own_way(subject: EngineUnderTest) -> None:
-    """`sample_sharded` takes each rank's own parameters, one for all prompts or one each."""
+    """`sample_sharded` takes each rank's own parameters, for all prompts or one per prompt."""
     num_tokens = 2 + subject.topology.rank
     short, long = ({**GREEDY, "max_tokens": number} for number in (num_tokens, 8))
     answers = subject.engine.sample_sharded([[2], [3]], [short, long])
@@ -226,7 +226,7 @@ def every_rank_samples_its_own_prompts_in_its_own_way(subject: EngineUnderTest) 
 
 
 def ranks_must_agree_on_the_prompts(subject: EngineUnderTest) -> None:
-    """Every rank raises, naming the rank that differs; the engine goes on."""
+    """Every rank raises and names the rank that differs; the engine continues."""
     if subject.topology.world_size == 1:
         return
     mine = [[2, 3 + subject.topology.rank]]

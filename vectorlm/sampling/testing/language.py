@@ -1,4 +1,4 @@
-"""What shows that an engine's answers are its model's. A scripted engine cannot pass these checks."""
+"""Checks that an engine's answers are its model's. A scripted engine cannot pass them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SHAPES: tuple[Mapping[str, float], ...] = (
     {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05, "repetition_penalty": 1.3},
     {"temperature": 0.0, "repetition_penalty": 1.3, "n": 1},
 )
-"""What a token is drawn from, in all the ways that change it."""
+"""Sampling parameters, each of which changes the sampling distribution."""
 FILLS_A_BLOCK = [2 + place % 9 for place in range(40)]
-"""A prompt that a prefix cache keeps."""
+"""A prompt long enough for a prefix cache."""
 
 
 def greedy_tokens_are_the_models_likeliest(subject: EngineUnderTest) -> None:
-    """By a plain forward pass over prompt and completion; near ties may go either way."""
+    """A plain forward pass over prompt and completion agrees, except for near ties."""
     plain = _load(subject, 10)
     for (completion,) in subject.engine.sample(PROMPTS, GREEDY):
         logprobs = subject.logits(plain, completion).log_softmax(-1)
@@ -38,7 +38,7 @@ def greedy_tokens_are_the_models_likeliest(subject: EngineUnderTest) -> None:
 
 
 def logprobs_are_the_models_own(subject: EngineUnderTest) -> None:
-    """Of what was drawn from: after penalties, temperature and cuts; after an update, of the new weights."""
+    """They are of the sampling distribution, after penalties, temperature and cuts, and of the present weights."""
     for seed, shapes in ((11, SHAPES[:1]), (12, SHAPES)):
         plain = _load(subject, seed)
         for shape in shapes:
@@ -48,7 +48,7 @@ def logprobs_are_the_models_own(subject: EngineUnderTest) -> None:
 
 
 def tokens_are_of_the_weights_that_they_name(subject: EngineUnderTest) -> None:
-    """Also in flight: what goes on after `recompute` is of the new weights alone, with the cache behind it."""
+    """Also in flight: after `recompute`, tokens and cache are of the new weights only."""
     old, step = _load(subject, 14), subject.engine.version
     trained, new = subject.models(15)
     handle = subject.engine.submit(PROMPTS, {**SCORED, "max_tokens": 40})
@@ -67,7 +67,7 @@ def tokens_are_of_the_weights_that_they_name(subject: EngineUnderTest) -> None:
 
 
 def a_prompt_is_answered_as_if_it_were_alone(subject: EngineUnderTest) -> None:
-    """Neighbours and padding change nothing but round-off."""
+    """Other prompts and padding change only round-off."""
     plain = _load(subject, 13)
     for prompt, completions in zip(PROMPTS, subject.engine.sample(PROMPTS, SCORED), strict=True):
         alone = subject.engine.sample([prompt], SCORED)[0]
@@ -77,14 +77,14 @@ def a_prompt_is_answered_as_if_it_were_alone(subject: EngineUnderTest) -> None:
 
 
 def seeds_and_completions_differ(subject: EngineUnderTest) -> None:
-    """Different seeds draw differently, and so do the completions of one seed."""
+    """Different seeds give different completions, and so does one seed within a prompt."""
     many = {**SAMPLED, "n": 4, "temperature": 2.0}
     one, other = (subject.engine.sample([[2]], {**many, "seed": seed})[0] for seed in (1, 2))
     assert len({completion.token_ids for completion in one + other}) > 4
 
 
 def the_token_limit_is_kept(subject: EngineUnderTest) -> None:
-    """Exactly `max_tokens`, because nothing else ends these completions."""
+    """A completion has exactly `max_tokens`, because nothing else ends it."""
     for max_tokens in (1, NUM_TOKENS, 40):
         (completion,) = subject.engine.sample([[2, 3]], {**GREEDY, "max_tokens": max_tokens})[0]
         assert len(completion.token_ids) == max_tokens
@@ -92,7 +92,7 @@ def the_token_limit_is_kept(subject: EngineUnderTest) -> None:
 
 
 def a_stop_token_ends_the_completion(subject: EngineUnderTest) -> None:
-    """It is the last token, it is not in the text, and `min_tokens` delays it."""
+    """The stop token is the last token, it is not in the text, and `min_tokens` delays it."""
     free = subject.engine.sample([[2, 3]], {**GREEDY, "max_tokens": 20})[0][0]
     stop = free.token_ids[2]
     first = free.token_ids.index(stop)
@@ -107,7 +107,7 @@ def a_stop_token_ends_the_completion(subject: EngineUnderTest) -> None:
 
 
 def a_stop_string_ends_the_text(subject: EngineUnderTest) -> None:
-    """The text ends before it, or after it if it is included; the tokens end with it."""
+    """The text ends before the string, or after it if it is included; the tokens end with it."""
     free = subject.engine.sample([[2, 3]], {**GREEDY, "max_tokens": 20})[0][0]
     stop = free.text[len(free.text) // 2 :][:2]
     place = free.text.index(stop)
@@ -121,7 +121,7 @@ def a_stop_string_ends_the_text(subject: EngineUnderTest) -> None:
 
 
 def text_and_chat_become_the_tokenizers_tokens(subject: EngineUnderTest) -> None:
-    """Text with the tokenizer's special tokens; chat by its template, if the folder has one."""
+    """Text gets the tokenizer's special tokens, chat its template, if the folder has one."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(subject.model_path)
@@ -146,7 +146,7 @@ def _gaps(
     completion: Completion,
     shape: Mapping[str, float] = SHAPES[0],
 ) -> list[float]:
-    """Return how far each log-probability is from that of the model; rounding may decide at the edge of a cut."""
+    """Return the distance of each log-probability from the model's; a token at the edge of a cut may be kept or not."""
     gaps = []
     rows = zip(
         subject.logits(plain, completion), completion.token_ids, completion.sampler_logprobs, strict=True

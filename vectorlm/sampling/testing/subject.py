@@ -24,22 +24,22 @@ SAMPLED = {**GREEDY, "temperature": 1.0, "seed": 7}
 
 @dataclass
 class EngineUnderTest:
-    """What the checks run on: one engine that all of them share, in order."""
+    """The engine under test; all checks share it, in order."""
 
     engine: Engine
     """The engine, before any update."""
     model_path: str | Path
     """The engine's model folder: a causal language model of at least 12 tokens and 64 positions."""
     logprob_tolerance: float = 1e-3
-    """Largest difference between log-probabilities of engine and model; raise it for engines in 16 bits."""
+    """Largest difference between log-probabilities of engine and model; increase it for engines in 16 bits."""
     topology: Topology = field(default_factory=Topology.from_environment)
-    """This rank's place; with several ranks the default process group must exist."""
+    """This rank's place; several ranks need the default process group."""
     fresh: Callable[[str], AbstractContextManager[Engine]] | None = None
-    """Start another engine of this kind on a model folder; None leaves out the comparison with a fresh engine."""
+    """A function that starts another engine of this kind on a model folder; None skips the comparison with it."""
 
     @contextmanager
     def kept_busy(self) -> Iterator[None]:
-        """Keep the engine busy: requests of a check must be in flight however fast the engine is."""
+        """Keep the engine busy, so that requests of a check stay in flight even on a fast engine."""
         handle = self.engine.submit(PROMPTS * 40, {**GREEDY, "max_tokens": 40, "n": 8, "temperature": 1.0})
         try:
             yield
@@ -49,13 +49,13 @@ class EngineUnderTest:
 
     @property
     def next_step(self) -> int:
-        """A training step that the engine has not seen."""
+        """The next training step."""
         return self.engine.version + 1
 
     def models(self, seed: int = 0) -> tuple[Any, Any]:
-        """Return the model as a trainer has it, sharded on several ranks, and a plain copy.
+        """Return a trainer's model, sharded on several ranks, and a plain copy.
 
-        Both have the checkpoint's weights plus noise, so that no two seeds give the same answers.
+        Both have the checkpoint's weights plus noise of `seed`, so that different seeds give different answers.
         """
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoModelForCausalLM
@@ -99,7 +99,7 @@ class EngineUnderTest:
 
 @contextmanager
 def raises(*kinds: type[Exception], saying: str = "") -> Iterator[list[Exception]]:
-    """Fail unless the block raises one of `kinds` with `saying` in its text; the list receives the error."""
+    """Fail unless the block raises one of `kinds` with `saying` in its text; yield a list that receives the error."""
     caught: list[Exception] = []
     try:
         yield caught

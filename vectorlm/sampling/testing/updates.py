@@ -1,4 +1,4 @@
-"""What an engine must guarantee for `update`, `sleep`, `wake_up` and `close`."""
+"""Checks of `update`, `sleep`, `wake_up` and `close`, and of trainers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from vectorlm.ranks.engine_ranks import gather
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.contract import Trainer
 from vectorlm.sampling.testing.subject import GREEDY, PROMPTS, SAMPLED, EngineUnderTest, raises
-from vectorlm.sampling.weights.arena import Arena
+from vectorlm.sampling.weights.arena import Arena, plain_slots
 from vectorlm.sampling.weights.inspection import checksum
-from vectorlm.sampling.weights.layout import plain_slots
 from vectorlm.sampling.weights.module_source import ModuleSource
 from vectorlm.sampling.weights.plan import Layout, dtype_of
 
@@ -39,7 +38,7 @@ def an_update_brings_its_version_and_other_answers(subject: EngineUnderTest) -> 
 
 
 def an_updated_engine_answers_as_a_fresh_one(subject: EngineUnderTest) -> None:
-    """Tokens and log-probabilities have the bits of an engine that was started with the weights of the update."""
+    """Tokens and log-probabilities equal those of an engine started with the new weights, bit for bit."""
     if subject.fresh is None:
         return
     trained, plain = subject.models(20)
@@ -53,7 +52,7 @@ def an_updated_engine_answers_as_a_fresh_one(subject: EngineUnderTest) -> None:
 
 
 def the_same_step_moves_nothing(subject: EngineUnderTest) -> None:
-    """A model that has not changed is sent once; another model is sent, whatever its step."""
+    """An unchanged model is sent once; another model is always sent."""
     trained, _ = subject.models(3)
     subject.engine.update(trained, step := subject.next_step)
     before = subject.engine.sample(PROMPTS, GREEDY)
@@ -73,7 +72,7 @@ def a_negative_step_is_refused(subject: EngineUnderTest) -> None:
 
 
 def another_model_is_refused_and_the_engine_keeps_its_weights(subject: EngineUnderTest) -> None:
-    """The text names the tensor; nothing has changed."""
+    """The error names the tensor; nothing has changed."""
     trained, _ = subject.models(5)
     subject.engine.update(trained, step := subject.next_step)
     before = subject.engine.sample(PROMPTS, GREEDY)
@@ -87,7 +86,7 @@ def another_model_is_refused_and_the_engine_keeps_its_weights(subject: EngineUnd
 
 
 def weights_that_do_not_arrive_are_noticed(subject: EngineUnderTest) -> None:
-    """The engine holds other tensors than the checksums are of, and samples nothing until the next update."""
+    """If tensors and checksums differ, the engine samples nothing until the next update."""
     trained, _ = subject.models(5)
     source, step = _Miscounted(trained, subject.topology), subject.next_step
     with raises(ChecksumMismatch):
@@ -99,7 +98,7 @@ def weights_that_do_not_arrive_are_noticed(subject: EngineUnderTest) -> None:
 
 
 def an_update_is_refused_while_requests_are_in_flight(subject: EngineUnderTest) -> None:
-    """By default; the requests end as without it."""
+    """This is the default; the requests end normally."""
     trained, _ = subject.models(6)
     subject.engine.update(trained, step := subject.next_step)
     expected, other = subject.engine.sample(PROMPTS, LONG), subject.models(7)[0]
@@ -128,7 +127,7 @@ def an_update_that_drains_waits_for_requests_in_flight(subject: EngineUnderTest)
 
 
 def requests_in_flight_go_on_with_the_new_weights(subject: EngineUnderTest) -> None:
-    """Each token says which weights sampled it; an engine that cannot do this refuses and changes nothing."""
+    """Every token has the version that sampled it; an engine without this feature raises and changes nothing."""
     for in_flight in ("keep", "recompute"):
         trained, _ = subject.models(6)
         subject.engine.update(trained, step := subject.next_step)
@@ -156,7 +155,7 @@ def ranks_must_agree_on_the_step(subject: EngineUnderTest) -> None:
 
 
 def an_engine_that_sleeps_samples_nothing(subject: EngineUnderTest) -> None:
-    """No call samples."""
+    """All calls that sample raise."""
     subject.engine.sleep()
     subject.engine.sleep()
     with raises(EngineError, saying="wake_up"):
@@ -170,7 +169,7 @@ def an_engine_that_sleeps_samples_nothing(subject: EngineUnderTest) -> None:
 
 
 def weights_that_slept_hold_nothing_until_an_update(subject: EngineUnderTest) -> None:
-    """The step that the engine held is lost too."""
+    """The engine also forgets the step of its weights."""
     trained, _ = subject.models(8)
     subject.engine.update(trained, step := subject.next_step)
     before = subject.engine.sample(PROMPTS, GREEDY)
@@ -183,7 +182,7 @@ def weights_that_slept_hold_nothing_until_an_update(subject: EngineUnderTest) ->
 
 
 def the_cache_may_sleep_alone(subject: EngineUnderTest) -> None:
-    """It needs no update afterwards."""
+    """The engine needs no update afterwards."""
     before = subject.engine.sample(PROMPTS, GREEDY)
     subject.engine.sleep(weights=False)
     with raises(EngineError, saying="wake_up"):
@@ -193,7 +192,7 @@ def the_cache_may_sleep_alone(subject: EngineUnderTest) -> None:
 
 
 def weights_wake_for_the_update_and_the_cache_after_it(subject: EngineUnderTest) -> None:
-    """The order that needs the least memory: the cache wakes last."""
+    """This order needs the least memory: the cache wakes last."""
     subject.engine.sleep()
     subject.engine.wake_up(kv_cache=False)
     trained, _ = subject.models(9)
@@ -215,7 +214,7 @@ def requests_in_flight_keep_the_engine_awake(subject: EngineUnderTest) -> None:
 
 
 def a_closed_engine_says_so(subject: EngineUnderTest) -> None:
-    """Closing twice is allowed; every call afterwards is refused. The last check: it ends the engine."""
+    """Closing twice is allowed; every later call raises. The last check, because it ends the engine."""
     trained, _ = subject.models()
     subject.engine.close()
     subject.engine.close()
@@ -233,7 +232,7 @@ def a_closed_engine_says_so(subject: EngineUnderTest) -> None:
 
 
 class _Miscounted:
-    """A module's weights, with checksums of other ones."""
+    """A source that sends a module's weights with wrong checksums."""
 
     def __init__(self, *whose: Any) -> None:
         self._source = ModuleSource(*whose)
@@ -245,7 +244,7 @@ class _Miscounted:
 
 @dataclass
 class TrainerUnderTest:
-    """What the checks of trainers run on."""
+    """The trainer under test."""
 
     trainer: Trainer
     batch: Any
@@ -267,7 +266,7 @@ def the_manifest_is_the_same_everywhere_and_stays(subject: TrainerUnderTest) -> 
 
 
 def what_is_published_are_the_weights(subject: TrainerUnderTest) -> None:
-    """Every byte of every slot, in the slot's dtype."""
+    """Every slot has the bytes of its weight, in the slot's dtype."""
     for dtype in ("float32", "bfloat16"):
         whole = subject.whole()
         with _shared_arena(subject, dtype) as (arena, layout):
@@ -279,7 +278,7 @@ def what_is_published_are_the_weights(subject: TrainerUnderTest) -> None:
 
 
 def checksums_of_the_ranks_add_up(subject: TrainerUnderTest) -> None:
-    """To the checksum of what was written; without `with_checksums` there are none."""
+    """They add up to the checksum of what was written; without `with_checksums` there are none."""
     with _shared_arena(subject, "float32") as (arena, layout):
         assert list(subject.trainer.publish(layout, False)) == []
         mine = list(subject.trainer.publish(layout, True))
@@ -312,7 +311,7 @@ def publishing_changes_nothing(subject: TrainerUnderTest) -> None:
 
 @contextmanager
 def _shared_arena(subject: TrainerUnderTest, dtype: str) -> Iterator[tuple[Arena, Layout]]:
-    """Make an arena for the subject's tensors, which every rank maps."""
+    """Create an arena for the trainer's tensors, which every rank maps."""
     end, slots = plain_slots(tuple(subject.trainer.manifest()), lambda name: dtype)
     arena = Arena.create(end) if subject.topology.is_main else None
     path = gather(subject.topology, None if arena is None else arena.path)[0]

@@ -1,90 +1,95 @@
-"""Memory that the ranks and the engine share, without a name in any file system."""
+"""The arena: memory that ranks and engine share, and the places of tensors in it."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from vectorlm.errors import EngineDied
-from vectorlm.sampling.weights.plan import Layout, Slot, dtype_of
+from vectorlm.sampling.weights.plan import Layout, Slot, TensorSpec, dtype_of
+from vectorlm.sampling.weights.record import Copy, LoadPlan
 
 MEMFD_NAME = "vectorlm-arena"
 
 
 class Arena:
-    """A block of shared memory that vanishes with the last process that maps it.
+    """A block of shared memory that disappears with the last process that maps it.
 
-    The creator holds an anonymous file (``memfd_create``); the others open it through the creator's entry in
-    ``/proc``. As it never has a name in ``/dev/shm``, no crash can leave it behind.
+    The creator opens an anonymous file (``memfd_create``), and other processes open it through the creator's entry in
+    ``/proc``. A crash leaves nothing behind, because the file has no name in ``/dev/shm``.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self._descriptor = descriptor
         on_cuda = torch.cuda.is_available()
-        # CUDA makes the pages itself when it pins them; touched beforehand they take seconds in every process.
+        # CUDA creates the pages when it pins them; populating them before takes seconds in every process.
         flags = mmap.MAP_SHARED | (0 if on_cuda else mmap.MAP_POPULATE)
         self._map = mmap.mmap(descriptor, num_bytes, flags=flags)
         self.bytes: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         """The whole arena, uint8 [num_bytes]."""
         self._unpin = pin(self.bytes) if on_cuda else None
         self.path = path_of(descriptor)
-        """Where another process of the same user can open it."""
-        # Last: an arena that could not be made leaves its descriptor to the caller.
-        self._give_back = weakref.finalize(self, os.close, descriptor)
+        """The path at which another process of the same user can open it."""
+        # Last: if the constructor fails, the caller still owns the descriptor.
+        self._close_file = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def create(cls, num_bytes: int) -> Arena:
-        """Make a zeroed arena of `num_bytes`, owned by this process."""
+        """Create a zeroed arena of `num_bytes`."""
         return cls(reserve(num_bytes), num_bytes)
 
     @classmethod
     def open(cls, path: str, num_bytes: int) -> Arena:
-        """Map the arena that another process created; raise `EngineDied` where that process is gone."""
-        with _of_a_living_process():
+        """Map the arena of another process; raise `EngineDied` if that process has ended."""
+        with _engine_must_live():
             descriptor = os.open(path, os.O_RDWR)
         try:
-            # A server is told the path by its client, who must not make it overwrite a file.
+            # The client of a server names the path, and the server must not overwrite other files.
             if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{MEMFD_NAME}"):
-                raise ValueError(f"{path} is no arena.")
+                raise ValueError(f"path={path!r}: it must be an arena.")
             if (size := os.fstat(descriptor).st_size) < num_bytes:
-                raise ValueError(f"the arena at {path} holds {size} bytes, the layout needs {num_bytes}.")
+                raise ValueError(
+                    f"path={path!r}: the arena has {size} bytes, and the layout needs {num_bytes}."
+                )
             return cls(descriptor, num_bytes)
         except BaseException:
             os.close(descriptor)
             raise
 
     def view(self, slot: Slot) -> torch.Tensor:
-        """Return the tensor in `slot`; writing to it writes to the arena."""
+        """Return the tensor in `slot`, a view of the arena."""
         raw = self.bytes[slot.offset_bytes : slot.offset_bytes + slot.num_bytes]
         return raw.view(dtype_of(slot.dtype)).view(slot.shape)
 
     def is_at(self, path: str) -> bool:
-        """Whether `path` leads to this arena."""
-        with _of_a_living_process():
+        """Whether `path` is the path of this arena."""
+        with _engine_must_live():
             return os.path.samestat(os.stat(path), os.fstat(self._descriptor))
 
     def close(self) -> None:
-        """Give the file back, as the last reference does; the memory itself goes when the last tensor on it does."""
+        """Close the file. The memory is freed with the last tensor on it."""
         if self._unpin is not None:
             self._unpin()
-        self._give_back()
+        self._close_file()
 
 
 class MappedArenas:
-    """The arenas that a rank writes to, each mapped once and kept for the next update."""
+    """The arenas that a rank writes to; each stays mapped for the next update."""
 
     def __init__(self) -> None:
         self._mapped: dict[str, tuple[Arena, dict[Slot, torch.Tensor]]] = {}
 
     def slots_of(self, layout: Layout) -> Mapping[str, torch.Tensor]:
-        """Return the place of each tensor of `layout`, by its name."""
+        """Return a view for each tensor of `layout`, by name."""
         known = self._mapped.get(layout.path)
-        # A later engine in the same process may get the same descriptor, and so the same path.
+        # A later engine in the same process may get the same descriptor and path.
         if known is None or not known[0].is_at(layout.path):
             self.drop(layout)
             known = self._mapped[layout.path] = Arena.open(layout.path, layout.num_bytes), {}
@@ -100,22 +105,22 @@ class MappedArenas:
             self._mapped.pop(layout.path)[0].close()
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Close all arenas."""
         while self._mapped:
             self._mapped.popitem()[1][0].close()
 
 
 def reserve(num_bytes: int) -> int:
-    """Make the memory of an arena without mapping it here; return its descriptor, which keeps it alive."""
+    """Allocate an arena without mapping it; return its descriptor, which keeps it alive."""
     descriptor = os.memfd_create(MEMFD_NAME)
     os.truncate(descriptor, num_bytes)
     return descriptor
 
 
 def pin(block: torch.Tensor) -> Callable[[], object]:
-    """Register host memory with CUDA, which then copies at full speed; the call that is returned undoes it.
+    """Register host memory with CUDA for copies at full speed; return a function that undoes it.
 
-    It is undone with `block` in any case.
+    The registration ends with `block` at the latest.
     """
     cudart, address = torch.cuda.cudart(), block.data_ptr()
     torch.cuda.check_error(cudart.cudaHostRegister(address, block.nbytes, 0))
@@ -128,8 +133,108 @@ def path_of(descriptor: int) -> str:
 
 
 @contextlib.contextmanager
-def _of_a_living_process() -> Iterator[None]:
+def _engine_must_live() -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise EngineDied("the process that made the memory for the weights is gone.") from error
+        raise EngineDied("the process that created the memory for the weights has ended.") from error
+
+
+ALIGNMENT = 64
+"""Bytes; every block starts on a cache line."""
+
+
+def place_slots(manifest: Sequence[TensorSpec], load_plan: LoadPlan) -> tuple[int, tuple[Slot, ...]]:
+    """Give every tensor a slot. Tensors that form one parameter of the engine are adjacent, in the parameter's order.
+
+    A fused parameter can then be one view of the arena. A slot is always one whole tensor. The parameters of a parallel
+    engine consist of pieces of tensors that cannot all be adjacent; these tensors keep the manifest's order.
+    `load_plan` is the first worker's.
+
+    Returns:
+        The arena's size in bytes, and one slot per tensor, in the manifest's order.
+    """
+    numel = {spec.name: torch.Size(spec.shape).numel() for spec in manifest}
+    placed: dict[str, int] = {}
+    end = 0
+    for name, parts in _by_parameter(load_plan).items():
+        if all(_is_one_run(part, numel[part.source]) and part.source not in placed for part in parts):
+            size = dtype_of(load_plan.dtypes[name]).itemsize
+            placed.update({part.source: end + part.parameter_view.offset * size for part in parts})
+            end = _aligned(end + load_plan.sizes[name] * size)
+    dtypes = {copy.source: load_plan.dtypes[copy.parameter] for copy in load_plan.copies}
+    for spec in manifest:
+        if spec.name not in placed:
+            placed[spec.name] = end
+            end = _aligned(end + numel[spec.name] * dtype_of(dtypes[spec.name]).itemsize)
+    slots = (Slot(spec.name, spec.shape, dtypes[spec.name], placed[spec.name]) for spec in manifest)
+    return max(end, ALIGNMENT), tuple(slots)
+
+
+def in_rounds(slots: Sequence[Slot], max_bytes: int) -> tuple[int, tuple[Slot, ...]]:
+    """Split `slots` into rounds that fill one arena of `max_bytes` (or the size of the largest slot) in sequence.
+
+    Returns:
+        The arena's size in bytes, and the slots in their order.
+    """
+    placed, number, end, num_bytes = [], 0, 0, ALIGNMENT
+    for slot in slots:
+        if end and end + slot.num_bytes > max_bytes:
+            number, end = number + 1, 0
+        placed.append(dataclasses.replace(slot, offset_bytes=end, round=number))
+        end = _aligned(end + slot.num_bytes)
+        num_bytes = max(num_bytes, end)
+    return num_bytes, tuple(placed)
+
+
+def plain_slots(
+    manifest: Sequence[TensorSpec], dtype_of_tensor: Callable[[str], str]
+) -> tuple[int, tuple[Slot, ...]]:
+    """Place tensors one after the other, for engines that copy them out of the arena; returns like `place_slots`.
+
+    `dtype_of_tensor` returns the engine's dtype of a tensor by its name, such as ``bfloat16``.
+    """
+    return place_slots(manifest, LoadPlan.whole(manifest, dtype_of_tensor))
+
+
+def find_aliases(load_plan: LoadPlan, slots: Sequence[Slot], num_bytes: int) -> dict[str, int]:
+    """Return the first byte of each of a worker's parameters that is one block of the arena of `num_bytes`."""
+    by_name = {slot.name: slot for slot in slots}
+    aliases = {}
+    for name, parts in _by_parameter(load_plan).items():
+        dtype, size = load_plan.dtypes[name], dtype_of(load_plan.dtypes[name]).itemsize
+        starts = {
+            by_name[part.source].offset_bytes + (part.source_view.offset - part.parameter_view.offset) * size
+            for part in parts
+        }
+        start, end = min(starts), min(starts) + load_plan.sizes[name] * size
+        one_block = len(starts) == 1 and start >= 0 and end <= num_bytes
+        if not one_block or not all(
+            _is_one_run(part) and by_name[part.source].dtype == dtype for part in parts
+        ):
+            continue
+        # The padding rows of a vocabulary table must not overlap another tensor.
+        overlap = sum(
+            max(0, min(end, slot.offset_bytes + slot.num_bytes) - max(start, slot.offset_bytes))
+            for slot in slots
+        )
+        if overlap == sum(part.parameter_view.count for part in parts) * size:
+            aliases[name] = start
+    return aliases
+
+
+def _by_parameter(load_plan: LoadPlan) -> dict[str, list[Copy]]:
+    copies: dict[str, list[Copy]] = defaultdict(list)
+    for copy in load_plan.copies:
+        copies[copy.parameter].append(copy)
+    return copies
+
+
+def _is_one_run(copy: Copy, whole: int | None = None) -> bool:
+    """Whether a copy maps one run of the source, or all its `whole` elements, to one run of the parameter."""
+    in_order = copy.source_view.is_whole and copy.parameter_view.is_whole
+    return in_order and whole in (None, copy.source_view.count)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

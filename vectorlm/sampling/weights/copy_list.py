@@ -1,23 +1,24 @@
-"""The list of copies that one worker makes at each update: which piece of a tensor comes from where."""
+"""Copy weights out of the arena, or out of the ranks' memory, into the tensors of an engine."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from vectorlm.errors import WeightMismatch
-from vectorlm.sampling.weights.arena import Arena
+from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
+from vectorlm.sampling.weights.arena import Arena, find_aliases, plain_slots
 from vectorlm.sampling.weights.exports import Export, Handle
-from vectorlm.sampling.weights.layout import find_aliases
-from vectorlm.sampling.weights.plan import Layout
+from vectorlm.sampling.weights.inspection import checksum
+from vectorlm.sampling.weights.plan import Layout, Slot, TensorSpec, dtype_name, shortened
 from vectorlm.sampling.weights.record import Copy, LoadPlan, View
 
 
 class CopyList:
-    """Brings what the ranks send into the tensors of one worker, out of the arena or out of the ranks' own memory."""
+    """The copies that one worker makes at each update."""
 
     def __init__(
         self,
@@ -28,13 +29,14 @@ class CopyList:
         may_alias: bool,
         earlier: CopyList | None = None,
     ) -> None:
-        """Map the arena of `layout`, or the `exports` if it has none, and pair pieces with their sources.
+        """Map the arena of `layout`, or the `exports` if it has none, and pair target pieces with their sources.
 
-        With `may_alias`, a tensor on CPU that lies in an arena of the whole set as in `tensors` becomes a view of the
-        arena and keeps its values, if nothing else uses its memory. `earlier` is the list that this one replaces.
+        With `may_alias`, a CPU tensor becomes a view of the arena, with the tensor's values, if it is one block there,
+        the arena takes one round, and nothing else uses the tensor's memory. `earlier` is the list that this one
+        replaces.
 
         Raises:
-            StaleHandle: What a rank exported is not there any more.
+            StaleHandle: The memory that a rank exported is gone.
             WeightMismatch: The ranks of this node do not export the whole of a tensor.
         """
         self._arena = Arena.open(layout.path, layout.num_bytes) if layout.path else None
@@ -43,6 +45,7 @@ class CopyList:
         self._pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         self._last_round = max((slot.round for slot in layout.slots), default=0)
         try:
+            # A method of its own, because its local views must be gone before `num_users` counts.
             self._pair(layout, load_plan, tensors, may_alias, earlier)
         except BaseException:
             self.close()
@@ -86,13 +89,13 @@ class CopyList:
                 self._pairs[slot.round] += pairs
 
     def unseen_storage(self) -> int | None:
-        """Return the storage of this arena, or None if anything has taken a view of it since it was laid out."""
+        """Return the storage of this arena; None if anything else has taken a view of it since the constructor."""
         if self._arena is None or num_users(self._arena.bytes) != self._num_users:
             return None
         return self._arena.bytes.untyped_storage()._cdata
 
     def copy_round(self, number: int | None = None) -> None:
-        """Copy what crosses in one round, the last one when omitted; raises `StaleHandle`."""
+        """Copy the tensors of one round, of the last round if omitted; raises `StaleHandle`."""
         for export in self._exports:
             export.handle.check()
         for target, source in self._pairs.get(self._last_round if number is None else number, ()):
@@ -101,7 +104,7 @@ class CopyList:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Let go of the arena and of the ranks' memory; what is a view of the arena keeps that."""
+        """Close the arena and the ranks' memory; views of the arena stay valid."""
         self._pairs.clear()
         while self._opened:
             handle, opened = self._opened.pop()
@@ -111,30 +114,30 @@ class CopyList:
 
 
 def num_users(tensor: torch.Tensor) -> int:
-    """Return how many tensors of this process lie in the memory of `tensor`, itself included.
+    """Count the tensors of this process that share the memory of `tensor`, itself included.
 
-    A buffer, an attribute or a kernel that holds a view of a parameter would keep the old memory if the parameter got
-    other memory, as the convolution of Mamba-2 does. torch counts the users, so nobody has to know where they are.
+    A buffer, attribute or kernel with a view of a parameter would keep the old memory if the parameter got new memory;
+    the convolution of Mamba-2 does. torch counts all of them.
     """
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` is one more
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # without `storage` itself
 
 
 def _pull(
-    copy: Copy, target: torch.Tensor, row_size: int, held: Sequence[tuple[int, torch.Tensor]]
+    copy: Copy, target: torch.Tensor, row_size: int, exported: Sequence[tuple[int, torch.Tensor]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair the pieces of `target` with their places in the rows that the ranks hold, each after its first row."""
+    """Pair the pieces of `target` with their sources in the `exported` rows (index of the first row, rows)."""
     pairs = []
     count = 0
-    for first_row, rows in held:
+    for first_row, rows in exported:
         own = range(first_row, first_row + len(rows))
         for part, view in cut_to_rows(target, copy.source_view, own, row_size):
             count += view.count
             pairs.append((part, replace(view, offset=view.offset - first_row * row_size).on(rows)))
     if count != copy.source_view.count:
         raise WeightMismatch(
-            f"the ranks of this node export {count} of the {copy.source_view.count} numbers of {copy.source!r} "
-            "that this engine takes."
+            f"the ranks of this node export {count} of the {copy.source_view.count} elements of {copy.source!r} that "
+            "this engine takes."
         )
     return pairs
 
@@ -142,10 +145,10 @@ def _pull(
 def cut_to_rows(
     target: torch.Tensor, view: View, rows: range, row_size: int
 ) -> Iterator[tuple[torch.Tensor, View]]:
-    """Yield the parts of a copy from `view` to `target`, shaped alike, that lie in `rows` of the view's tensor.
+    """Yield the parts of a copy from `view` to `target`, of equal shape, that are within `rows` of the view's tensor.
 
-    Rows have `row_size` elements. A part is a box: the view is cut in two along the dimension with the largest steps,
-    where a boundary of `rows` falls, until each part lies on one side.
+    Rows have `row_size` elements. The view is cut in two at a boundary of `rows`, along the dimension with the largest
+    stride, until every part is on one side.
     """
     first_row, last_row = view.offset // row_size, (view.span.stop - 1) // row_size
     if not view.count or last_row < rows.start or first_row >= rows.stop:
@@ -154,10 +157,67 @@ def cut_to_rows(
         yield target, view
         return
     boundary = rows.start if first_row < rows.start else rows.stop
-    dim = max(range(len(view.shape)), key=lambda each: view.stride[each] if view.shape[each] > 1 else -1)
-    # Where the inner dimensions reach over the boundary, the last step before it is cut further.
+    dim = max(range(len(view.shape)), key=lambda dim: view.stride[dim] if view.shape[dim] > 1 else -1)
+    # If the inner dimensions cross the boundary, the last step before it is cut again.
     length = view.shape[dim]
     at = min(-((view.offset - boundary * row_size) // view.stride[dim]), length - 1)
     for start, end in ((0, at), (at, length)):
         part = target.narrow(dim, start, end - start)
         yield from cut_to_rows(part, view.narrow(dim, start, end - start), rows, row_size)
+
+
+class PlainWeights:
+    """The `connect` and `load` of a `vectorlm.sampling.contract.Backend` of plain torch: every tensor is copied."""
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+        self._slots: tuple[Slot, ...] = ()
+
+    def connect(
+        self,
+        manifest: Sequence[TensorSpec],
+        arena_path: str | None,
+        weight_set: str,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+    ) -> Layout:
+        """Give every tensor of `manifest` a slot, in the dtype of the tensor of that name in `tensors`, or float32."""
+        if weight_set != "base":
+            raise EngineError("lora_mode='adapter' does not work with this backend. Use lora_mode='merged'.")
+        dtypes = (
+            {} if tensors is None else {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
+        )
+        num_bytes, slots = plain_slots(manifest, lambda name: dtypes.get(name, "float32"))
+        self.close()
+        self._arena = Arena.open(arena_path, num_bytes) if arena_path else Arena.create(num_bytes)
+        self._slots = slots
+        return Layout(arena_path or self._arena.path, num_bytes, slots, num_bytes)
+
+    def load(
+        self, checksums: Sequence[int] | None, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> float:
+        """Copy the arena into `tensors`, compare with `checksums` if given, and return the seconds it took."""
+        assert self._arena is not None, "connect comes before load"
+        start = time.perf_counter()
+        loaded = {slot.name: self._arena.view(slot) for slot in self._slots}
+        if tensors is not None:
+            for name, sent in loaded.items():
+                tensors[name].data.copy_(sent)
+            loaded = {name: tensors[name].data for name in loaded}
+        if checksums is not None:
+            wrong = [
+                slot.name
+                for slot, expected in zip(self._slots, checksums, strict=True)
+                if checksum(loaded[slot.name], word_bytes=slot.word_bytes) != expected
+            ]
+            if wrong:
+                raise ChecksumMismatch(
+                    f"after the update {len(wrong)} of {len(loaded)} tensors differ from those that the trainer sent: "
+                    f"{shortened(wrong)}."
+                )
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Close the arena."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None

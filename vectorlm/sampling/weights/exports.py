@@ -1,4 +1,4 @@
-"""What a rank exports of a weight set: handles of its tensors, which the engines of its node open to read in place."""
+"""Export a rank's tensors: handles that the engines of its node open to read the tensors in place."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vectorlm.sampling.weights.plan import Layout, dtype_name, dtype_of
 
 @dataclass(frozen=True)
 class FileHandle:
-    """A tensor in host memory, as a piece of a file without a name that its process holds open."""
+    """A handle of a tensor in host memory, a piece of an anonymous file that its process has open."""
 
     path: str
     """The file's entry in ``/proc``."""
     identity: tuple[int, int]
-    """Its device and inode: a process uses descriptors again, so the path may come to lead elsewhere."""
+    """Its device and inode, because a process reuses descriptors: the path may later be another file's."""
     num_bytes: int
     """Size of the file."""
     offset_bytes: int
@@ -35,10 +35,9 @@ class FileHandle:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> FileHandle:
-        """Move the storage of a contiguous tensor into shared memory, in place, unless it is there; point at it.
+        """Move the storage of a contiguous tensor into shared memory, if it is not there; return its handle.
 
-        All tensors on that storage stay the same objects and see the same values at another address. torch keeps one
-        descriptor for each storage.
+        All tensors on that storage keep their values, at another address. torch keeps one descriptor per storage.
         """
         descriptor, num_bytes = tensor.untyped_storage()._share_fd_cpu_()
         status = os.fstat(descriptor)
@@ -53,19 +52,19 @@ class FileHandle:
         )
 
     def check(self) -> None:
-        """Raise `StaleHandle` where the process is gone, or its descriptor has become another file's."""
+        """Raise `StaleHandle` if the process has ended or its descriptor is another file's."""
         try:
             status = os.stat(self.path)
         except OSError as error:
-            raise StaleHandle(f"{self.path} is closed: its rank is gone, or has let go of it.") from error
+            raise StaleHandle(f"{self.path} is closed: its rank has ended, or has released it.") from error
         if (status.st_dev, status.st_ino) != self.identity:
-            raise StaleHandle(f"{self.path} is another file than the one that was exported.")
+            raise StaleHandle(f"{self.path} is not the file that was exported.")
 
     def open(self) -> torch.Tensor:
-        """Map the memory; raise `StaleHandle` as `check` does. The tensor is the other process's own."""
+        """Map and return the tensor of the other process; raise `StaleHandle` as `check` does."""
         self.check()
         with open(self.path, "rb+", buffering=0) as file:
-            # The file that is open now cannot be exchanged any more.
+            # Checks the open file, which cannot be exchanged any more.
             mine = replace(self, path=f"/proc/self/fd/{file.fileno()}")
             mine.check()
             storage = torch.UntypedStorage.from_file(mine.path, True, self.num_bytes)
@@ -75,42 +74,42 @@ class FileHandle:
         return raw[self.offset_bytes : self.offset_bytes + num_bytes].view(dtype).view(self.shape)
 
     def close(self, opened: torch.Tensor) -> None:
-        """Do nothing: the mapping goes with the last tensor on it."""
+        """Do nothing: the mapping ends with the last tensor on it."""
 
 
 @dataclass(frozen=True)
 class DeviceHandle:
-    """A tensor in the memory of a CUDA device, which the rank that exports it keeps."""
+    """A handle of a tensor on a CUDA device, which the exporting rank keeps."""
 
     device: str
-    """The device's UUID: processes may number devices differently."""
+    """The device's UUID, because processes may number devices differently."""
     allocation: bytes
-    """CUDA's handle of the allocation that the tensor lies in."""
+    """CUDA's handle of the tensor's allocation."""
     offset_bytes: int
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> DeviceHandle:
-        """Point at a contiguous tensor, which stays where it is; raise `HandleRefused` where CUDA cannot."""
+        """Return the handle of a contiguous tensor, which does not move; raise `HandleRefused` if CUDA refuses."""
         allocation, offset_bytes = export_memory(tensor.data_ptr())
         shape = tuple(tensor.shape)
         return cls(_uuid(tensor.device), allocation, offset_bytes, shape, dtype_name(tensor.dtype))
 
     def check(self) -> None:
-        """Do nothing: CUDA cannot tell, and ranks export again what has moved."""
+        """Do nothing: CUDA cannot check, and ranks export tensors again after they move."""
 
     def open(self) -> torch.Tensor:
-        """Map the memory for this process's own device; raise `HandleRefused` where CUDA cannot.
+        """Map the tensor for this process's device; raise `HandleRefused` if CUDA refuses.
 
-        A copy out of it is then a kernel of this device. One of the device that the memory lies on could not write into
-        parameters in vLLM's sleep mode, which maps them for their own device alone.
+        Copies are then kernels of this device. Kernels of the tensor's device could not write to parameters in vLLM's
+        sleep mode, which maps them for their own device only.
         """
         visible = [_uuid(index) for index in range(torch.cuda.device_count())]
         if self.device not in visible:
             raise HandleRefused(
-                f"a rank's weights are on the device {self.device}, which the engine's process does not see: leave "
-                "CUDA_VISIBLE_DEVICES the same for both, or use transport='bucketed'."
+                f"a rank's weights are on the device {self.device}, which the engine's process cannot see. Use the "
+                "same CUDA_VISIBLE_DEVICES for both, or transport='bucketed'."
             )
         own = torch.device("cuda", torch.cuda.current_device())
         return tensor_at(
@@ -118,16 +117,16 @@ class DeviceHandle:
         )
 
     def close(self, opened: torch.Tensor) -> None:
-        """Let go of what `open` returned; nothing may read it any more."""
+        """Unmap the tensor that `open` returned; it must not be read any more."""
         unmap_memory(opened.untyped_storage().data_ptr())
 
 
 def tensor_at(
     pointer: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a contiguous tensor behind `pointer`, which somebody else keeps and `device` reads."""
+    """Return a contiguous tensor at `pointer` that `device` can read; the caller keeps the memory alive."""
     num_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
-    # Torch would ask CUDA for the device where it is not told, and hear of the one that the memory lies on.
+    # Without `device`, torch would take the device of the memory.
     storage = torch._C._construct_storage_from_data_pointer(pointer, device, num_bytes)
     flat = torch.empty(0, dtype=dtype, device=device)
     return flat.set_(storage, offset_bytes // dtype.itemsize, shape)  # type: ignore[call-overload]
@@ -138,21 +137,21 @@ Handle = FileHandle | DeviceHandle
 
 @dataclass(frozen=True)
 class Export:
-    """Rows of one tensor, where the rank that sends them holds them."""
+    """The exported rows of one tensor."""
 
     name: str
     """The tensor's name in the trainer."""
     first_row: int
-    """Where the rows start in the whole tensor."""
+    """Index of the first row in the whole tensor."""
     handle: Handle
-    """Leads to the rows, in the trainer's dtype."""
+    """The handle of the rows, in the trainer's dtype."""
 
 
 class ExportedRows:
-    """The rows of one weight set that a rank has exported; kept, with their memory, until something has moved.
+    """A rank's exported rows of one weight set; it keeps them and their memory until a tensor moves.
 
-    Shards are exported where they lie. Rows that are computed on their way (merged LoRA), and those that are not
-    contiguous, get memory of their own, in the engine's dtype, which every update fills.
+    Shards are exported in place. Computed rows (merged LoRA) and rows that are not contiguous get a staging buffer in
+    the engine's dtype, which every update fills.
     """
 
     def __init__(self, writes: Mapping[str, HeldRows], layout: Layout) -> None:
@@ -169,16 +168,16 @@ class ExportedRows:
             for name, write in writes.items()
             if write.rows.numel()
         ]
-        # As long as these are kept, no other tensor can come to lie at their addresses.
+        # While these are alive, no other tensor can get their addresses.
         self._kept = rows
         self._places = {name: _place(write) for name, write in writes.items()}
 
     def are_current(self, writes: Mapping[str, HeldRows]) -> bool:
-        """Whether what was exported is still what would be sent."""
+        """Whether the exports are still the rows to send."""
         return self._places == {name: _place(write) for name, write in writes.items()}
 
     def publish(self, source: ModuleSource, layout: Layout, with_checksums: bool) -> Sequence[int]:
-        """Fill what is computed, and sum the rows as the engine will hold them, one tensor at a time."""
+        """Fill the staging buffers, and sum the rows in the engine's dtypes, one tensor at a time."""
         sums: dict[str, tuple[torch.Tensor, int]] = {}
         for slot in layout.slots:
             write, staged = source.writes[slot.name], self._staged.get(slot.name)
@@ -205,25 +204,25 @@ def _uuid(device: int | torch.device) -> str:
 
 
 LAZY_PEER_ACCESS = 1
-"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``: the memory may lie on another device than the one it is mapped for."""
+"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``: memory may be mapped for another device than its own."""
 
 
 class IpcHandle(ctypes.Structure):
-    """``CUipcMemHandle``: leads another process to a whole allocation."""
+    """``CUipcMemHandle``, the handle of a whole allocation."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
 @functools.cache
 def driver() -> Any:
-    """Return CUDA's driver library; torch has initialised it."""
+    """Return CUDA's driver library, which torch has initialised."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def export_memory(pointer: int) -> tuple[bytes, int]:
-    """Return a handle of the allocation that `pointer` lies in, and how many bytes it lies behind the start.
+    """Return a handle of the allocation of `pointer`, and the offset of `pointer` in bytes.
 
-    torch's own handles count their receivers, and keep the memory of a sampler process that was killed for ever.
+    torch's own handles count their receivers and never free memory whose receiver was killed.
     """
     start, handle = ctypes.c_uint64(), IpcHandle()
     _call("cuMemGetAddressRange_v2", ctypes.byref(start), None, ctypes.c_uint64(pointer))
@@ -232,7 +231,7 @@ def export_memory(pointer: int) -> tuple[bytes, int]:
 
 
 def map_memory(handle: bytes) -> int:
-    """Return where the allocation of another process lies for the current device of this one; count it as used."""
+    """Map the allocation of another process for the current device, counting its users; return the address."""
     pointer = ctypes.c_uint64()
     mine = IpcHandle.from_buffer_copy(handle)
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), mine, ctypes.c_uint(LAZY_PEER_ACCESS))
@@ -240,7 +239,7 @@ def map_memory(handle: bytes) -> int:
 
 
 def unmap_memory(pointer: int) -> None:
-    """Count the allocation at `pointer` as used once less; the last user unmaps it."""
+    """Release one use of the allocation at `pointer`; the last one unmaps it."""
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
 

@@ -1,4 +1,4 @@
-"""What is looked at before weights are sent: that ranks hold the same, and that all numbers are finite."""
+"""Checks before weights are sent: ranks agree, all numbers are finite; and the checksum that proves an update."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
 from vectorlm.errors import NonFiniteWeights, RankMismatch
 from vectorlm.sampling.weights.plan import shortened
 
-if TYPE_CHECKING:
-    import torch
-
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a rank's weights are before any of them is sent."""
+    """A rank's findings about its weights before an update sends them."""
 
     sums: Mapping[str, tuple[int, int]]
-    """By tensor, the first row that the rank holds and the checksum of all that it holds; or nothing."""
+    """By tensor: the rank's first row and the checksum of its rows; empty without checksums."""
     not_finite: tuple[str, ...]
-    """The tensors with a number that is not finite, or would not be in the engine's dtype."""
+    """Tensors with a number that is not finite, or not finite in the engine's dtype."""
 
 
 class FiniteCheck:
-    """Finds tensors that hold a number that is not finite, or would not be in the dtype that they are sent in."""
+    """A search for tensors with numbers that are not finite, or not finite in the dtype of the engine."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[str, torch.Tensor, torch.dtype]] = []
@@ -37,48 +33,44 @@ class FiniteCheck:
 
     def look_at(self, name: str, rows: torch.Tensor, dtype: torch.dtype) -> None:
         """Read a tensor, which is sent in `dtype`; on CUDA this does not wait for the device."""
-        import torch
-
         if rows.is_floating_point() and rows.numel():
             self._seen.append((name, rows, dtype))
-            # The fastest look. In 16 bits a sum of many finite numbers may not be finite.
+            # The fastest test. In 16 bits the sum of many finite numbers may overflow.
             self._sums.append(rows.sum(dtype=torch.float32))
 
     def wrong(self) -> tuple[str, ...]:
         """Name the tensors that were found."""
-        import torch
-
         if not self._seen:
             return ()
-        device = self._sums[0].device  # Offloaded weights and buffers lie apart.
-        sound = torch.stack([each.to(device) for each in self._sums]).isfinite().tolist()
+        device = self._sums[0].device  # Offloaded weights and buffers are on other devices.
+        finite = torch.stack([total.to(device) for total in self._sums]).isfinite().tolist()
         return tuple(
             name
-            for (name, rows, dtype), is_sound in zip(self._seen, sound, strict=True)
-            # Even in float32 a sum may overflow where no number does, and a narrower dtype ends earlier.
-            if not (is_sound and torch.finfo(dtype).max >= torch.finfo(rows.dtype).max)
+            for (name, rows, dtype), is_finite in zip(self._seen, finite, strict=True)
+            # A float32 sum may overflow although no number does, and a number may overflow in a narrower dtype.
+            if not (is_finite and torch.finfo(dtype).max >= torch.finfo(rows.dtype).max)
             and not torch.stack(torch.aminmax(rows)).to(dtype).isfinite().all()
         )
 
 
 def require_sound(inspections: Sequence[Inspection]) -> None:
-    """Raise for what the inspections of one weight set, by rank, show to be wrong."""
-    if wrong := sorted({name for each in inspections for name in each.not_finite}):
-        ranks = [rank for rank, each in enumerate(inspections) if each.not_finite]
+    """Raise if a rank's weights are not finite or ranks differ; `inspections` are of one weight set, by rank."""
+    if wrong := sorted({name for found in inspections for name in found.not_finite}):
+        ranks = [rank for rank, found in enumerate(inspections) if found.not_finite]
         raise NonFiniteWeights(
-            f"{len(wrong)} tensors hold NaN, infinity or more than the engine's dtype can hold: {shortened(wrong)} "
-            f"(rank {ranks[0]}). No weight of the engine has changed. Look at the loss and the learning rate; "
-            "check_finite=False sends them as they are."
+            f"{len(wrong)} tensors contain NaN, infinity or numbers beyond the engine's dtype: {shortened(wrong)} "
+            f"(rank {ranks[0]}). No weight of the engine has changed. Check the loss and the learning rate; "
+            "check_finite=False sends the tensors anyway."
         )
-    held: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, each in enumerate(inspections):
-        for name, (first_row, total) in each.sums.items():
-            held[name, first_row][total].append(rank)
-    if differ := {name: ranks for (name, _), ranks in held.items() if len(ranks) > 1}:
+    ranks_by_sum: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, found in enumerate(inspections):
+        for name, (first_row, total) in found.sums.items():
+            ranks_by_sum[name, first_row][total].append(rank)
+    if differ := {name: ranks for (name, _), ranks in ranks_by_sum.items() if len(ranks) > 1}:
         first, second, *_ = (ranks[0] for ranks in next(iter(differ.values())).values())
         raise RankMismatch(
-            f"ranks {first} and {second} hold different numbers in {len(differ)} tensors of which both hold the same "
-            f"rows: {shortened([*differ])}. No weight of the engine has changed. Shard the model with fully_shard, or "
+            f"ranks {first} and {second} have the same rows of {len(differ)} tensors, but with different numbers: "
+            f"{shortened([*differ])}. No weight of the engine has changed. Shard the model with fully_shard, or "
             "give every rank the same weights and the same gradients (DistributedDataParallel)."
         )
 
@@ -127,9 +119,9 @@ def checksums(sums: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
     # Integers of 64 bits wrap, and differences of what has wrapped are right modulo 2**64.
     device = sums[0][0].device
     together = torch.cat(
-        [torch.zeros(1, dtype=torch.int64, device=device), *(each.to(device) for each, _ in sums)]
+        [torch.zeros(1, dtype=torch.int64, device=device), *(rows.to(device) for rows, _ in sums)]
     )
-    ends = list(accumulate((len(each) for each, _ in sums), initial=0))
+    ends = list(accumulate((len(rows) for rows, _ in sums), initial=0))
     at = torch.tensor(ends, device=device)
     plain = together.cumsum(0)[at].tolist()
     placed = together.mul_(torch.arange(len(together), device=device)).cumsum_(0)[at].tolist()

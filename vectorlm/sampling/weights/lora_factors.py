@@ -1,4 +1,4 @@
-"""Find the low-rank factors that PEFT added to a model."""
+"""LoRA in a PEFT model: its factors, and the options of `peft.LoraConfig` that an engine supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """One adapter of one layer: it adds ``scaling * B @ A`` to the layer's weight.
+    """One adapter of one layer; it adds ``scaling * B @ A`` to the layer's weight.
 
     Source: Hu et al. 2021, arXiv 2106.09685, eq. 3; the magnitude is Liu et al. 2024, arXiv 2402.09353, eq. 5.
     """
@@ -35,7 +35,7 @@ class LoraFactors:
 
 
 def lora_factors(model: torch.nn.Module) -> list[LoraFactors]:
-    """List the active adapters of `model`, layer by layer; none for a model without LoRA."""
+    """List the active adapters of `model`, layer by layer; empty without LoRA."""
     found = []
     for module_name, layer in model.named_modules():
         if not is_lora_layer(layer) or layer.disable_adapters:
@@ -43,14 +43,14 @@ def lora_factors(model: torch.nn.Module) -> list[LoraFactors]:
         name = checkpoint_name(module_name)
         if layer.merged:
             raise WeightMismatch(
-                f"the adapters of {name!r} are merged into its base weight: call unmerge_adapter() before the update."
+                f"the adapters of {name!r} are merged into its base weight. Call unmerge_adapter() before the update."
             )
         for adapter in layer.active_adapters:
             variant = type(layer.lora_variant.get(adapter)).__name__
             if variant not in ("NoneType", "DoraLinearVariant"):
                 raise ConfigError(
-                    f"the adapter of {name!r} is a {variant}, which is neither LoRA nor DoRA on a linear layer. Leave "
-                    "that layer out of target_modules, or use plain LoRA."
+                    f"the adapter of {name!r} is a {variant}; it must be LoRA, or DoRA on a linear layer. Leave that "
+                    "layer out of target_modules, or use plain LoRA."
                 )
             scaling = float(layer.scaling.get(adapter, 0.0))
             if adapter in layer.lora_A:
@@ -64,13 +64,13 @@ def lora_factors(model: torch.nn.Module) -> list[LoraFactors]:
 
 
 def is_lora_layer(module: Any) -> bool:
-    """Whether `module` is a layer that PEFT put LoRA on; recognised by its children, as peft need not be installed."""
-    # Asking a module for an attribute that it lacks costs a microsecond, and a model has thousands.
+    """Whether `module` is a LoRA layer of PEFT. Tests its children, because peft may not be installed."""
+    # `hasattr` of a missing attribute costs a microsecond per module, and a model has thousands.
     return {"lora_A", "lora_embedding_A", "base_layer"} <= module._modules.keys()
 
 
 def require_expressible(model: torch.nn.Module, lora_mode: str) -> None:
-    """Raise `ConfigError` for adapters that the engine could not follow in this mode, `adapter` or `merged`."""
+    """Raise `ConfigError` for adapters that the engine does not support in `lora_mode`, `adapter` or `merged`."""
     layers: list[Any] = [module for module in model.modules() if is_lora_layer(module)]
     if not layers:
         return
@@ -93,29 +93,29 @@ SERVED = frozenset(
     }
 )
 # fmt: on
-"""What vLLM's LoRA layers compute with, or what only matters while training or when it starts."""
+"""Options that vLLM's LoRA layers support, or that matter only to the training."""
 
 MERGEABLE = frozenset({"use_dora", "bias", "modules_to_save"})
-"""Options that end up in the base model's own tensors, which `merged` publishes."""
+"""Options that end up in the base model's tensors, which mode `merged` sends."""
 
 STARTS = (True, False, "gaussian", "orthogonal")
-"""Values of `init_lora_weights` that leave the base as it is."""
+"""Values of `init_lora_weights` that do not change the base."""
 
 WRITES, SCORES = "CAUSAL_LM", "SEQ_CLS"
-"""What PEFT calls a language model, and a reward model."""
+"""PEFT's names for a language model and a reward model."""
 
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as ``max_lora_rank`` (0.26 to 0.32)."""
+"""The values that vLLM accepts for ``max_lora_rank`` (0.26 to 0.32)."""
 
 MERGED = 'train_parameters.sampler.lora_mode: merged (in Python SamplingEngine(..., lora_mode="merged"))'
-"""What an engine follows that merged weights express."""
+"""The advice in error messages to use merged weights."""
 
 Refusal = tuple[str, Any, str, str]
-"""Option, value, the rule that it breaks, the fix."""
+"""Option, value, the broken rule, the fix."""
 
 
 def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refusal]:
-    """Yield the options of ``peft.LoraConfig`` that an engine cannot follow in mode `adapter` or `merged`."""
+    """Yield the options of ``peft.LoraConfig`` that an engine does not support in mode `adapter` or `merged`."""
     for option, value in options.items():
         if option in SERVED or value in (None, False, "none") or value in ([], {}, ()):
             continue
@@ -131,7 +131,7 @@ def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refu
 
 
 def refused_starts(options: Mapping[str, Any], kind: str = WRITES) -> Iterator[Refusal]:
-    """Yield what adapters cannot start with: a base of their own, which no export holds, frozen, of another kind."""
+    """Yield options with which adapters cannot be trained: frozen, of another kind of model, or on a changed base."""
     if options.get("inference_mode"):
         yield "inference_mode", True, "freezes the adapters: nothing would be trained", "Leave it out."
     if (given := options.get("task_type", kind)) != kind:
@@ -143,7 +143,7 @@ def refused_starts(options: Mapping[str, Any], kind: str = WRITES) -> Iterator[R
 
 
 def moving_references(options: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield the options with which a policy without its adapters is not what it was before training."""
+    """Yield options that make the policy without adapters differ from the policy before training."""
     if (bias := options.get("bias", "none")) != "none":
         yield "bias", bias, "trains biases of the base, which is the reference", "Use none."
     if options.get("init_lora_weights", True) is False:
@@ -152,16 +152,16 @@ def moving_references(options: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def largest_rank(options: Mapping[str, Any]) -> int:
-    """Return the largest rank that any layer's adapter has; PEFT's default is 8."""
+    """Return the largest rank of any layer's adapter; PEFT's default is 8."""
     return max([int(options.get("r", 8)), *map(int, (options.get("rank_pattern") or {}).values())])
 
 
 def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of vLLM's engine that make room for these adapters, and for no others.
+    """Return the arguments with which vLLM's engine supports these adapters.
 
-    Every layer with room for an adapter pays for it at each step, so the engine gets the names of those that have one.
+    They name the layers with adapters, because every LoRA layer costs time at each step.
     """
-    rank = next(each for each in ENGINE_RANKS if each >= largest_rank(options))
+    rank = next(size for size in ENGINE_RANKS if size >= largest_rank(options))
     arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": rank}
     targets = options.get("target_modules")
     if isinstance(targets, (list, tuple)) and targets:

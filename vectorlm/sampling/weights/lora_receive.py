@@ -1,4 +1,4 @@
-"""The engine's side of an adapter swap: put the ranks' adapter into vLLM's LoRA layers, and sum up what they hold."""
+"""Receive an adapter in the engine: fill vLLM's LoRA layers, and sum them to prove the update."""
 
 from __future__ import annotations
 
@@ -18,30 +18,28 @@ from vectorlm.sampling.weights.record import Copy, LoadPlan, View
 ADAPTER_ID = 1
 ADAPTER_NAME = "vectorlm"
 
-USE_MERGED = "Use lora_mode='merged', which publishes merged weights."
-
 
 @dataclass(frozen=True)
 class LoraSlot:
-    """Where one adapter's A and B live in the engine."""
+    """The place of one adapter's A and B in the engine."""
 
     layer: Any
-    """vLLM's LoRA layer; a fused one holds the adapters of several trainer layers."""
+    """vLLM's LoRA layer; a fused one has the adapters of several trainer layers."""
     index: int
-    """Which of them this is."""
+    """The index of the adapter in a fused layer."""
 
     def buffers(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A [max_rank, in] and B [out, max_rank] as the layer computes with them, for vLLM's adapter `slot`."""
+        """Return the layer's A [max_rank, in] and B [out, max_rank] for vLLM's adapter `slot`."""
         a, b = self.layer.lora_a_stacked, self.layer.lora_b_stacked
         if isinstance(a, tuple):
             return a[self.index][slot, 0], b[self.index][slot, 0]
-        # An embedding looks its A up instead of multiplying with it: [slots, vocabulary, max_rank].
+        # An embedding looks up its A: [slots, vocabulary, max_rank].
         return (a[slot].t() if a.ndim == 3 else a[slot, 0]), b[slot, 0]
 
     def piece(self, factor: torch.Tensor, is_a: bool) -> torch.Tensor | None:
-        """Return the part of a whole factor that this worker computes with; None if it is no single one.
+        """Return this worker's part of a whole factor; None if it is not a single view.
 
-        The layer of a parallel engine cuts it, as it does when vLLM loads an adapter.
+        The layer of a parallel engine cuts it, as when vLLM loads an adapter.
         """
         stacked = self.layer.lora_a_stacked
         if not isinstance(stacked, tuple) or getattr(self.layer, "tp_size", 1) == 1:
@@ -53,10 +51,10 @@ class LoraSlot:
 
 
 class AdapterReceiver:
-    """Holds the one adapter of an engine, on which all its requests run; zero until the first update."""
+    """The receiver of an engine's only adapter, which all requests use; it is zero until the first update."""
 
     def __init__(self, worker_manager: Any, model: Any) -> None:
-        """Take over the LoRA layers of `model`, managed by vLLM's ``LRUCacheWorkerLoRAManager``."""
+        """Use the LoRA layers of `model`, which vLLM's ``LRUCacheWorkerLoRAManager`` manages."""
         self._worker_manager = worker_manager
         self._manager = worker_manager._adapter_manager
         mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
@@ -64,14 +62,14 @@ class AdapterReceiver:
         self._lora_slots: dict[str, LoraSlot] = {}
         self._tensors: Mapping[str, torch.Tensor] = {}
         self.copies: CopyList | None = None
-        """What to copy at each update, since `attach`."""
+        """The copies of each update; None before `attach`."""
         self.clear()
 
     def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
-        """Find the place of ``<layer>.lora_A`` and ``<layer>.lora_B`` of every layer that has an adapter.
+        """Find the places of ``<layer>.lora_A`` and ``<layer>.lora_B`` of every layer with an adapter.
 
         Raises:
-            WeightMismatch: vLLM has no LoRA layer there, or one of another size; the text names the tensors.
+            WeightMismatch: vLLM has no such LoRA layer, or one of another size; the text names the tensors.
         """
         places = dict(self._places())
         pieces: dict[str, View] = {}
@@ -87,37 +85,36 @@ class AdapterReceiver:
                 continue
             pieces[name] = View.of(piece, int(piece.storage_offset()))
             lora_slots[name] = lora_slot
-            shape, room = tuple(piece.shape), tuple(lora_slot.buffers(0)[not is_a].shape)
+            shape, largest = tuple(piece.shape), tuple(lora_slot.buffers(0)[not is_a].shape)
             rank, size = shape if is_a else shape[::-1]
-            max_rank, width = room if is_a else room[::-1]
+            max_rank, width = largest if is_a else largest[::-1]
             if rank > max_rank:
                 misfits.append(f"{name} has rank {rank}, max_lora_rank is {max_rank}")
             elif size != width:
-                misfits.append(f"{name} {shape} for {room}")
+                misfits.append(f"{name} {shape} for {largest}")
         if missing:
             raise WeightMismatch(
-                f"vLLM has no LoRA layer, or one that is split over devices in several parts, for {len(missing)} "
-                f"adapter tensors: {shortened(missing)}. {USE_MERGED}"
+                f"vLLM has no LoRA layer, or a layer that is split over devices in several parts, for {len(missing)} "
+                f"adapter tensors: {shortened(missing)}. Use lora_mode='merged', which sends merged weights."
             )
         if misfits:
             raise WeightMismatch(
                 f"the engine's LoRA layers have no room for {len(misfits)} adapter tensors: {'; '.join(misfits[:4])}. "
                 "Build the engine with a larger max_lora_rank, or use lora_mode='merged'."
             )
-        self._pieces = pieces
-        self._lora_slots = lora_slots
-        copies = []
-        for name, view in self._pieces.items():
-            target = View.of(torch.empty(view.shape, device="meta"), 0)
-            copies.append(Copy(name, view, name, target))
-        dtypes = {name: dtype_name(each.buffers(0)[0].dtype) for name, each in self._lora_slots.items()}
-        # vLLM's layers cut whole factors themselves.
+        self._pieces, self._lora_slots = pieces, lora_slots
+        copies = tuple(
+            Copy(name, view, name, View.of(torch.empty(view.shape, device="meta"), 0))
+            for name, view in pieces.items()
+        )
+        dtypes = {name: dtype_name(lora_slot.buffers(0)[0].dtype) for name, lora_slot in lora_slots.items()}
+        # Copies whole factors, because vLLM's layers cut them.
         self._whole = LoadPlan.whole(manifest, dtypes.__getitem__)
-        return LoadPlan(tuple(copies), dtypes, {name: view.count for name, view in self._pieces.items()})
+        return LoadPlan(copies, dtypes, {name: view.count for name, view in pieces.items()})
 
     def attach(self, layout: Layout, exports: Sequence[Export] = ()) -> int:
         """Open the arena, or what the ranks export; return the bytes that each update copies out of it."""
-        # On the host, as vLLM pins the tensors of an adapter there.
+        # On the host, where vLLM pins the tensors of an adapter.
         tensors = {slot.name: torch.empty(slot.shape, dtype=dtype_of(slot.dtype)) for slot in layout.slots}
         earlier, self._tensors = self.copies, tensors
         self.copies = CopyList(layout, exports, self._whole, tensors, may_alias=False)
@@ -127,13 +124,13 @@ class AdapterReceiver:
         return self.copies.num_bytes
 
     def load(self) -> None:
-        """Copy the last round, and make the engine's requests run on the adapter."""
+        """Copy the last round and activate the adapter for all requests."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
         assert self.copies is not None, "attach comes before load"
         self.copies.copy_round()
-        # Copies, because vLLM keeps the tensors and the next update writes to these.
+        # Clones, because vLLM keeps the tensors and the next update writes to these.
         tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
         layers = {}
         for name in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
@@ -147,10 +144,10 @@ class AdapterReceiver:
             torch.cuda.synchronize()
 
     def checksums(self) -> list[int]:
-        """Sum the piece of each tensor that the LoRA layers compute with, in their own buffers.
+        """Sum the pieces of all tensors in the buffers of the LoRA layers.
 
         Raises:
-            ChecksumMismatch: The layers hold more than this adapter.
+            ChecksumMismatch: The buffers contain more than this adapter.
         """
         slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
         sums, filled = [], 0
@@ -159,24 +156,27 @@ class AdapterReceiver:
             rows = buffer[: view.shape[0], : view.shape[1]]
             filled += int(rows.count_nonzero())
             sums.append((row_sums(rows, self._word_bytes[name]), view.offset // view.stride[0]))
-        held = sum(int(each.count_nonzero()) for _, where in self._places() for each in where.buffers(slot))
-        if held != filled:
+        found = sum(
+            int(buffer.count_nonzero()) for _, place in self._places() for buffer in place.buffers(slot)
+        )
+        if found != filled:
             raise ChecksumMismatch(
-                f"after the update the engine's LoRA layers hold {held - filled} numbers that belong to no adapter."
+                f"after the update the engine's LoRA layers contain {found - filled} numbers that the trainer "
+                "did not send."
             )
         return checksums(sums)
 
     def clear(self) -> None:
-        """Make the adapter zero, so that requests run on the base model alone."""
+        """Set the adapter to zero."""
         self._manager.remove_adapter(ADAPTER_ID)
         self._worker_manager.add_dummy_lora(adapter_request(), rank=1)
         self._manager.activate_adapter(ADAPTER_ID)
 
     def _places(self) -> Iterator[tuple[str, LoraSlot]]:
-        """Yield the layers that an adapter can have, under the engine's names without the fusing."""
+        """Yield the layers that can have an adapter, with the engine's names of the unfused layers."""
         for name, layer in self._manager.modules.items():
             parts = self._manager.packed_modules.get(name, [name])
-            # Experts, and fused layers with parts that are not separate slices, have other buffers.
+            # Experts, and fused layers whose parts are not separate slices, have other buffers.
             if hasattr(layer, "lora_a_stacked") and getattr(layer, "n_slices", 1) == len(parts):
                 yield from ((part, LoraSlot(layer, index)) for index, part in enumerate(parts))
 
@@ -186,8 +186,8 @@ class AdapterReceiver:
 
 
 def adapter_request() -> Any:
-    """Return what a request carries to run on the engine's adapter."""
+    """Return vLLM's ``LoRARequest`` for the engine's adapter."""
     from vllm.lora.request import LoRARequest
 
-    # vLLM would read the path if the adapter were not there; it always is, and an error would show this text.
+    # vLLM reads the path only if the adapter is not loaded, which never happens.
     return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "/in/memory/only")

@@ -1,4 +1,4 @@
-"""What a PEFT model sends: its base merged with its adapters, or the base once and then the adapters alone."""
+"""Send a PEFT model: its base merged with its adapters, or the base once and then only the adapters."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from vectorlm.sampling.weights.model_tensors import (
     reshard,
     trainer_tensors,
 )
-from vectorlm.sampling.weights.module_source import Change, HeldRows, ModuleSource, rows_of
+from vectorlm.sampling.weights.module_source import Change, HeldRows, ModuleSource, rows_of, then
 
 
 def lora_weight_sets(
     model: torch.nn.Module, topology: Topology, arenas: MappedArenas, lora_mode: str
 ) -> list[WeightSet]:
-    """Return what an update of a PEFT model replaces; called on all ranks.
+    """Return the weight sets of a PEFT model for an update; called on all ranks.
 
-    In mode `merged` one set of merged weights; in mode `adapter` the base, which crosses again only when it was written
-    to, and the adapters where there are active ones.
+    Mode `merged` has one set of merged weights. Mode `adapter` has the base, which is sent again only after it was
+    written to, and the active adapters.
 
     Raises:
-        ConfigError: The engine cannot compute what the model's adapters do in this mode.
-        WeightMismatch: The adapters are merged into their weights, or sharded otherwise than these.
+        ConfigError: The engine does not support the model's adapters in this mode.
+        WeightMismatch: The adapters are merged into their weights, or have another sharding.
     """
     if lora_mode == "merged":
         return [WeightSet("base", merged_source(model, topology, arenas))]
@@ -42,14 +42,14 @@ def lora_weight_sets(
 
 
 class Fingerprint:
-    """Equal to an earlier one if the base model has not been replaced or written to since; reads no weight.
+    """A fingerprint that equals an earlier one if the base model was neither replaced nor written to since.
 
-    Every tensor counts the operations that changed it in place. Tensors that are trained are taken for changed.
+    It reads no weights: every tensor counts its in-place operations. Trained tensors always count as changed.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         tensors = list(trainer_tensors(model).values())
-        # The objects too: a model that is gone may have left its addresses to the next.
+        # Compares the objects too, because a new model may reuse the addresses of an old one.
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._states = [_state(tensor) for tensor in tensors]
         self._is_trained = any(tensor.requires_grad for tensor in tensors)
@@ -68,18 +68,18 @@ class Fingerprint:
 
 def _state(tensor: torch.Tensor) -> tuple[int, ...]:
     local = getattr(tensor, "_local_tensor", tensor)
-    # Not the address: exporting a shard moves its memory, the storage object stays.
+    # Not the address: an export moves a shard's memory, but keeps the storage object.
     place = local.untyped_storage()._cdata, int(local.storage_offset())
-    # An operation on a DTensor counts on the DTensor alone, one on its shard on the shard alone.
+    # DTensor and shard count their own operations only.
     return *place, tensor._version, local._version
 
 
 def merged_source(
     model: torch.nn.Module, topology: Topology, arenas: MappedArenas | None = None
 ) -> ModuleSource:
-    """Send the model's parameters with its adapters merged into copies of them; the model is not touched.
+    """Send the model's parameters with its adapters merged into copies of them; the model does not change.
 
-    Each rank merges the rows that it holds; only the small factors that it needs whole are gathered.
+    Every rank merges its own rows. Only the small factors are gathered.
     """
     require_expressible(model, "merged")
     adapters = lora_factors(model)
@@ -89,24 +89,25 @@ def merged_source(
         name = f"{factors.layer}.weight"
         if name in shared:
             raise ConfigError(
-                f"the adapter of {factors.layer!r} cannot be merged: other layers use the same weight without it. "
-                "Leave that layer out of target_modules, or use lora_mode='adapter' on an engine built with "
+                f"the adapter of {factors.layer!r} cannot be merged, because other layers use the same weight without "
+                "it. Leave that layer out of target_modules, or use lora_mode='adapter' on an engine built with "
                 "enable_lora=True."
             )
         earlier = changes.get(name)
         if factors.magnitude is not None and earlier is not None:
             raise ConfigError(
-                f"the layer {factors.layer!r} has DoRA and another active adapter; their merged weight is not defined. "
+                f"the layer {factors.layer!r} has DoRA and another active adapter, which cannot be merged together. "
                 "Activate one of them with set_adapter()."
             )
-        changes[name] = _then(earlier, _merge(factors, tensors[name], topology))
+        change = _merge(factors, tensors[name], topology)
+        changes[name] = change if earlier is None else then(earlier, change)
     return ModuleSource(model, topology, arenas, changes=changes, beside=_named_factors(adapters))
 
 
 def adapter_source(
     model: torch.nn.Module, topology: Topology, arenas: MappedArenas | None = None
 ) -> ModuleSource:
-    """Send the factors of the adapters alone, B with its scaling, so that the engine's own scaling is 1."""
+    """Send only the factors of the adapters. B is multiplied by the scaling, and the engine's own scaling is 1."""
     require_expressible(model, "adapter")
     reshard(model)
     tensors, changes = dict[str, torch.Tensor](), dict[str, Change]()
@@ -121,7 +122,7 @@ def adapter_source(
         tensors[f"{factors.layer}.lora_A"] = factors.a
         tensors[f"{factors.layer}.lora_B"] = factors.b
         changes[f"{factors.layer}.lora_B"] = _scale_rows(factors.scaling)
-        # No tensor of the adapter, and it changes what is sent.
+        # Not sent, but a change of the scaling changes what is sent.
         scalings[f"{factors.layer}.scaling"] = torch.tensor([factors.scaling])
     return ModuleSource(model, topology, arenas, tensors=tensors, changes=changes, beside=scalings)
 
@@ -130,15 +131,11 @@ def _scale_rows(scaling: float) -> Change:
     return lambda rows: rows.float() * scaling
 
 
-def _then(first: Change | None, second: Change) -> Change:
-    return second if first is None else lambda rows: second(first(rows))
-
-
 def _merge(factors: LoraFactors, weight: torch.Tensor, topology: Topology) -> Change:
-    """Bring the factors into the shape of this rank's rows of the weight: rows of B A, or of its transpose."""
+    """Return the merge of this rank's rows of a weight with the same rows of B A, or of its transpose."""
     if factors.is_transposed and factors.magnitude is not None:
         raise ConfigError(
-            f"the DoRA adapter of {factors.layer!r} cannot be merged: its weight is stored transposed. Use plain LoRA."
+            f"the DoRA adapter of {factors.layer!r} cannot be merged, because its weight is transposed. Use plain LoRA."
         )
     own = rows_of(weight, topology)
     if factors.is_transposed:
@@ -180,12 +177,18 @@ def merge_into(
 
 
 def _named_factors(adapters: Sequence[LoraFactors]) -> dict[str, torch.Tensor]:
-    """Return the tensors that merging reads, by names for an error text."""
+    """Return the tensors that the merge reads, by names for error messages."""
     found: dict[str, torch.Tensor] = {}
-    for index, each in enumerate(adapters):
-        scaling = torch.tensor([each.scaling])
-        parts = {"lora_A": each.a, "lora_B": each.b, "lora_magnitude": each.magnitude, "scaling": scaling}
-        found |= {f"{each.layer}.{part} (adapter {index})": x for part, x in parts.items() if x is not None}
+    for index, factors in enumerate(adapters):
+        parts = {
+            "lora_A": factors.a,
+            "lora_B": factors.b,
+            "lora_magnitude": factors.magnitude,
+            "scaling": torch.tensor([factors.scaling]),
+        }
+        found |= {
+            f"{factors.layer}.{part} (adapter {index})": x for part, x in parts.items() if x is not None
+        }
     return found
 
 
@@ -195,19 +198,19 @@ def _whole(factor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_rows(layer: str, factor: torch.Tensor, topology: Topology, weight: HeldRows) -> torch.Tensor:
-    """Return the rows of `factor` that this rank sends: the same ones as of its weight."""
+    """Return the rows of `factor` that belong to this rank's rows of the weight."""
     own = rows_of(factor, topology)
     if (own.first_row, len(own.rows)) != (weight.first_row, len(weight.rows)):
         raise WeightMismatch(
-            f"the adapter of {layer!r} is sharded otherwise than its weight (this rank holds rows {own.first_row} to "
-            f"{own.first_row + len(own.rows)} of the one and {weight.first_row} to "
-            f"{weight.first_row + len(weight.rows)} of the other): shard both with fully_shard over the same ranks."
+            f"the adapter of {layer!r} and its weight have different shards (this rank has rows {own.first_row} to "
+            f"{own.first_row + len(own.rows)} of the adapter and {weight.first_row} to "
+            f"{weight.first_row + len(weight.rows)} of the weight). Shard both with fully_shard over the same ranks."
         )
     return own.rows
 
 
 def _shared_weights(model: torch.nn.Module) -> set[str]:
-    """Name the tensors that several layers use."""
+    """Name the tensors that several layers share."""
     names: dict[int, set[str]] = {}
     foreign = adapter_prefixes(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -20,9 +20,9 @@ class ModelSize:
     """The sizes of a dense decoder that its memory depends on."""
 
     num_parameters: int
-    """Of the whole model; tied ones count once."""
+    """Parameters of the whole model; tied ones count once."""
     num_block_parameters: int
-    """Of the largest transformer block."""
+    """Parameters of the largest transformer block."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -43,16 +43,16 @@ class ModelSize:
 
 
 def read_model_size(folder: str | Path) -> ModelSize:
-    """Read a model's size from its ``config.json`` and the heads of its safetensors files, without torch.
+    """Read a model's size from its ``config.json`` and the headers of its safetensors files, without torch.
 
-    Where there is no such file, transformers builds the model without memory: a download's ``config.json`` is enough.
-    Raises ValueError where something is missing or makes no sense.
+    Without safetensors files, transformers builds the model on the meta device from ``config.json``. Raises ValueError
+    for missing or invalid values.
     """
     try:
         return _read_model_size(Path(folder))
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
-            f"what {folder} says of its model makes no sense ({type(error).__name__}: {error})"
+            f"the files of {folder} have invalid values ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -67,7 +67,7 @@ def _read_model_size(folder: Path) -> ModelSize:
         if match := _BLOCK.search(name):
             blocks[match[1]] += math.prod(shape)
     if not blocks:
-        raise ValueError(f"the tensors of {folder} name no transformer blocks")
+        raise ValueError(f"the tensors of {folder} must have the names of transformer blocks")
     hidden = _first(config, "hidden_size", "n_embd")
     num_heads = _first(config, "num_attention_heads", "n_head")
     head_size = config.get("head_dim") or hidden // num_heads
@@ -86,7 +86,7 @@ def _read_model_size(folder: Path) -> ModelSize:
 
 
 def count_adapter_parameters(folder: str | Path, lora_config: Mapping[str, Any]) -> int:
-    """Count the parameters that LoRA trains: r rows and r columns for each adapted matrix.
+    """Count the parameters that LoRA trains: r rows and r columns of every adapted matrix.
 
     Source: Hu et al. 2021, arXiv 2106.09685, section 4.2.
     """
@@ -102,11 +102,11 @@ def count_adapter_parameters(folder: str | Path, lora_config: Mapping[str, Any])
 
 
 def damaged_weights(folder: Path) -> Iterator[str]:
-    """Say what is wrong with the safetensors files of a folder, by their heads and sizes alone."""
+    """Yield the problems of a folder's safetensors files, judged by headers and sizes."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             start, entries = _head(path)
-            # A head without offsets is a description alone, to plan with.
+            # A header without offsets is a description for memory plans, without data.
             ends = [entry.get("data_offsets", (0, 0))[1] for entry in entries.values()]
             whole = start + max(ends, default=0)
         except (ValueError, LookupError, TypeError, AttributeError):
@@ -117,7 +117,7 @@ def damaged_weights(folder: Path) -> Iterator[str]:
 
 
 def files_of_index(index: Path) -> set[str] | None:
-    """Return the files that an index of weights names; None where it cannot be read."""
+    """Return the files that an index of weights names; None if it cannot be read."""
     try:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, LookupError, AttributeError, TypeError):
@@ -125,9 +125,9 @@ def files_of_index(index: Path) -> set[str] | None:
 
 
 def two_sets_of_weights(folder: Path) -> str | None:
-    """Say so where vLLM would read other weights of a folder than transformers, or fail; None where both read the same.
+    """Describe the problem if vLLM would fail or read other weights of a folder than transformers; else None.
 
-    Where transformers reads ``model.safetensors``, vLLM takes what an index names, and without an index all there is.
+    transformers reads ``model.safetensors``. vLLM reads the files that an index names, without an index all files.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not whole.is_file():
@@ -167,14 +167,14 @@ def _shapes_of_config(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _head(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return where the tensors of a safetensors file begin, and its head: 8 bytes of length, then JSON."""
+    """Return the start of the tensors in a safetensors file, and its header: 8 bytes of length, then JSON."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
             raise ValueError(f"{path} is not a safetensors file")
         entries = json.loads(file.read(length))
     if not isinstance(entries, dict):
-        raise ValueError(f"the head of {path} is no JSON object")
+        raise ValueError(f"the header of {path} must be a JSON object")
     return 8 + length, entries
 
 

@@ -13,14 +13,13 @@ if TYPE_CHECKING:
 
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
-"""Name parts that wrappers put into parameter names and that no checkpoint knows."""
+"""Parts that wrappers insert into parameter names; no checkpoint has them."""
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Give the shards back to a model of which FSDP2 left parts whole.
+    """Shard parameters again that FSDP2 left whole.
 
-    FSDP2 leaves the root's parameters whole after a forward without backward; whoever looks at the parameters must
-    always see the same shards.
+    FSDP2 keeps the root's parameters whole after a forward without backward; an update must always see the same shards.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -34,14 +33,14 @@ def trainer_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of `model`, resharded; tied ones appear once.
 
-    Their names are without those of wrappers. Of a PEFT model these are the base model's own, with
-    ``modules_to_save`` in place of what they replace. Its `quantized_layers` are given where they are known.
+    Names are without the parts of wrappers. For a PEFT model these are the base model's tensors, with
+    ``modules_to_save`` in place of the modules that they replace. Pass `quantized_layers` if they are known.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise WeightMismatch(
-            "the model is wrapped by FSDP1, which is not supported: use fully_shard (FSDP2)."
+            "the model is wrapped by FSDP1, which is not supported. Use fully_shard (FSDP2)."
         )
     reshard(model)
     foreign = adapter_prefixes(model)
@@ -51,7 +50,7 @@ def trainer_tensors(
         if id(parameter) not in seen and not name.startswith(foreign):
             if not parameter.is_floating_point():
                 raise WeightMismatch(
-                    f"{name!r} holds numbers of {parameter.dtype}, and only weights of a floating dtype are sent."
+                    f"{name!r} has dtype {parameter.dtype}, but weights must have a floating dtype."
                 )
             seen.add(id(parameter))
             tensors[checkpoint_name(name)] = parameter
@@ -61,7 +60,7 @@ def trainer_tensors(
 
 
 def quantized_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the layers that hold rows of their weight packed, by the name of that weight."""
+    """Return the layers with quantised weights, by the name of the weight."""
     return {
         checkpoint_name(f"{name}.weight"): module
         for name, module in model.named_modules()
@@ -70,7 +69,7 @@ def quantized_layers(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers of `model` that its checkpoint holds, by the names there."""
+    """Return the buffers of `model` that are in its checkpoint, by their names there."""
     foreign = adapter_prefixes(model)
     return {
         checkpoint_name(f"{prefix}.{name}".removeprefix(".")): buffer
@@ -83,16 +82,16 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_name(name: str) -> str:
-    """Return what a checkpoint of the base model calls this parameter or module, without the names of wrappers."""
+    """Return the name of a parameter or module in the base model's checkpoint."""
     for part in WRAPPERS:
         name = name.replace(part, "")
-    # DistributedDataParallel and PEFT wrap the whole model, and no checkpoint's names begin like this.
+    # DistributedDataParallel and PEFT wrap the whole model. No checkpoint's names begin like this.
     name = name.removeprefix("module.").removeprefix("base_model.model.")
     return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
 
 
 def adapter_prefixes(model: torch.nn.Module) -> tuple[str, ...]:
-    """Return how the names of those parameters begin that are no part of the base model as it computes now."""
+    """Return the name prefixes of parameters that are not part of the base model as it computes now."""
     prefixes = []
     for name, module in model.named_modules():
         owned: Any = module
@@ -100,8 +99,8 @@ def adapter_prefixes(model: torch.nn.Module) -> tuple[str, ...]:
             prefixes.append(f"{name}.lora_")
         elif {"original_module", "modules_to_save"} <= module._modules.keys():
             active = [] if owned.disable_adapters else owned.active_adapters
-            replaced = [each for each in owned.modules_to_save if each in active]
-            unused = [each for each in owned.modules_to_save if each not in active]
-            prefixes += [f"{name}.modules_to_save.{each}." for each in unused]
-            prefixes += [f"{name}.original_module."] if replaced else []
+            unused = [adapter for adapter in owned.modules_to_save if adapter not in active]
+            prefixes += [f"{name}.modules_to_save.{adapter}." for adapter in unused]
+            if len(unused) < len(owned.modules_to_save):
+                prefixes.append(f"{name}.original_module.")
     return tuple(prefixes)

@@ -25,34 +25,34 @@ from vectorlm.sampling.weights.model_tensors import persistent_buffers, quantize
 from vectorlm.sampling.weights.plan import Layout, Piece, TensorSpec, dtype_of
 
 _MANIFESTS: WeakKeyDictionary[torch.nn.Module, tuple[TensorSpec, ...]] = WeakKeyDictionary()
-"""By model: running a model's conversion takes longer than copying a small model's weights."""
+"""A cache by model, because a model's conversion takes longer than copying a small model's weights."""
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Makes the rows to send from the rows of a shard."""
+"""Computes the rows to send from the rows of a shard."""
 
 
 @dataclass(frozen=True)
 class HeldRows:
-    """The rows of one tensor that this rank holds, and the part of them that it writes."""
+    """This rank's rows of one tensor, and the part of them that it sends."""
 
     held: torch.Tensor
     first_held: int
-    """Where `held` starts in the whole tensor."""
+    """Index of the first row of `held` in the whole tensor."""
     rows: torch.Tensor
-    """What this rank writes of `held`: all of it, or a part where other ranks of its node hold the same."""
+    """The rows that this rank sends: all of `held`, or a part if other ranks of its node have the same rows."""
     first_row: int
-    """Where `rows` start in the whole tensor."""
+    """Index of the first row of `rows` in the whole tensor."""
     counts: bool
-    """Whether this rank is the first of its node that holds these rows: its checksum of `held` counts for all."""
+    """Whether this rank is the first of its node with these rows; only its checksum of `held` counts."""
     change: Change | None = None
-    """What is done to the rows on their way; None sends them as they are."""
+    """A function that computes the rows to send; None sends them unchanged."""
 
 
 class ModuleSource:
     """A `vectorlm.sampling.contract.WeightSource` over a module, plain or sharded by FSDP2.
 
-    It describes the module as it is at the first call: build one for each update. `manifest` raises for all that can
-    be wrong with the sharding, before anything is written.
+    It describes the module at the time of the first call, so build one for each update. `manifest` raises for any wrong
+    sharding, before anything is sent.
     """
 
     def __init__(
@@ -65,21 +65,21 @@ class ModuleSource:
         changes: Mapping[str, Change] | None = None,
         beside: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Describe what is sent.
+        """Set what is sent.
 
         Args:
             model: The trained module.
             topology: This rank's place in the run.
             arenas: Keeps arenas mapped from one update to the next.
-            tensors: What is sent, by name, each plain or a DTensor; the module's own tensors when omitted.
-            changes: A function that changes the rows of a tensor while they are written, by the tensor's name.
-            beside: What `changes` read, by name; it is inspected, as buffers are.
+            tensors: The tensors to send by name, plain or DTensors; the module's own tensors if omitted.
+            changes: By the name of a tensor: a function that computes its rows while they are sent.
+            beside: Tensors that `changes` read, by name; they are inspected as buffers are.
         """
         self._model, self._topology = model, topology
         self._arenas = MappedArenas() if arenas is None else arenas
         self._tensors, self._changes, self._beside = tensors, changes or {}, beside or {}
         self._sums: dict[str, int] = {}
-        """What this rank adds to a tensor's checksum, known from `inspect` where the rows are sent as they are."""
+        """This rank's part of a tensor's checksum, known from `inspect` for rows that are sent unchanged."""
 
     def manifest(self) -> Sequence[TensorSpec]:
         """List the tensors, whole.
@@ -91,7 +91,7 @@ class ModuleSource:
 
     @property
     def writes(self) -> Mapping[str, HeldRows]:
-        """What this rank sends of each tensor, by its name."""
+        """This rank's rows of each tensor, by name."""
         return self._description[1]
 
     @functools.cached_property
@@ -102,18 +102,18 @@ class ModuleSource:
         if self._tensors is None:
             quantized = quantized_layers(self._model)
             for name, layer in quantized.items():
-                changes[name] = _then(layer.dequantize, changes.get(name))
+                changes[name] = then(layer.dequantize, changes.get(name))
             tensors = trainer_tensors(self._model, quantized)
             manifest = manifest_of(self._model, tensors, quantized)
         else:
             tensors = self._tensors
-            manifest = tuple(TensorSpec(name, tuple(each.shape)) for name, each in tensors.items())
+            manifest = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
         return manifest, {
             name: rows_of(tensor, self._topology, changes.get(name)) for name, tensor in tensors.items()
         }
 
     def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
-        """Sum all rows that this rank holds, and look for numbers that are not finite in those that it writes."""
+        """Sum all rows of this rank, and search the rows that it sends for numbers that are not finite."""
         buffers = persistent_buffers(self._model)
         others = {**self._beside, **buffers}
         beside = {name: rows_of(tensor, self._topology) for name, tensor in others.items()}
@@ -126,7 +126,7 @@ class ModuleSource:
         }
         dtypes |= {slot.name: dtype_of(slot.dtype) for slot in layout.slots}
         rows, finite = [], FiniteCheck()
-        # Tensor by tensor: the second look finds much of it in the cache.
+        # Tensor by tensor, because the second read then hits the cache.
         for name, shard in shards.items():
             if with_checksums:
                 rows.append((row_sums(shard.held, words.get(name, 0)), shard.first_held))
@@ -139,7 +139,7 @@ class ModuleSource:
         return Inspection(sums, finite.wrong())
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
-        """Write this rank's rows, cast to each slot's dtype."""
+        """Write this rank's rows into the arena, cast to the dtypes of the slots."""
         places = self._arenas.slots_of(layout)
         sums: dict[str, tuple[torch.Tensor, int]] = {}
         for slot in layout.slots:
@@ -156,7 +156,7 @@ class ModuleSource:
         return self.with_known_sums(layout, sums) if with_checksums else []
 
     def has_summed(self, name: str) -> bool:
-        """Whether `inspect` has summed a tensor, which is sent as it is."""
+        """Whether `inspect` has summed the tensor (then it is sent unchanged)."""
         return name in self._sums
 
     def with_known_sums(self, layout: Layout, sums: Mapping[str, tuple[torch.Tensor, int]]) -> list[int]:
@@ -165,16 +165,17 @@ class ModuleSource:
         return [found[slot.name] for slot in layout.slots]
 
 
-def _then(first: Change, second: Change | None) -> Change:
+def then(first: Change, second: Change | None) -> Change:
+    """Return the change that applies `first` and then `second`."""
     return first if second is None else lambda rows: second(first(rows))
 
 
 def rows_of(tensor: torch.Tensor, topology: Topology, change: Change | None = None) -> HeldRows:
-    """Return the rows of `tensor` that this rank holds, and those that it writes.
+    """Return this rank's rows of `tensor`, and those that it sends.
 
-    The rank that holds a shard writes it. Where ranks of one node hold the same rows (no sharding, or replicas), each
-    takes an equal part, so no byte is written twice. The ranks of each node must hold the whole tensor between them,
-    for they fill that node's engine.
+    The rank with a shard sends it. If several ranks of a node have the same rows (no sharding, or replicas), they send
+    equal parts, so no byte is written twice. The ranks of each node must have the whole tensor together, because they
+    fill that node's engine.
     """
     if isinstance(tensor, DTensor):
         first, index, count = _shard_place(tensor.shape, tensor.device_mesh, tensor.placements, topology)
@@ -189,15 +190,15 @@ def rows_of(tensor: torch.Tensor, topology: Topology, change: Change | None = No
     return HeldRows(held, first, held[start : start + size], first + start, index == 0, change)
 
 
-# A model has few distinct shapes, and this arithmetic would cost as much as copying the weights.
+# Cached: this arithmetic costs as much as copying the weights, and a model has few distinct shapes.
 @functools.lru_cache(maxsize=4096)
 def _shard_place(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], topology: Topology
 ) -> tuple[int, int, int]:
-    """Return where this rank's shard starts, its index among the node's ranks that hold the same, and their number."""
-    if not all(isinstance(each, Replicate) or each == Shard(0) for each in placements):
+    """Return the first row of this rank's shard, its index among the node's ranks with that shard, and their number."""
+    if not all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements):
         raise WeightMismatch(
-            f"a parameter is placed as {placements}: only shards along dimension 0 can be published."
+            f"a parameter has the placements {placements}: it must be sharded along dimension 0 only."
         )
     sharded = [dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)]
     num_shards = math.prod(mesh.size(dim) for dim in sharded)
@@ -206,9 +207,9 @@ def _shard_place(
         near[tuple(place[dim] for dim in sharded)].append(int(mesh.mesh[tuple(place)]))
     if len(near) < num_shards:
         raise WeightMismatch(
-            f"node {topology.node} holds {len(near)} of the {num_shards} shards of a parameter, and its engine needs "
-            f"all: a run with engines on {topology.num_nodes} nodes needs sharding_strategy=HYBRID_SHARD (shards "
-            "within each node, replicas over nodes) or NO_SHARD."
+            f"node {topology.node} holds {len(near)} of the {num_shards} shards of a parameter, but its engine needs "
+            f"all: with engines on {topology.num_nodes} nodes use sharding_strategy=HYBRID_SHARD (shards within each "
+            "node, replicas over nodes) or NO_SHARD."
         )
     _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     coordinate = mesh.get_coordinate()
@@ -218,17 +219,19 @@ def _shard_place(
 
 
 def warn_of_rounded_positions(model: Any) -> None:
-    """Warn where ``.to(torch.bfloat16)`` rounded the frequencies of a rotary embedding, which no checkpoint holds."""
+    """Warn if ``.to(torch.bfloat16)`` rounded the frequencies of a rotary embedding, which no checkpoint contains."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    frequencies = [
-        each.inv_freq for each in modules if isinstance(getattr(each, "inv_freq", None), torch.Tensor)
-    ]
-    rounded = {each.dtype for each in frequencies if each.dtype in (torch.bfloat16, torch.float16)}
+    tensors = (getattr(module, "inv_freq", None) for module in modules)
+    rounded = {
+        tensor.dtype
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.bfloat16, torch.float16)
+    }
     if rounded:
         warnings.warn(
-            f"the model's rotary frequencies (inv_freq) are {rounded.pop()}, an engine's are float32: the two compute "
-            "other functions of the same weights, the more so the longer the text. Load the model with its "
-            "dtype, from_pretrained(..., dtype=...), in place of model.to(...).",
+            f"the model's rotary frequencies (inv_freq) are {rounded.pop()}, an engine's are float32. Trainer and "
+            "engine compute different functions of the same weights, and the difference grows with the length of the "
+            "text. Load the model with from_pretrained(..., dtype=...) instead of model.to(...).",
             stacklevel=2,
         )
 
@@ -238,9 +241,9 @@ def manifest_of(
     tensors: Mapping[str, torch.Tensor] | None = None,
     quantized: Mapping[str, Any] | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """List the `trainer_tensors` of `model`, with full shapes and what the checkpoint calls them.
+    """List the `trainer_tensors` of `model` with their full shapes and checkpoint names.
 
-    Its `tensors` and `quantized` layers are given where they are known.
+    Pass its `tensors` and `quantized` layers if they are known.
 
     Raises:
         WeightMismatch: The checkpoint joins several parameters to one tensor, or computes with them.
@@ -248,7 +251,7 @@ def manifest_of(
     quantized = quantized_layers(model) if quantized is None else quantized
     tensors = trainer_tensors(model, quantized) if tensors is None else tensors
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    shapes |= {name: (each.out_features, each.in_features) for name, each in quantized.items()}
+    shapes |= {name: (layer.out_features, layer.in_features) for name, layer in quantized.items()}
     known = _MANIFESTS.get(model)
     if known is None or [(spec.name, spec.shape) for spec in known] != list(shapes.items()):
         pieces = checkpoint_pieces(model, shapes)
@@ -266,13 +269,13 @@ def manifest_of(
 def checkpoint_pieces(
     model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[Piece, ...]]:
-    """Return the pieces of each parameter that the checkpoint does not hold whole under the same name.
+    """Return the pieces of each parameter that is not one tensor of the same name in the checkpoint.
 
-    A transformers model may hold under one name what its checkpoint holds under another, or in many tensors: the
-    experts of a layer are one parameter with three dimensions, and one tensor each in the file. The model's own
-    conversion, the one that ``save_pretrained`` uses, is run on tensors without data to see which piece goes where.
+    A transformers model may use other names than its checkpoint, or one parameter for many tensors: the experts of a
+    layer are one parameter with three dimensions, and one tensor per expert in the file. We run the model's own
+    conversion, which ``save_pretrained`` uses, on tensors without data to find the pieces.
     """
-    inner: Any = next((each for each in model.modules() if hasattr(each, "base_model_prefix")), None)
+    inner: Any = next((module for module in model.modules() if hasattr(module, "base_model_prefix")), None)
     if inner is None:
         return {}
     from transformers.core_model_loading import revert_weight_conversion
@@ -286,17 +289,19 @@ def checkpoint_pieces(
         owner = owners.get(tensor.untyped_storage()._cdata)
         if owner is None:
             raise WeightMismatch(
-                f"the checkpoint's {name!r} is made from several of the trainer's parameters, or computed from "
-                "one: it cannot be swapped directly. Train a model with the parameters of its checkpoint."
+                f"the checkpoint's {name!r} is computed from the trainer's parameters, so an update cannot send it. "
+                "Train a model with the parameters of its checkpoint."
             )
         found[owner].append(
             Piece(name, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
         )
-    return {name: tuple(pieces) for name, pieces in found.items() if [each.name for each in pieces] != [name]}
+    return {
+        name: tuple(pieces) for name, pieces in found.items() if [piece.name for piece in pieces] != [name]
+    }
 
 
 class _ViewsInsteadOfCopies(TorchDispatchMode):
-    """Makes ``contiguous()`` a no-op, so that a piece still says where in its parameter it lies."""
+    """A mode in which ``contiguous()`` does nothing, so that pieces stay views of their parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default and args[0].is_meta:

@@ -1,4 +1,4 @@
-"""What the trainer sends: the names, shapes and places of its tensors."""
+"""Records of the weights that cross from trainer to engine: names, shapes and places."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     import torch
 
 BASE = "base"
-"""The weight set with the model's own tensors; all others lie on top of it."""
+"""The weight set with the model's own tensors; adapters are sets of their own."""
 
 
 HEAD = "lm_head.weight"
-"""The output layer, in most families."""
+"""The output layer of most families."""
 
 MAX_NAMES = 8
-"""As many names an error lists of each kind."""
+"""Most names in one list of an error message."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor, as a strided piece of a trainer parameter that holds several."""
+    """One checkpoint tensor, a strided piece of a trainer parameter that consists of several."""
 
     name: str
     """Its name in the Hugging Face checkpoint."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements of the whole, contiguous parameter."""
+    """In elements of the whole contiguous parameter."""
     offset: int
     """Its first element in that parameter."""
 
@@ -46,27 +46,27 @@ class TensorSpec:
     shape: tuple[int, ...]
     """Its full, unsharded shape."""
     pieces: tuple[Piece, ...] = ()
-    """The checkpoint tensors that it holds; none where it is one tensor of the same name."""
+    """The checkpoint tensors in it; empty if it is one tensor of the same name."""
     is_buffer: bool = False
-    """Whether it is sent only to engines that load such a tensor: others compute it themselves."""
+    """Whether only engines that load such a tensor receive it; other engines compute it."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one trainer parameter lives in the arena."""
+    """The place of one trainer parameter in the arena."""
 
     name: str
     """Its name in the trainer's model."""
     shape: tuple[int, ...]
-    """Its full shape; the slot is contiguous, row by row."""
+    """Its full shape; the slot is contiguous."""
     dtype: str
-    """The engine's dtype, as torch spells it without the module: the trainer casts while writing."""
+    """The engine's dtype, such as ``bfloat16``; the trainer casts while it writes."""
     offset_bytes: int
     """First byte of the slot in the arena."""
     word_bytes: int = 0
-    """Size of the words that its checksum adds, so narrow that no worker's piece cuts one; 0 for the widest."""
+    """Size of the words of its checksum, small enough that no worker's piece cuts a word; 0 for the widest."""
     round: int = 0
-    """Which filling of the arena it crosses in, from 0; one that is smaller than the model is filled several times."""
+    """The round in which it is sent, from 0; an arena smaller than the model takes several rounds."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,24 +81,24 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The arena's table of contents, made by the engine and the same on every rank."""
+    """The arena's table of contents. The engine creates it; it is the same on every rank."""
 
     path: str
-    """The file that every process maps; empty where the engines pull out of the ranks' own memory."""
+    """The file that every process maps; empty if the engines read the ranks' own memory."""
     num_bytes: int
     """Size of the arena."""
     slots: tuple[Slot, ...]
     """One slot per trainer parameter, in the trainer's order."""
     num_copied_bytes: int = 0
-    """Bytes that the engine copies out of the arena at each update; the rest it computes with where they lie."""
+    """Bytes that the engine copies out of the arena at each update; it computes with the others in the arena."""
 
     def rounds(self) -> list[Layout]:
-        """Return what each filling of the arena holds, in order; mostly one."""
+        """Return the layout of each round, in order; usually there is one."""
         numbers = dict.fromkeys(slot.round for slot in self.slots)
         if len(numbers) < 2:
             return [self]
         slots = (tuple(slot for slot in self.slots if slot.round == number) for number in numbers)
-        return [replace(self, slots=each) for each in slots]
+        return [replace(self, slots=slots_of_round) for slots_of_round in slots]
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -114,15 +114,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec | Slot]) -> None:
-    """Raise `WeightMismatch` unless the trainer sends what the engine holds; the text lists names and shapes."""
-    names = {each.name for each in held}
-    theirs = {each.name: tuple(each.shape) for each in sent if not each.is_buffer or each.name in names}
-    ours = {each.name: tuple(each.shape) for each in held}
+def require_same(sent: Sequence[TensorSpec], expected: Sequence[TensorSpec | Slot]) -> None:
+    """Raise `WeightMismatch` unless the trainer sends the engine's tensors; the text lists names and shapes."""
+    ours = {spec.name: tuple(spec.shape) for spec in expected}
+    theirs = {spec.name: tuple(spec.shape) for spec in sent if not spec.is_buffer or spec.name in ours}
     if list(theirs.items()) == list(ours.items()):
         return
     if theirs == ours:
-        differences = "the same ones in another order: the order must stay as it was."
+        differences = "the same ones in another order; the order must not change."
     else:
         missing = [name for name in ours if name not in theirs]
         unexpected = [name for name in theirs if name not in ours]
@@ -136,34 +135,34 @@ def require_same(sent: Sequence[TensorSpec], held: Sequence[TensorSpec | Slot]) 
             f"{shortened(reshaped)}.{naming_advice(theirs, ours)}"
         )
     raise WeightMismatch(
-        f"the trainer sends {len(theirs)} tensors, the engine holds {len(ours)}; {differences}"
+        f"the trainer sends {len(theirs)} tensors, the engine has {len(ours)}; {differences}"
     )
 
 
 def naming_advice(theirs: Collection[str], ours: Collection[str]) -> str:
-    """Say what may be wrong: the names are those of a wrapper or of a part of the model, or one side ties its head."""
+    """Return a hint: the names belong to a wrapper or a part of the model, or only one side ties its head."""
     if {*theirs} ^ {*ours} == {HEAD}:
         is_theirs = HEAD in theirs
         tied, untied = ("engine", "trainer") if is_theirs else ("trainer", "engine")
         return (
-            f" The {tied}'s output layer is its embedding (tie_word_embeddings), the {untied}'s is a tensor of its "
-            "own: tie both or neither."
+            f" The {tied}'s output layer is its embedding (tie_word_embeddings), and the {untied}'s is another tensor. "
+            "Tie both or neither."
         )
     if prefix := _prefix_over(theirs, ours):
-        return f" The model is wrapped: its weights lie under {prefix!r}. Pass that module: wrapper.{prefix[:-1]}."
+        return f" The model is wrapped: its weights are under {prefix!r}. Pass that module: wrapper.{prefix[:-1]}."
     if prefix := _prefix_over(ours, theirs):
-        return f" This is a part of the engine's model: pass the module that holds it as {prefix[:-1]!r}."
+        return f" This is a part of the engine's model. Pass the module that has it as {prefix[:-1]!r}."
     first_parts = ({name.partition(".")[0] for name in names} for names in (theirs, ours))
     if own := sorted(set.difference(*first_parts)):
         return (
-            f" The engine has no {shortened(own)}: if that is a layer of yours, such as a value head, keep it beside "
-            "the model in a wrapper, and pass wrapper.lm."
+            f" The engine has no {shortened(own)}. If that is your own layer, such as a value head, keep it beside the "
+            "model in a wrapper, and pass wrapper.lm."
         )
     return ""
 
 
 def _prefix_over(longer: Collection[str], shorter: Collection[str]) -> str:
-    """Return what most names of `longer` have before a name of `shorter`; empty if the two share a name."""
+    """Return the most common prefix of names in `longer` before a name in `shorter`; empty if they share a name."""
     if not set(shorter).isdisjoint(longer):
         return ""
     prefixes: Counter[str] = Counter()
@@ -174,6 +173,6 @@ def _prefix_over(longer: Collection[str], shorter: Collection[str]) -> str:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Return a list as text, with its first names only if it is long."""
+    """Return a list as text; a long list is cut after its first names."""
     more = len(names) - MAX_NAMES
     return f"{list(names[:MAX_NAMES])}{f' and {more} more' if more > 0 else ''}"

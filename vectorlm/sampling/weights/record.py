@@ -1,4 +1,4 @@
-"""Learn where an engine puts each checkpoint tensor, by watching its own loader."""
+"""Record where an engine's own loader puts each checkpoint tensor."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from vectorlm.sampling.weights.plan import TensorSpec, naming_advice
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """An engine model's ``load_weights``: takes (checkpoint name, tensor) pairs."""
 MAX_LETTERS = 200
-"""vLLM lists all parameters behind the cause."""
+"""Length of a loader's error text: vLLM lists all parameters after the cause."""
 _FACTORY = re.compile(r"::(new_|empty|\w+_like$)")
-"""Operations that take only shape, dtype and device from a tensor. One that is missing here is refused, not missed."""
+"""Operations that read only shape, dtype and device of a tensor. Operations not listed here raise."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class View:
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
     def narrow(self, dim: int, start: int, length: int) -> View:
-        """Return what `torch.Tensor.narrow` would make of the piece."""
+        """Narrow the piece as `torch.Tensor.narrow` does."""
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         return View(shape, self.stride, self.offset + start * self.stride[dim])
 
@@ -59,7 +59,7 @@ class View:
 
     @property
     def span(self) -> range:
-        """Elements from the first one to the last one, with those between that belong to other pieces."""
+        """The range from the first to the last element, including elements of other pieces between them."""
         steps = zip(self.shape, self.stride, strict=True)
         reach = sum((size - 1) * stride for size, stride in steps)
         return range(self.offset, self.offset + reach + 1 if self.count else self.offset)
@@ -67,7 +67,7 @@ class View:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy that the loader makes: a piece of a trainer's parameter into a piece of one of the engine's."""
+    """One copy of the loader: from a piece of a trainer's parameter to a piece of an engine's parameter."""
 
     source: str
     """Name of the trainer's parameter."""
@@ -79,18 +79,18 @@ class Copy:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What one worker of the engine takes of the trainer's tensors; a parallel engine has several workers."""
+    """The parts of the trainer's tensors that one worker of the engine takes."""
 
     copies: tuple[Copy, ...]
-    """What its loader does with them."""
+    """The copies that the worker's loader makes."""
     dtypes: Mapping[str, str]
-    """The dtype of each of its parameters, as torch spells it without the module."""
+    """The dtype of each of the worker's parameters, such as ``bfloat16``."""
     sizes: Mapping[str, int]
-    """The number of elements of each of its parameters."""
+    """The number of elements of each of the worker's parameters."""
 
     @classmethod
     def whole(cls, manifest: Sequence[TensorSpec], dtype_of_tensor: Callable[[str], str]) -> LoadPlan:
-        """Take every tensor as it is, in the dtype that `dtype_of_tensor` says, into a parameter of its name."""
+        """Return the plan that copies every tensor to a parameter of its name, in `dtype_of_tensor(name)`."""
         views = {spec.name: View.of(torch.empty(spec.shape, device="meta"), 0) for spec in manifest}
         return cls(
             tuple(Copy(name, view, name, view) for name, view in views.items()),
@@ -102,14 +102,14 @@ class LoadPlan:
 def record_loading(
     load_weights: Loader, parameters: Mapping[str, torch.Tensor], manifest: Sequence[TensorSpec]
 ) -> list[Copy]:
-    """Run the engine's loader on tensors without data, and note every copy that it would make; no weight changes.
+    """Run the engine's loader on tensors without data and record every copy that it would make; no weight changes.
 
-    This is right for any architecture with a loader that only slices and copies (fused projections, padded
-    vocabularies, experts), because it is that loader. A worker of a parallel engine takes its pieces only.
+    This works for every architecture whose loader only slices and copies (fused projections, padded vocabularies,
+    experts), because the loader itself runs. A worker of a parallel engine takes only its pieces.
 
     Raises:
-        WeightMismatch: The loader does not know a name, rejects a shape, or computes with a tensor or with a parameter
-            that it has filled.
+        WeightMismatch: The loader rejects a name or a shape, or it computes with a tensor or with a parameter that it
+            has already filled.
     """
     recorder = _Recorder(parameters)
     for spec in manifest:
@@ -126,7 +126,7 @@ def record_loading(
             raise WeightMismatch(
                 f"the trainer sends {spec.name!r} with shape {spec.shape}, which the engine's loader rejects: "
                 f"{type(error).__name__}: {textwrap.shorten(str(error), MAX_LETTERS, placeholder=' …')}"
-                + naming_advice([each.name for each in manifest], parameters)
+                + naming_advice([other.name for other in manifest], parameters)
             ) from error
     return recorder.copies
 
@@ -134,10 +134,10 @@ def record_loading(
 def join_copies(
     copies: Sequence[Copy], manifest: Sequence[TensorSpec], parameters: Mapping[str, torch.Tensor]
 ) -> list[Copy]:
-    """Replace the copies of one source by a single one, where they only cut it up to lay it down in its own order.
+    """Replace the copies of one source by a single copy if together they keep the source's order.
 
-    A loader fills a fused parameter part by part even from a source that is fused the same way: q, k and v of a
-    Phi-3, or every expert of a layer. As one copy, it can be a view of the arena, and be summed in one go.
+    A loader fills a fused parameter part by part even from a source with the same fusion: q, k and v of a Phi-3, or all
+    experts of a layer. A single copy can become a view of the arena and needs one checksum.
     """
     of_source: dict[str, list[Copy]] = defaultdict(list)
     for copy in copies:
@@ -156,9 +156,9 @@ def join_copies(
 
 
 def _are_laid_down(parts: Sequence[Copy], shift: int, count: int) -> bool:
-    """Whether `parts` are runs of one parameter, all moved by `shift`, that make up a source of `count` elements."""
+    """Whether `parts` are runs of one parameter, all moved by `shift`, that cover a source of `count` elements."""
     end = 0
-    for part in sorted(parts, key=lambda each: each.source_view.offset):
+    for part in sorted(parts, key=lambda part: part.source_view.offset):
         is_run = part.source_view.is_whole and part.parameter_view.is_whole
         is_moved = part.parameter_view.offset - part.source_view.offset == shift
         if (
@@ -172,19 +172,21 @@ def _are_laid_down(parts: Sequence[Copy], shift: int, count: int) -> bool:
 
 
 def _checkpoint_tensors(spec: TensorSpec, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return what the loader would find in the checkpoint: the parameter itself, or views of its pieces."""
-    pieces = [(each.name, whole.as_strided(each.shape, each.stride, each.offset)) for each in spec.pieces]
+    """Return the loader's input: the parameter itself, or views of its pieces."""
+    pieces = [
+        (piece.name, whole.as_strided(piece.shape, piece.stride, piece.offset)) for piece in spec.pieces
+    ]
     return pieces or [(spec.name, whole)]
 
 
 class _Recorder(TorchDispatchMode):
-    """Records copies from the watched tensor into a parameter, and keeps all parameters as they are."""
+    """A recorder of copies from the watched tensor to parameters; it prevents all writes to parameters."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.copies: list[Copy] = []
         # By address, not by storage: parameters that are views of an arena share one storage.
-        self._owners = sorted((each.data_ptr(), name) for name, each in parameters.items())
+        self._owners = sorted((tensor.data_ptr(), name) for name, tensor in parameters.items())
         self._parameters = parameters
         self._filled: dict[str, list[Copy]] = defaultdict(list)
         self._name = ""
@@ -207,16 +209,16 @@ class _Recorder(TorchDispatchMode):
     def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if source.untyped_storage()._cdata != self._storage:
             raise WeightMismatch(
-                f"the engine computes with {self._name!r} while loading it: it cannot be swapped directly."
+                f"the engine computes with {self._name!r} while it loads it. An update cannot replace such a tensor."
             )
         if (found := self._owner_of(target)) is None:
-            raise WeightMismatch(f"the engine loads {self._name!r} into something that is not a parameter.")
+            raise WeightMismatch(f"the engine loads {self._name!r} into a tensor that is not a parameter.")
         owner, view = found
         self.copies.append(Copy(self._name, View.of(source, int(source.storage_offset())), owner, view))
         self._filled[owner].append(self.copies[-1])
 
     def _require_unfilled(self, value: Any) -> None:
-        """Refuse an operation on what a recorded copy fills: its result follows from numbers that no update sends."""
+        """Raise if `value` overlaps a recorded copy: the operation would read numbers that are not loaded."""
         if (found := self._owner_of(value)) is None:
             return
         owner, view = found
@@ -224,12 +226,12 @@ class _Recorder(TorchDispatchMode):
             filled = copy.parameter_view.span
             if view.span.start < filled.stop and filled.start < view.span.stop:
                 raise WeightMismatch(
-                    f"the engine computes with {owner!r} after it has loaded {copy.source!r} into it: a swap would "
-                    "leave the result as it was. This model family cannot be swapped."
+                    f"the engine computes with {owner!r} after it has loaded {copy.source!r} into it. An update would "
+                    "not repeat the computation, so this model family cannot be updated."
                 )
 
     def _owner_of(self, value: Any) -> tuple[str, View] | None:
-        """Find the parameter that `value` is a piece of, and which piece; None for anything else."""
+        """Return the parameter that contains `value`, and the piece; None for other values."""
         if not isinstance(value, torch.Tensor) or value.is_meta:
             return None
         place = bisect.bisect_right(self._owners, value.data_ptr(), key=lambda owner: owner[0]) - 1

@@ -1,4 +1,4 @@
-"""A vLLM server that runs beside the trainer, as an `Backend`."""
+"""The backend for a vLLM server that runs beside the trainer."""
 
 from __future__ import annotations
 
@@ -19,34 +19,31 @@ import aiohttp
 
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 from vectorlm.ranks.engine_ranks import CallResult
-from vectorlm.sampling.backends.server.client import as_it_is, call_server
+from vectorlm.sampling.backends.server.client import as_it_is, call_server, read_completions
 from vectorlm.sampling.backends.server.extension import result_from_wire, to_wire
 from vectorlm.sampling.backends.server.serve import require_token
 from vectorlm.sampling.backends.vllm.shim import make_sampling_params
 from vectorlm.sampling.contract import RequestOutput
-from vectorlm.sampling.sampler.answers import FINISH_REASONS
 from vectorlm.sampling.weights.plan import Layout, TensorSpec
 from vectorlm.sampling.weights.receive import EngineReceiver
-from vectorlm.types import Completion
 
 POLL_S = 0.02
-"""The longest that `poll` waits for something to finish."""
+"""Longest wait of one `poll`."""
 
 KEEPALIVE_S = 1.0
-"""How long a connection may rest and be used again. A server hangs up after a time of its own (vLLM's 5 s), and what is
-sent at that moment is lost."""
+"""Longest idle time of a reused connection. vLLM closes connections after 5 s, and a request sent just then is lost."""
 PROBE_EVERY_S = 5.0
-"""While requests are in flight, the server is asked this often for a sign of life."""
+"""Interval of health checks while requests are in flight."""
 
 RETRY_S = 0.5
 
 
 class VLLMServer:
-    """Speaks to ``vectorlm serve``, which is ``vllm serve`` with a lock and the weight channel.
+    """A client of ``vectorlm serve``, which is ``vllm serve`` with a token check and the weight channel.
 
-    Requests go through ``/inference/v1/generate``, tokens in and tokens out; updates through ``/pause``,
-    ``/collective_rpc`` and ``/resume``. The weights themselves do not travel over HTTP: ranks and server map the same
-    memory, so the server must run on this machine, as the same user.
+    Requests use ``/inference/v1/generate``, with token ids in and out. Updates use ``/pause``, ``/collective_rpc`` and
+    ``/resume``. Weights do not travel over HTTP: ranks and server map the same memory, so the server must run on this
+    machine as the same user.
     """
 
     def __init__(
@@ -61,40 +58,39 @@ class VLLMServer:
         logprobs_mode: str = "processed_logprobs",
         max_model_len: int | None = None,
     ) -> None:
-        """Wait for the server and make the receivers in its workers.
+        """Wait for the server and create the receivers in its workers.
 
         Args:
             model: The trainer's model folder; the server must serve the same architecture.
-            receiver: How the server shall hold weights on CPU: `live`, `packed` or `auto`.
-            url: Where the server listens, for example ``http://127.0.0.1:8000``.
-            token: Its token; from ``VECTORLM_SERVER_TOKEN`` when omitted.
-            start_timeout_s: The longest to wait for it, in seconds.
-            silence_s: The longest that it may say nothing while requests are in flight, in seconds; `SamplingEngine`
-                passes nine tenths of its own `timeout_s`.
-            logprobs_mode: What the server's log-probabilities must be, as vLLM calls it: `processed_logprobs` are of
-                what was drawn from, `raw_logprobs` of the model.
-            max_model_len: Longest prompt and completion together, in tokens, for which the server must have room; the
-                server's own limit when omitted.
+            receiver: How the server keeps weights on CPU: `live`, `packed` or `auto`.
+            url: The server's address, for example ``http://127.0.0.1:8000``.
+            token: The server's token; ``VECTORLM_SERVER_TOKEN`` if omitted.
+            start_timeout_s: Seconds to wait for the server at the start.
+            silence_s: Seconds that the server may be silent while requests are in flight. `SamplingEngine` passes nine
+                tenths of its `timeout_s`.
+            logprobs_mode: The server's log-probabilities must be of the sampling distribution (`processed_logprobs`) or
+                of the model (`raw_logprobs`).
+            max_model_len: Longest sequence, prompt and completion together, in tokens; the server's limit if omitted.
 
         Raises:
-            ConfigError: `url` is not on this machine, there is no token, or the server was started with other settings.
-            EngineError: The server does not answer, refuses the token, or lacks the weight channel.
+            ConfigError: `url` is not on this machine, the token is missing, or the server has other settings.
+            EngineError: The server does not answer, refuses the token, or has no weight channel.
         """
         self._url = _require_loopback(url)
         self._token = require_token(token)
-        # It imports vLLM, which takes seconds; the first request would be silent for them.
+        # Imports vLLM, which takes seconds, before the first request.
         make_sampling_params(None)
         self._name = uuid.uuid4().hex
         self._finished: queue.SimpleQueue[RequestOutput | EngineError] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._asked: set[asyncio.Task[Any]] = set()
-        """Calls other than requests that are waited for."""
+        self._calls: set[asyncio.Task[Any]] = set()
+        """Pending calls other than requests."""
         self._ended: EngineDied | None = None
         self._silence_s, self._max_model_len = silence_s, max_model_len
         self._num_steps: int | None = None
         self._moved_at = 0.0
-        """When the server was last seen to compute or answer."""
-        self._hear()
+        """Time of the server's last known progress."""
+        self._note_answer()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server-requests", daemon=True).start()
         self._session = self._wait_for(self._open_session())
@@ -104,10 +100,19 @@ class VLLMServer:
         self._may_hold_nan = False
         try:
             self._await_health(start_timeout_s)
-            settings = self._workers("vectorlm_settings", read=_read_settings)[0]
+            settings = self._call_workers("vectorlm_settings", read=_read_settings)[0]
             self.max_num_seqs: int = settings["max_num_seqs"]
-            self._require_settings(settings, logprobs_mode, max_model_len)
-            earlier = f"until the first update {self._url} samples from an earlier trainer's weights."
+            if logprobs_mode != settings["logprobs_mode"]:
+                raise ConfigError(
+                    f"logprobs_mode={logprobs_mode!r}: the server at {self._url} reports {settings['logprobs_mode']}. "
+                    f"Start it with `-- --logprobs-mode {logprobs_mode}`."
+                )
+            if max_model_len is not None and max_model_len > settings["max_model_len"]:
+                raise ConfigError(
+                    f"max_model_len={max_model_len}: the server at {self._url} takes only "
+                    f"{settings['max_model_len']} tokens. Start it with `-- --max-model-len {max_model_len}`."
+                )
+            earlier = f"until the first update {self._url} samples with an earlier trainer's weights."
             self.warning = earlier if settings["has_loaded"] else ""
             self._receiver = EngineReceiver(self._collective_rpc, receiver)
             self.receiver = self._receiver.kind
@@ -117,52 +122,54 @@ class VLLMServer:
             raise
 
     def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
-        """Send one request; `poll` says whether the server takes it."""
+        """Send one request; `poll` raises or returns the server's refusal."""
         params = _params_to_wire(sampling_params)
         if self._max_model_len is not None:
-            # The server's own limit may be a larger one, beyond which the trainer has no room.
-            if (room := self._max_model_len - len(prompt)) < 1:
-                limit = f"the engine holds {self._max_model_len}, the completion included"
-                raise EngineError(f"a prompt has {len(prompt)} tokens: {limit}.")
-            params["max_tokens"] = min(params["max_tokens"] or room, room)
+            # The server's own limit may be larger than the trainer's.
+            if (num_left := self._max_model_len - len(prompt)) < 1:
+                raise EngineError(
+                    f"a prompt has {len(prompt)} tokens: the engine holds {self._max_model_len}, the "
+                    "completion included."
+                )
+            params["max_tokens"] = min(params["max_tokens"] or num_left, num_left)
         body = {
             "token_ids": list(prompt),
             "sampling_params": params,
-            # Neither earlier weights' blocks nor an earlier trainer's are ever found.
+            # Keeps requests from the cached blocks of earlier weights and of earlier trainers.
             "cache_salt": f"{self._name} {self._num_loads}",
             "output_mode": "text",
         }
-        self._wait_for(self._begin(name, body))
+        self._wait_for(self._start_request(name, body))
 
     def poll(self) -> list[RequestOutput]:
-        """Wait a moment, and return the answers that have come."""
+        """Wait briefly and return the answers that have arrived."""
         if self._tasks and time.monotonic() - self._heard_at > self._silence_s:
             raise EngineTimeout(
-                f"the server at {self._url} said nothing for {self._silence_s:g} s while generating."
+                f"the server at {self._url} was silent for {self._silence_s:g} s while generating."
             )
         if self._tasks and time.monotonic() - self._moved_at > self._silence_s:
             raise EngineTimeout(
-                f"the server at {self._url} runs, but has computed nothing for {self._silence_s:g} s: requests wait."
+                f"the server at {self._url} runs, but computed nothing for {self._silence_s:g} s while requests wait."
             )
         self.progress += bool(self._tasks)
-        found: list[RequestOutput] = []
+        outputs: list[RequestOutput] = []
         with contextlib.suppress(queue.Empty):
-            each = self._finished.get(timeout=POLL_S)
+            output = self._finished.get(timeout=POLL_S)
             while True:
-                if isinstance(each, EngineError):
-                    raise each
-                found.append(each)
-                each = self._finished.get_nowait()
-        return found
+                if isinstance(output, EngineError):
+                    raise output
+                outputs.append(output)
+                output = self._finished.get_nowait()
+        return outputs
 
     def cancel(self, names: Iterable[str]) -> None:
-        """Hang up on requests, which aborts them on the server."""
-        self._wait_for(self._hang_up(list(names)))
+        """Close the connections of requests, which aborts them on the server."""
+        self._wait_for(self._disconnect(list(names)))
 
     def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, weight_set: str) -> Layout:
         """Match the trainer's tensors with the server's."""
         if weight_set != "base":
-            raise EngineError("a vLLM server takes merged weights only: use lora_mode='merged'.")
+            raise EngineError("lora_mode='adapter' does not work with a vLLM server. Use lora_mode='merged'.")
         return self._receiver.connect(manifest, arena_path, weight_set)
 
     def pause(self) -> None:
@@ -172,7 +179,7 @@ class VLLMServer:
     def load(
         self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
     ) -> float:
-        """Take the new weights over, and have the server mark tokens with their version."""
+        """Load the new weights and make the server mark tokens with their version."""
         load_s = self._receiver.load(version, checksums, weight_sets)
         self._num_loads += 1
         if recompute or self._may_hold_nan or not self._tasks:
@@ -186,24 +193,24 @@ class VLLMServer:
         return load_s
 
     def expect_nan(self) -> None:
-        """Overwrite the whole KV cache at the next update; the server's other clients lose theirs too."""
+        """Overwrite the whole KV cache at the next update, for the server's other clients too."""
         self._may_hold_nan = True
 
     def resume(self) -> None:
-        """Let the scheduler go on; after a call without an answer there is nobody to tell."""
+        """Resume the scheduler, unless the server has stopped answering."""
         self._moved_at = time.monotonic()
         if not self._is_silent:
             self._post("/resume")
 
     def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
-        """Empty the prefix cache; the server's memory is its own, and stays."""
+        """Empty the prefix cache; the server keeps its memory."""
         self._forget_cache()
 
     def wake_up(self, parts: frozenset[str]) -> None:
-        """Do nothing: the memory never went."""
+        """Do nothing: the server kept its memory."""
 
     def close(self) -> None:
-        """Hang up; the server runs on."""
+        """Close all connections; the server keeps running."""
         with contextlib.suppress(Exception):
             self._wait_for(self._close_session())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -218,14 +225,14 @@ class VLLMServer:
 
     async def _close_session(self) -> None:
         self._probing.cancel()
-        await self._hang_up(list(self._tasks))
+        await self._disconnect(list(self._tasks))
         await self._session.close()
 
     async def _probe(self) -> None:
-        """While anything is waited for, ask the server something else; what ends it then is said at once.
+        """Send health checks while calls are pending, and fail them as soon as the server is gone.
 
-        A server that was told to end takes no further connection, and may keep those that it has without a word. With
-        requests in flight the question goes to the engine behind the server, which answers between steps.
+        A server that shuts down accepts no new connection but may keep the old ones open without an answer. With
+        requests in flight the check goes to the engine behind the server, which answers between steps.
         """
         num_refused = 0
         while True:
@@ -239,26 +246,26 @@ class VLLMServer:
                         lambda answer: answer["results"][0].get("num_steps"),
                         timeout_s=self._silence_s,
                     )
-                    # One of an earlier version, or of several engines, does not say whether it computes.
+                    # None: the server is too old or has several engines, and cannot report its steps.
                     if num_steps is None or num_steps != self._num_steps:
                         self._num_steps, self._moved_at = num_steps, time.monotonic()
-                elif self._asked:
+                elif self._calls:
                     await self._call("/health", method="GET", timeout_s=self._silence_s)
                 num_refused = 0
             except EngineDied as error:
-                # Once may be a connection that both ends let go of at the same time.
+                # A single refusal may be a connection that both sides closed at the same time.
                 num_refused += 1
                 if num_refused > 1:
                     self._ended = error
                     self._finished.put(error)
-                    for each in self._asked:
-                        each.cancel()
+                    for call in self._calls:
+                        call.cancel()
                     return
             except EngineError:
-                # Whatever else is wrong, the requests in flight will say so too.
+                # The requests in flight report any other error.
                 num_refused = 0
 
-    async def _begin(self, name: str, body: Mapping[str, Any]) -> None:
+    async def _start_request(self, name: str, body: Mapping[str, Any]) -> None:
         if not self._tasks:
             self._heard_at = self._moved_at = time.monotonic()
         self._tasks[name] = asyncio.get_running_loop().create_task(self._generate(name, body))
@@ -266,7 +273,7 @@ class VLLMServer:
     async def _generate(self, name: str, body: Mapping[str, Any]) -> None:
         try:
             completions = await self._call(
-                "/inference/v1/generate", body, partial(_completions, body["token_ids"]), timeout_s=None
+                "/inference/v1/generate", body, partial(read_completions, body["token_ids"]), timeout_s=None
             )
             self._moved_at = time.monotonic()
             self._finished.put(RequestOutput(name, completions))
@@ -277,7 +284,7 @@ class VLLMServer:
         finally:
             self._tasks.pop(name, None)
 
-    async def _hang_up(self, names: Sequence[str]) -> None:
+    async def _disconnect(self, names: Sequence[str]) -> None:
         tasks = [task for name in names if (task := self._tasks.get(name)) is not None]
         for task in tasks:
             task.cancel()
@@ -292,7 +299,7 @@ class VLLMServer:
         method: str = "POST",
         timeout_s: float | None,
     ) -> Any:
-        """Return what `read` makes of the server's answer; errors as of `call_server`."""
+        """Return `read(answer)`; raises like `call_server`."""
         try:
             return await call_server(
                 self._session,
@@ -302,13 +309,13 @@ class VLLMServer:
                 read,
                 method=method,
                 timeout_s=timeout_s,
-                heard=self._hear,
+                on_answer=self._note_answer,
             )
         except EngineTimeout:
             self._is_silent = True
             raise
 
-    def _hear(self) -> None:
+    def _note_answer(self) -> None:
         self._heard_at = time.monotonic()
         self._is_silent = False
 
@@ -316,19 +323,17 @@ class VLLMServer:
         return self._wait_for(self._ask(path, body, read))
 
     async def _ask(self, path: str, body: Any, read: Callable[[Any], Any]) -> Any:
-        """Return what `_call` does, or raise what `_probe` finds meanwhile."""
-        asked = asyncio.get_running_loop().create_task(
-            self._call(path, body, read, timeout_s=self._silence_s)
-        )
-        self._asked.add(asked)
+        """Return the result of `_call`, or raise the error that `_probe` finds meanwhile."""
+        call = asyncio.get_running_loop().create_task(self._call(path, body, read, timeout_s=self._silence_s))
+        self._calls.add(call)
         try:
-            return await asked
+            return await call
         except asyncio.CancelledError:
             if self._ended is None:
                 raise
             raise self._ended from None
         finally:
-            self._asked.discard(asked)
+            self._calls.discard(call)
 
     def _wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -345,73 +350,32 @@ class VLLMServer:
                     raise
                 time.sleep(RETRY_S)
 
-    def _require_settings(
-        self, settings: Mapping[str, Any], logprobs_mode: str, max_model_len: int | None
-    ) -> None:
-        if logprobs_mode != settings["logprobs_mode"]:
-            raise ConfigError(
-                f"the server at {self._url} reports {settings['logprobs_mode']}, and this run needs {logprobs_mode}: "
-                f"start it with `-- --logprobs-mode {logprobs_mode}`."
-            )
-        if max_model_len is not None and max_model_len > settings["max_model_len"]:
-            raise ConfigError(
-                f"the server at {self._url} has room for {settings['max_model_len']} tokens, and this run needs "
-                f"{max_model_len}: start it with `-- --max-model-len {max_model_len}`."
-            )
-
-    def _workers(
+    def _call_workers(
         self, method: str, args: Sequence[Any] = (), *, read: Callable[[Any], Any] = as_it_is
     ) -> list[Any]:
-        """Call a method in every worker, and return what `read` makes of each one's answer."""
+        """Call a method in every worker; return `read(answer)` of each."""
         body = {"method": method, "args": list(args)}
-        return self._post("/collective_rpc", body, lambda answer: [read(each) for each in answer["results"]])
+        return self._post("/collective_rpc", body, lambda answer: [read(part) for part in answer["results"]])
 
     def _collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[CallResult]:
-        """Do for `EngineReceiver` what an engine's own ``collective_rpc`` does."""
-        wire = [self._name, method, [to_wire(each) for each in args]]
-        return self._workers("vectorlm_ask", wire, read=lambda each: result_from_wire(method, each))
+        """Stand in for an engine's ``collective_rpc``, for `EngineReceiver`."""
+        wire = [self._name, method, [to_wire(value) for value in args]]
+        return self._call_workers("vectorlm_ask", wire, read=partial(result_from_wire, method))
 
     def _forget_cache(self) -> None:
-        """Drop every block; requests in flight, other clients' too, compute theirs again."""
+        """Drop every block of the KV cache; all requests in flight, of other clients too, recompute theirs."""
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not self._post(path, read=lambda answer: answer["success"]):
             raise EngineError("the server's prefix cache still holds blocks of the old weights.")
 
 
 def _read_settings(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of ``vectorlm_settings``; raises where one is missing."""
     numbers = {name: int(answer[name]) for name in ("max_num_seqs", "max_model_len")}
     return {**numbers, "logprobs_mode": answer["logprobs_mode"], "has_loaded": answer.get("has_loaded")}
 
 
-def _completions(prompt: Sequence[int], answer: Mapping[str, Any]) -> list[Completion]:
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    return [_completion(prompt, choice) for choice in choices]
-
-
-def _completion(prompt: Sequence[int], choice: Mapping[str, Any]) -> Completion:
-    tokens: list[int] = choice["token_ids"]
-    versions: list[int] = []
-    if tokens and choice.get("weight_versions") is None:
-        raise EngineError(
-            "the server does not say which weights sampled a token: it must run vLLM 0.32 or later."
-        )
-    for span in choice["weight_versions"] or ():
-        versions += [int(span["version"])] * (span["end"] - span["start"])
-    if len(versions) != len(tokens):
-        raise ValueError(f"{len(versions)} versions for {len(tokens)} tokens")
-    content = (choice["logprobs"] or {}).get("content")
-    logprobs = tuple(float(each["logprob"]) for each in content or ())
-    reason = choice["finish_reason"]
-    if reason not in FINISH_REASONS:
-        raise ValueError(f"finish_reason {reason!r}")
-    return Completion(
-        tuple(prompt), tuple(map(int, tokens)), logprobs, tuple(versions), str(choice["text"]), reason
-    )
-
-
 def _params_to_wire(given: Any) -> dict[str, Any]:
-    """Return what differs from vLLM's defaults, and the limit, for which a server has a default of its own."""
+    """Return the values that differ from vLLM's defaults, and always `max_tokens`: the server's default differs."""
     params = make_sampling_params(given)
     known = set(inspect.signature(type(params)).parameters) - {"output_kind"}
     wire = {name: value for name, value in to_wire(params).items() if name in known}
@@ -424,6 +388,6 @@ def _require_loopback(url: str) -> str:
         if host == "localhost" or (host is not None and ipaddress.ip_address(host).is_loopback):
             return url.rstrip("/")
     raise ConfigError(
-        f"url={url!r} is not an address of this machine: ranks and server share the weights' memory, so the server "
-        "must run here, for example at http://127.0.0.1:8000."
+        f"url={url!r}: the server must run on this machine, because ranks and server share memory. Use an address such "
+        "as http://127.0.0.1:8000."
     )

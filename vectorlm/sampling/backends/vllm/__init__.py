@@ -1,10 +1,10 @@
-"""What an engine on CPU is given where nobody says otherwise; memory plans read it too, without loading vLLM."""
+"""Defaults of an engine on CPU, which memory plans read without loading vLLM."""
 
 CPU_KV_CACHE_BYTES = 512 << 20
-"""Of the KV cache."""
+"""Size of the KV cache."""
 
 PACKED_FROM_PARAMETERS = 4_000_000
-"""Below this size a decode step gains nothing from packed weights, and a swap pays for packing them."""
+"""Smallest model whose weights are packed; for smaller ones packing slows updates and does not speed up decoding."""
 
 
 def packs_by_itself(num_parameters: int) -> bool:

@@ -1,4 +1,4 @@
-"""vLLM in the sampler's own process, as a `Backend`."""
+"""The backend for vLLM in the sampler process."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = ["VLLM", "prepare_process", "start_worker"]
 
 
 class VLLM:
-    """Owns a ``vllm.LLMEngine``. Its step loop is `poll`: what is done between polls is done between steps."""
+    """A `Backend` around a ``vllm.LLMEngine``. `poll` takes one engine step, so all other calls run between steps."""
 
     transports = ("push", "bucketed", "pull")
 
     def __init__(self, model: str, *, receiver: str, **engine_args: Any) -> None:
-        """Build the engine and sample one token with it; raise `EngineError` where vLLM cannot run the model here."""
+        """Build the engine and sample one token; raise `EngineError` if vLLM cannot run the model here."""
         import torch
         from torch import distributed
 
-        # It would take over the threads of a rank, and hang where the ranks have a process group.
+        # vLLM would change the threads of a rank, and hang if the ranks have a process group.
         has_ranks = distributed.is_initialized() and distributed.get_world_size() > 1
         if has_ranks or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
             raise EngineError(
-                "channel='inline' does not work with vLLM: it cannot sample in the process of a rank. Use "
-                "channel='process', or inference='transformers'."
+                "channel='inline' does not work with vLLM, which cannot sample in a rank's process. Use "
+                "channel='process' or inference='transformers'."
             )
         on_cpu = not torch.cuda.is_available()
         adapt_to_cpu()
@@ -51,10 +51,9 @@ class VLLM:
             self._engine = build_engine(model, engine_args, on_cpu)
             self._workers = Workers(self._engine.vllm_config.parallel_config.world_size)
             self._receiver = EngineReceiver(self._engine.collective_rpc, receiver)
-            # They keep this part of the contract.
             self.connect, self.open_handles = self._receiver.connect, self._receiver.open_handles
             self.copy_round = self._receiver.copy_round
-            # From the start, so that requests in flight follow the first adapter too; it is zero until then.
+            # From the start (as zeros), because the first adapter must also reach requests in flight.
             self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None
             warm_up(self._engine)
         self.receiver = self._receiver.kind
@@ -67,32 +66,32 @@ class VLLM:
         self._num_loads = 0
         self._asleep: frozenset[str] = frozenset()
         self._may_hold_nan = False
-        """Whether blocks of the KV cache may hold NaN: where attention masks a NaN, the product is NaN again."""
+        """Whether the KV cache may contain NaN: attention would return NaN even where it masks the NaN."""
         self._spans = VersionSpans()
         self._texts = Texts(self._engine.output_processor.tokenizer)
         self._told: dict[str, tuple[int, int]] = {}
-        """Of each request that is streamed, the tokens and characters that were told."""
+        """By streamed request: the tokens and characters returned so far."""
         self._finished: list[RequestOutput] = []
-        """Found while the engine was paused; the next `poll` returns them."""
+        """Outputs found by `pause`; the next `poll` returns them."""
 
     def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
-        """Add one request, whose text is decoded when it has ended."""
+        """Add one request; its text is decoded when it ends."""
         params = make_sampling_params(sampling_params)
-        self._texts.take_over(name, params)
+        self._texts.defer(name, params)
         self._add(name, prompt, params)
 
     def submit_streamed(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
-        """Add one request, whose text vLLM decodes as it is sampled: the same text."""
+        """Add one request; vLLM decodes its text during sampling, to the same text."""
         params = make_sampling_params(sampling_params, is_streamed=True)
         self._told[name] = 0, 0
         self._add(name, prompt, params)
 
     def submit_raw(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
-        """Add one request, whose `raw` will hold all that vLLM reports: strings of single tokens, too."""
+        """Add one request; the `raw` of its output holds vLLM's own record, with the strings of single tokens."""
         self._add(name, prompt, make_sampling_params(sampling_params))
 
     def _add(self, name: str, prompt: Sequence[int], params: Any) -> None:
-        # Blocks of other weights are never found, however long requests of theirs keep them.
+        # The salt hides the cached blocks of other weights.
         request = {"prompt_token_ids": list(prompt), "cache_salt": f"weights {self._num_loads}"}
         self._engine.add_request(name, request, params, lora_request=self._adapter_request)
 
@@ -117,22 +116,22 @@ class VLLM:
             self._told.pop(name, None)
 
     def pause(self) -> None:
-        """Wait until no step runs on the device; no other begins, as the engine steps in `poll` alone."""
+        """Wait until no step runs on the device; only `poll` starts steps."""
         if self._device_sleep is not None:
-            # On CPU no step is ahead, and an empty one could change the order of rows in vLLM's batch.
+            # On CPU no step runs ahead, and an empty step could reorder the rows of vLLM's batch.
             self._finished += self._finished_of(finish_steps(self._engine))
 
     def load(
         self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
     ) -> float:
-        """Take the new weights over, and leave the cache of the old ones."""
+        """Load the new weights and drop the cache of the old ones."""
         load_s = self._receiver.load(version, checksums, weight_sets)
         if not self._engine.has_unfinished_requests():
             if not self._engine.reset_prefix_cache():
-                raise EngineError("the prefix cache still holds blocks of the old weights.")
+                raise EngineError("vLLM did not empty its prefix cache, which has blocks of the old weights.")
         elif recompute or self._may_hold_nan:
             self._engine.reset_prefix_cache(reset_running_requests=True)
-        # Embeddings of images, which vLLM finds by the image alone; a prompt that is half computed makes them again.
+        # vLLM finds image embeddings by the image alone. A half-computed prompt computes them again.
         self._engine.reset_encoder_cache()
         self._empty_kv_cache()
         self._spans.close(self._engine, self.version)
@@ -145,10 +144,10 @@ class VLLM:
         self._may_hold_nan = True
 
     def resume(self) -> None:
-        """Do nothing: the next `poll` goes on."""
+        """Do nothing: the next `poll` continues."""
 
     def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
-        """Give device memory away; on CPU, where vLLM has no sleep mode, forget what a sleeping KV cache would."""
+        """Free device memory; on CPU, where vLLM has no sleep mode, empty the prefix cache."""
         self.pause()
         if self._device_sleep is not None:
             self._device_sleep.sleep(parts, asleep)
@@ -157,7 +156,7 @@ class VLLM:
         self._asleep = parts | asleep
 
     def wake_up(self, parts: frozenset[str]) -> None:
-        """Take device memory back."""
+        """Allocate device memory again."""
         if self._device_sleep is not None:
             self._device_sleep.wake_up(parts)
         self._asleep -= parts
@@ -169,7 +168,7 @@ class VLLM:
         self._workers.end()
 
     def _empty_kv_cache(self) -> None:
-        """Overwrite a KV cache that may hold NaN, once it is awake: memory that sleeps is not there."""
+        """Overwrite a KV cache that may contain NaN, if it is awake."""
         if self._may_hold_nan and "kv_cache" not in self._asleep:
             self._receiver.empty_kv_cache()
             self._may_hold_nan = False
@@ -200,18 +199,18 @@ class VLLM:
 
 
 def finished(output: Any, versions: Sequence[Sequence[int]]) -> RequestOutput:
-    """Return vLLM's finished ``RequestOutput`` as the contract has it, with the versions of its tokens."""
+    """Convert vLLM's finished ``RequestOutput``, with the versions of its tokens."""
     prompt = tuple(output.prompt_token_ids)
     completions = [
         Completion(
             prompt,
-            tuple(each.token_ids),
-            _sampled_logprobs(each.token_ids, each.logprobs),
-            tuple(spans),
-            each.text,
-            each.finish_reason,
+            tuple(sample.token_ids),
+            _sampled_logprobs(sample.token_ids, sample.logprobs),
+            tuple(token_versions),
+            sample.text,
+            sample.finish_reason,
         )
-        for each, spans in zip(output.outputs, versions, strict=True)
+        for sample, token_versions in zip(output.outputs, versions, strict=True)
     ]
     return RequestOutput(output.request_id, completions, raw=output)
 
@@ -224,19 +223,19 @@ def _sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> tuple[float, .
 
 
 class VersionSpans:
-    """Remembers how far every running request was when its weights were replaced."""
+    """The lengths of running requests at every update, to find the version of each token."""
 
     def __init__(self) -> None:
         self._closed: dict[str, dict[int, list[tuple[int, int]]]] = {}
-        """By request and completion: (tokens written, version that wrote the last of them), in order."""
+        """By request and completion, in order: (number of tokens, version that sampled the last of them)."""
 
     def close(self, engine: Any, version: int) -> None:
-        """Note that what was written until now is of `version`; called between two engine steps."""
+        """Mark all tokens so far as sampled by `version`; called between two engine steps."""
         processor = engine.output_processor
         for state in processor.request_states.values():
             owner = state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
             self._note(owner, state.request_index, state.detokenizer.num_output_tokens(), version)
-        # Of several completions of a prompt, those that have ended wait here for the others.
+        # Completions that ended before the others of their prompt.
         for parent in processor.parent_requests.values():
             for ended in parent.output_aggregator:
                 if ended is not None:
@@ -248,65 +247,61 @@ class VersionSpans:
             spans.append((num_tokens, version))
 
     def of(self, output: Any, version: int) -> list[list[int]]:
-        """Return the version of each token of each completion, and forget them; the last ones are of `version`."""
+        """Return and drop the version of each token of each completion; `version` sampled the last ones."""
         closed = self._closed.pop(output.request_id, {})
-        return [
-            _spread(closed.get(completion.index, ()), len(completion.token_ids), version)
-            for completion in output.outputs
-        ]
+        found = []
+        for completion in output.outputs:
+            versions: list[int] = []
+            for end, old in closed.get(completion.index, ()):
+                versions += [old] * (end - len(versions))
+            found.append(versions + [version] * (len(completion.token_ids) - len(versions)))
+        return found
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop requests that will not be asked for."""
+        """Drop cancelled requests."""
         for name in request_ids:
             self._closed.pop(name, None)
 
 
-def _spread(spans: Sequence[tuple[int, int]], num_tokens: int, version: int) -> list[int]:
-    versions: list[int] = []
-    for end, old in spans:
-        versions += [old] * (end - len(versions))
-    return versions + [version] * (num_tokens - len(versions))
-
-
 BEFORE_TOKENS = 8
-"""Tokens of the prompt that are decoded before a completion: whether it begins with a space depends on them."""
+"""Prompt tokens decoded before a completion; they decide whether it begins with a space."""
 HALF_A_CHARACTER = "\ufffd"
 
 
 class Texts:
-    """Decodes what vLLM was told not to decode, into the same text."""
+    """Decodes whole completions at their end, faster than vLLM's token by token and to the same text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Decode with vLLM's `tokenizer`; with None, or with one that is slow, vLLM's own text stays."""
+        """Decode with vLLM's `tokenizer`; if it is None or a slow one, vLLM decodes."""
         self._tokenizer = tokenizer
         self._params: dict[str, Any] = {}
-        """By request; those that are not here have vLLM's own text, or none."""
+        """By request; for all others vLLM decodes, or nobody."""
 
-    def take_over(self, name: str, params: Any) -> None:
-        """Let vLLM sample the request without text, unless stop strings are looked for in it."""
+    def defer(self, name: str, params: Any) -> None:
+        """Make vLLM sample the request without text, unless it needs the text for stop strings."""
         from transformers import PreTrainedTokenizerFast
 
-        # As vLLM asks (0.26 to 0.32) before it decodes with the tokenizers library.
+        # vLLM's own condition (0.26 to 0.32) for decoding with the tokenizers library.
         is_fast = isinstance(self._tokenizer, PreTrainedTokenizerFast)
         if params.detokenize and not params.stop and is_fast:
             params.detokenize = False
             self._params[name] = params
 
     def fill(self, output: Any) -> None:
-        """Write the texts into a finished ``RequestOutput``, and forget its request."""
+        """Write the texts into a finished ``RequestOutput``."""
         if (params := self._params.pop(output.request_id, None)) is not None:
-            for each in output.outputs:
-                # The token that ended it has no text.
-                has_end = each.finish_reason == "stop" and not params.include_stop_str_in_output
-                token_ids = list(each.token_ids)[:-1] if has_end else list(each.token_ids)
-                each.text = self._decoded(output.prompt_token_ids, token_ids, params)
+            for sample in output.outputs:
+                # The stop token has no text.
+                has_end = sample.finish_reason == "stop" and not params.include_stop_str_in_output
+                token_ids = list(sample.token_ids)[:-1] if has_end else list(sample.token_ids)
+                sample.text = self._decode(output.prompt_token_ids, token_ids, params)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop requests that will not end."""
+        """Drop cancelled requests."""
         for name in names:
             self._params.pop(name, None)
 
-    def _decoded(self, prompt: list[int], token_ids: list[int], params: Any) -> str:
+    def _decode(self, prompt: list[int], token_ids: list[int], params: Any) -> str:
         backend, skips = self._tokenizer._tokenizer, params.skip_special_tokens
         if skips or params.spaces_between_special_tokens:
             before = prompt[-BEFORE_TOKENS:]
@@ -314,10 +309,7 @@ class Texts:
             whole = backend.decode([*before, *token_ids], skip_special_tokens=skips)
             if prefix and HALF_A_CHARACTER not in whole and whole.startswith(prefix):
                 return str(whole[len(prefix) :])
-        return self._decoded_in_steps(prompt, token_ids, params)
-
-    def _decoded_in_steps(self, prompt: list[int], token_ids: list[int], params: Any) -> str:
-        """Decode as vLLM does, which leaves out characters that never became whole."""
+        # As vLLM decodes, which leaves out incomplete characters.
         from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
         request: Any = SimpleNamespace(request_id="", prompt_token_ids=prompt, sampling_params=params)

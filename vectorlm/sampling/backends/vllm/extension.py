@@ -1,4 +1,4 @@
-"""The calls that reach a receiver inside vLLM's worker."""
+"""The calls of `EngineReceiver` inside vLLM's worker."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from vectorlm.sampling.backends.vllm.pack import (
     use_norm_kernel,
 )
 from vectorlm.sampling.weights.exports import Export
-from vectorlm.sampling.weights.held import held_by
 from vectorlm.sampling.weights.lora_receive import AdapterReceiver
 from vectorlm.sampling.weights.plan import BASE, Layout, TensorSpec
-from vectorlm.sampling.weights.receive import WorkerReceiver
+from vectorlm.sampling.weights.receive import WorkerReceiver, parameter_sums
 
 
 def as_call_result(method: Callable[..., Any]) -> Callable[..., CallResult]:
-    """Return errors beside answers: vLLM would keep only an error's text, and its workers would lose step."""
+    """Return errors as values: vLLM would keep only the text of an exception, and its workers would go out of step."""
 
     @functools.wraps(method)
     def call(*args: Any) -> CallResult:
@@ -41,38 +40,46 @@ def as_call_result(method: Callable[..., Any]) -> Callable[..., CallResult]:
 
 
 class WeightExtension:
-    """Mixed into vLLM's worker class (``worker_extension_cls``); `EngineReceiver` calls it through ``collective_rpc``.
+    """A mixin for vLLM's worker class (``worker_extension_cls``); `EngineReceiver` calls it through ``collective_rpc``.
 
-    The prefix keeps the names apart from the worker's own. Arguments and answers are plain data.
+    The prefix avoids collisions with the worker's own names. Arguments and answers are plain data.
     """
 
     model_runner: Any
 
     @as_call_result
     def vectorlm_prepare(self, kind: str) -> str:
-        """Make the receivers for the loaded model; answer with the kind that was chosen."""
+        """Create the receivers for the loaded model; return the chosen kind.
+
+        `auto` is `packed` for a larger model on CPU, else `live`.
+        """
         model = self.model_runner.get_model()
-        chosen = choose_receiver(kind, model)
-        if is_on_cpu(model):
+        is_on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        if kind == "auto":
+            is_large = packs_by_itself(sum(parameter.numel() for parameter in model.parameters()))
+            kind = "packed" if is_on_cpu and is_large else "live"
+        elif kind == "packed" and not is_on_cpu:
+            raise ValueError("receiver='packed' needs a model on CPU. Use 'live' on CUDA.")
+        if is_on_cpu:
             use_norm_kernel()
         require_plain_layers(model)
-        self._vectorlm_packs = chosen == "packed"
+        self._vectorlm_packs = kind == "packed"
         if self._vectorlm_packs:
             pack(model)
         self._vectorlm_receivers: dict[str, Any] = {BASE: WorkerReceiver(model)}
         if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
             self._vectorlm_receivers["adapter"] = AdapterReceiver(manager, model)
-        return chosen
+        return kind
 
     @as_call_result
     def vectorlm_describe(self, weight_set: str, manifest: Sequence[TensorSpec]) -> Any:
-        """Answer with the `LoadPlan` of what this worker takes of the trainer's tensors."""
+        """Return the `LoadPlan` of this worker."""
         require_no_latent_attention(self.model_runner.get_model())
         return self._vectorlm_receivers[weight_set].describe(manifest)
 
     @as_call_result
     def vectorlm_attach(self, weight_set: str, layout: Layout, exports: Sequence[Export] = ()) -> Any:
-        """Open the arena, or what the ranks export; answer with the bytes that each update copies."""
+        """Open the arena, or what the ranks export; return the bytes that each update copies."""
         return self._vectorlm_receivers[weight_set].attach(layout, exports)
 
     @as_call_result
@@ -82,7 +89,7 @@ class WeightExtension:
 
     @as_call_result
     def vectorlm_load(self, weight_set: str, version: int, with_checksums: bool) -> Any:
-        """Take the last round over, and pack it; answer with checksums, if asked for."""
+        """Load the last round and pack it; return checksums if `with_checksums`."""
         receiver = self._vectorlm_receivers[weight_set]
         receiver.load()
         is_packed = self._vectorlm_packs and weight_set == BASE
@@ -95,38 +102,22 @@ class WeightExtension:
 
     @as_call_result
     def vectorlm_empty_kv_cache(self) -> Any:
-        """Overwrite every block with zeros."""
+        """Overwrite every block of the KV cache with zeros."""
         for cache in self.model_runner.kv_caches:
             for block in cache if isinstance(cache, list | tuple) else [cache]:
                 block.zero_()
 
     @as_call_result
-    def vectorlm_held(self, manifest: Sequence[TensorSpec]) -> Any:
-        """Answer with the `Held` of the trainer's tensors, whoever loaded them; needs no `vectorlm_prepare`."""
+    def vectorlm_parameter_sums(self, manifest: Sequence[TensorSpec]) -> Any:
+        """Return the `WorkerSums` of the trainer's tensors, whoever loaded them; works without `vectorlm_prepare`."""
         model = self.model_runner.get_model()
         require_no_latent_attention(model)
         require_plain_layers(model)
         if getattr(self, "_vectorlm_packs", False):
             check_packed(model)
-        return held_by(model, manifest)
+        return parameter_sums(model, manifest)
 
     @as_call_result
     def vectorlm_clear(self, weight_set: str) -> Any:
-        """Compute without this set."""
+        """Set the adapters of this weight set to zero."""
         return self._vectorlm_receivers[weight_set].clear()
-
-
-def choose_receiver(kind: str, model: Any) -> str:
-    """Resolve `auto`: `packed` for models on CPU of some size, `live` otherwise."""
-    on_host = is_on_cpu(model)
-    if kind == "auto":
-        is_large = packs_by_itself(sum(parameter.numel() for parameter in model.parameters()))
-        return "packed" if on_host and is_large else "live"
-    if kind == "packed" and not on_host:
-        raise ValueError("receiver='packed' is for models on CPU; on CUDA there is only 'live'.")
-    return kind
-
-
-def is_on_cpu(model: Any) -> bool:
-    """Whether the whole model lies in the host's memory."""
-    return all(parameter.device.type == "cpu" for parameter in model.parameters())

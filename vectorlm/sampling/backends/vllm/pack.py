@@ -1,8 +1,7 @@
-"""vLLM's packed layers on CPU: keep the plain weights, and pack again when they change.
+"""Keep plain weights beside vLLM's packed layers on CPU, and pack again when they change.
 
-vLLM puts the weights of linear layers and experts into its kernels' order at load time and throws the plain ones away;
-writing to them later changes nothing, silently. `keep_plain_weights` stops that; `pack` does the same work when we say
-so.
+vLLM reorders the weights of linear layers and experts for its kernels at load time and discards the plain ones. Later
+writes to the parameters silently change nothing. `keep_plain_weights` prevents that; `pack` reorders after an update.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from torch.nn import functional
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 
 ONEDNN_CACHE_SIZE = 32
-"""Shapes that one layer keeps compiled products for; vLLM's own choice."""
+"""Shapes for which a layer keeps compiled products; vLLM's value."""
 
 PROBED_COLUMNS = 8
 """Columns of each packed weight that one check reads back."""
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType")
-"""How vLLM keeps weights that lie in memory as the checkpoint has them."""
+"""vLLM's classes for weights that have the checkpoint's order in memory."""
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,14 +32,14 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": functional.gelu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }
-"""By vLLM's names; those that are multiplied with a second projection."""
+"""Gated activations, by vLLM's names."""
 
 PROBED_EXPERTS = 2
 """Experts of each layer that one check packs again."""
 
 
 def keep_plain_weights() -> None:
-    """Make vLLM leave the weights of linear layers and experts as they are; call before the engine is built.
+    """Make vLLM keep the plain weights of linear layers and experts; call before the engine is built.
 
     vllm 0.26 to 0.32: ``dispatch_cpu_unquantized_gemm`` is looked up at each call. Delete when vLLM packs behind a
     parameter that can still be written to.
@@ -55,7 +54,7 @@ def keep_plain_weights() -> None:
 
 
 def packable_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with a matrix product that oneDNN can do, with their names."""
+    """Yield the names and layers of matrix products that oneDNN supports."""
     heads = {
         id(getattr(module, "base_layer", module))
         for name, module in model.named_modules(remove_duplicate=False)
@@ -63,25 +62,25 @@ def packable_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     }
     for name, module in model.named_modules():
         if hasattr(module, "base_layer"):
-            # vLLM's LoRA layers pass on the attributes of the layer that they wrap.
+            # vLLM's LoRA layers forward the attributes of the layer that they wrap.
             continue
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.ndim == 2:
-            # An embedding table is looked up, not multiplied with, unless it serves as the head too.
+            # An embedding table is a matrix product only if it is the head too.
             if type(module).__name__ == "VocabParallelEmbedding" and id(module) not in heads:
                 continue
             yield name, module
 
 
 def pack(model: torch.nn.Module) -> None:
-    """Give every linear layer of `model` a oneDNN product that holds the weights as they are now.
+    """Give every linear layer of `model` a oneDNN product with its present weights.
 
-    Layers that oneDNN has no product for on this processor (float16 without AVX512-FP16) stay plain.
+    Layers that oneDNN does not support on this processor (float16 without AVX512-FP16) stay plain.
     """
     from vllm import _custom_ops as ops
 
     for _, layer in packable_layers(model):
-        # The old product first: its memory is there for the new one, and need not be asked of the kernel.
+        # Frees the old product first, so that the new one can use its memory.
         layer.cpu_linear = functional.linear
         try:
             layer.cpu_linear = _product(ops.create_onednn_mm(layer.weight.t(), ONEDNN_CACHE_SIZE))
@@ -97,17 +96,17 @@ def _product(handler: Any) -> Callable[..., torch.Tensor]:
 
 
 def check_packed(model: torch.nn.Module, seed: int = 0) -> None:
-    """Read columns of every packed weight back, and raise `ChecksumMismatch` unless the plain weight has the same bits.
+    """Read columns of every packed weight back; raise `ChecksumMismatch` unless the plain weight has the same bits.
 
-    A product with a unit vector is a column of the weight, and no rounding is involved: everything else it adds is
-    zero. `seed` chooses the columns; another one at each update, so that in time all are read.
+    The product with a unit vector is a column of the weight, without rounding, because all other terms are zero. `seed`
+    chooses the columns; a new seed at every update covers all of them in time.
     """
     generator = torch.Generator().manual_seed(seed)
     stale = []
     for name, layer in packable_layers(model):
         width = layer.weight.shape[1]
         count = min(PROBED_COLUMNS, width)
-        # Neighbours, which lie in one line of the cache in each row.
+        # Adjacent columns share a cache line in each row.
         block = int(torch.randint(-(-width // count), (), generator=generator))
         columns = slice(start := min(block * count, width - count), start + count)
         probe = layer.weight.new_zeros(count, width)
@@ -115,19 +114,19 @@ def check_packed(model: torch.nn.Module, seed: int = 0) -> None:
         packed = layer.cpu_linear(probe, layer.weight, None)
         found, expected = packed.t(), layer.weight[:, columns]
         if not torch.equal(found, expected):
-            # Zero times NaN is NaN: of a row with one that was let in (check_finite=False) no number comes back.
+            # Zero times NaN is NaN, so a row with a NaN (check_finite=False) cannot be read back.
             sound = layer.weight.isfinite().all(dim=1)
             if not torch.equal(found[sound], expected[sound]) or found[~sound].isfinite().any():
                 stale.append(name)
     stale += stale_experts(model, generator)
     if stale:
         raise ChecksumMismatch(
-            f"packed weights of {len(stale)} layers are not those that were sent: {stale}."
+            f"the packed weights of {len(stale)} layers differ from those that were sent: {stale}."
         )
 
 
 def require_plain_layers(model: torch.nn.Module) -> None:
-    """Refuse layers that vLLM rearranges after loading: bytes written to their weights would mean something else."""
+    """Raise for layers whose weights vLLM reorders after loading: an update would write to wrong places."""
     odd = {
         f"{type(module).__name__} ({method})"
         for module in model.modules()
@@ -136,24 +135,24 @@ def require_plain_layers(model: torch.nn.Module) -> None:
     }
     if odd:
         raise WeightMismatch(
-            f"this engine cannot take new weights: vLLM rearranges the weights of {', '.join(sorted(odd))} when it "
-            "loads them. Use an unquantised model; for experts on CUDA, moe_backend='triton'."
+            f"this engine cannot take new weights: vLLM reorders the weights of {', '.join(sorted(odd))} when it loads "
+            "them. Use an unquantised model; for experts on CUDA, moe_backend='triton'."
         )
 
 
 def require_no_latent_attention(model: torch.nn.Module) -> None:
-    """Refuse latent attention (MLA): vLLM multiplies two of its weights when it loads them, and keeps the product."""
+    """Raise for latent attention (MLA): vLLM multiplies two weights at load time and keeps only the product."""
     if any(type(module).__name__ == "MLAAttention" for module in model.modules()):
         raise WeightMismatch(
-            "this engine cannot take new weights: the model has latent attention (MLA, as of DeepSeek-V2 and V3), of "
-            "which vLLM keeps products of weights that no update fills. VLLM_MLA_DISABLE=1 computes it plainly."
+            "this engine cannot take new weights: for latent attention (MLA, of DeepSeek-V2 and V3) vLLM keeps "
+            "products of weights that no update fills. Set VLLM_MLA_DISABLE=1, which keeps the weights themselves."
         )
 
 
 def keep_plain_experts() -> None:
-    """Make vLLM leave the weights of experts as they are when it loads a model; call before the engine is built.
+    """Make vLLM keep the plain weights of experts; call before the engine is built.
 
-    vllm 0.32: ``CPUUnquantizedExperts``. Where it does not exist, experts are refused when the receiver is made.
+    vllm 0.32: ``CPUUnquantizedExperts``. Without that class, `require_plain_layers` raises for experts.
     """
     try:
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe
@@ -199,7 +198,7 @@ def mix_experts(
         weights: Gate and up, one after the other, [E, 2 I, H]; down, [E, H, I].
         biases: [E, 2 I] and [E, H], or None.
         chosen: The experts of each token, int [T, K].
-        shares: Their shares, [T, K]; None where the tokens carry them already.
+        shares: Their shares, [T, K]; None if the tokens are already multiplied by them.
         activation: a.
 
     Returns:
@@ -218,9 +217,9 @@ def mix_experts(
 
 
 def are_plain(layer: Any) -> bool:
-    """Whether the weights of vLLM's layer `layer` lie in memory as the checkpoint has them.
+    """Whether the weights of vLLM's `layer` have the checkpoint's order in memory.
 
-    On CPU `keep_plain_experts` sees to it; of the kernels for other devices the Triton one takes them as they are.
+    On CPU `keep_plain_experts` keeps the order. On other devices only the Triton kernel does.
     """
     if hasattr(layer, "cpu_experts"):
         return layer.activation.value in ACTIVATIONS
@@ -229,27 +228,27 @@ def are_plain(layer: Any) -> bool:
 
 
 def expert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers of experts that compute on CPU, with their names."""
+    """Yield the names and layers of experts that compute on CPU."""
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "cpu_experts"))
 
 
 def pack_experts(model: torch.nn.Module) -> None:
-    """Give every layer of experts weights in its kernel's order, made from the plain ones as they are now."""
+    """Reorder the present plain weights of all experts for their kernel."""
     for _, layer in expert_layers(model):
         if not (_missing_columns(layer) and layer.cpu_experts.w1_bias is not None):
             layer.cpu_experts.packed = _packed(layer, slice(None))
 
 
 def stale_experts(model: torch.nn.Module, generator: torch.Generator) -> list[str]:
-    """Name the layers with packed weights that differ from the plain ones, judged by a few experts, bit by bit."""
+    """Name the layers whose packed weights differ from the plain ones, by comparing a few experts bit by bit."""
     stale = []
     for name, layer in expert_layers(model):
         if layer.cpu_experts.packed is None:
             continue
         probed = torch.randint(len(layer.w2_weight), (PROBED_EXPERTS,), generator=generator)
-        held = [packed[probed] for packed in layer.cpu_experts.packed]
-        # The packed order is a plain permutation, so that packing the same weights again gives the same bits.
-        if not all(map(torch.equal, held, _packed(layer, probed))):
+        found = [packed[probed] for packed in layer.cpu_experts.packed]
+        # Packing is a permutation, so packing the same weights again gives the same bits.
+        if not all(map(torch.equal, found, _packed(layer, probed))):
             stale.append(name)
     return stale
 
@@ -259,7 +258,7 @@ def _packed(layer: Any, experts: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
     gate_up, down = layer.w13_weight[experts], layer.w2_weight[experts]
     if missing := _missing_columns(layer):
-        # Columns of zeros, which the activation keeps at zero: the kernel takes multiples of 32 only.
+        # The kernel needs a multiple of 32 columns. Zeros stay zero after the activation.
         gate_up = functional.pad(gate_up.unflatten(1, (2, -1)), (0, 0, 0, missing)).flatten(1, 2)
         down = functional.pad(down, (0, missing))
     isa = layer.cpu_experts.isa
@@ -272,18 +271,17 @@ def _missing_columns(layer: Any) -> int:
 
 
 PROVIDER = "vectorlm_cpu"
-"""The name under which vLLM chooses between kernels."""
+"""The kernel's name in vLLM."""
 VECTOR_SIZE = 8
-"""Numbers that the kernel takes at a time."""
+"""Elements that the kernel processes at a time."""
 
 
 def use_norm_kernel() -> None:
-    """Let norms in fp32 take the kernel; call in each worker on CPU once it is initialised.
+    """Use vLLM's norm kernel for fp32 on CPU; call in each worker after its initialisation.
 
-    vllm 0.32 builds the kernel for CPU but registers it for GPUs alone, and computes norms there from single torch
-    operations: ten times as long for 64 rows of 512, a tenth of a decoding step of 36 million parameters. Only fp32:
-    in 16 bits the kernel rounds once where a transformers model rounds twice. Delete when ``vllm.kernels.vllm_c``
-    supports CPU.
+    vllm 0.32 builds the kernel for CPU but registers it for GPUs only. Its torch version takes ten times as long for 64
+    rows of 512, a tenth of a decoding step of 36 million parameters. Only fp32: in 16 bits the kernel
+    rounds once, a transformers model twice. Delete when ``vllm.kernels.vllm_c`` supports CPU.
     """
     try:
         from vllm.ir import ops
@@ -297,7 +295,7 @@ def use_norm_kernel() -> None:
         op.set_default([PROVIDER, "native"])
 
 
-# Their signatures are vLLM's.
+# The signatures are vLLM's.
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """Return the norm of each row of `x`, times `weight`."""
     output = torch.empty_like(x)
@@ -315,7 +313,7 @@ def fused_add_rms_norm(
 
 def _fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
     is_fp32 = weight is not None and x.dtype == weight.dtype == torch.float32
-    # The kernel takes rows as they follow each other in memory.
+    # The kernel needs contiguous rows.
     return is_fp32 and variance_size is None and x.is_contiguous() and x.shape[-1] % VECTOR_SIZE == 0
 
 

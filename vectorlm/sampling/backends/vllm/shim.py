@@ -1,4 +1,4 @@
-"""What we ask of vLLM's own objects, for versions 0.26 to 0.32."""
+"""All calls into vLLM's internals (0.26 to 0.32)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from vectorlm.settings import nearest
 
 
 def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> Any:
-    """Build vLLM's synchronous engine, its scheduler in this process, with the settings that start fastest.
+    """Build vLLM's synchronous engine, with its scheduler in this process and settings that start fast.
 
-    A tensor-parallel engine computes in worker processes that vLLM spawns; else it computes in this one. The caller's
-    `engine_args` win over the defaults here.
+    A tensor-parallel engine computes in worker processes, any other in this process. `engine_args` override the
+    defaults.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -34,20 +34,20 @@ def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> An
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown := sorted(set(engine_args) - known):
-        raise EngineError(f"vLLM's engine knows no argument {', '.join(map(repr, unknown))}.")
+        raise EngineError(f"vLLM's engine has no argument {', '.join(map(repr, unknown))}.")
     settings = {**default_arguments(model, on_cpu), **engine_args}
     if on_cpu:
-        # vLLM has no sleep mode on CPU and would refuse.
+        # vLLM has no sleep mode on CPU and would raise.
         settings.pop("enable_sleep_mode", None)
     if settings.get("tensor_parallel_size", 1) > 1:
         settings.setdefault("distributed_executor_backend", "mp")
-    # vLLM's own sizes for sampling offline: on CUDA, four to eight times those of an engine that is only embedded.
+    # LLM_CLASS has vLLM's batch sizes for offline sampling, on CUDA 4 to 8 times those of ENGINE_CONTEXT.
     context = UsageContext.ENGINE_CONTEXT if on_cpu else UsageContext.LLM_CLASS
     return LLMEngine.from_engine_args(EngineArgs(**settings), context)
 
 
 def adapt_to_cpu() -> None:
-    """Change what vLLM does in this process if there is no CUDA device; call before it builds anything."""
+    """Patch vLLM in this process if there is no CUDA device; call before it builds anything."""
     import torch
 
     if not torch.cuda.is_available():
@@ -59,9 +59,10 @@ def adapt_to_cpu() -> None:
 def let_seeded_requests_wait() -> None:
     """Keep vLLM from rewinding the generator of a seeded request on CPU, which fails; call before the engine is built.
 
-    vllm 0.32: a request whose prompt does not fit into one step draws a token that is thrown away, and its generator is
-    set back by an offset that CPU generators do not have. Without that the draw stays used up: what is sampled depends
-    on how prompts were cut, and is as random. Delete when ``_bookkeeping_sync`` leaves CPU generators alone.
+    vllm 0.32: a request whose prompt needs several steps draws a token that is discarded, and vLLM rewinds its
+    generator by an offset that CPU generators do not have. Without the rewind the
+    samples depend on how prompts were split; they are as random. Delete when ``_bookkeeping_sync`` ignores CPU
+    generators.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -70,7 +71,7 @@ def let_seeded_requests_wait() -> None:
         return
 
     def bookkeeping(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The rewinding is all that this method wants of them.
+        # The method uses the generators only to rewind them.
         generators, self.input_batch.generators = self.input_batch.generators, {}
         try:
             return original(self, *args, **kwargs)
@@ -84,8 +85,8 @@ def let_seeded_requests_wait() -> None:
 def expand_for_drafts() -> None:
     """Give each draft token its request's temperature, top_k and top_p on CPU; call before the engine is built.
 
-    vllm 0.32: the kernel for CPU writes them into a copy that is dropped, so speculative decoding divides logits by
-    memory that nothing has written: wrong tokens and log-probabilities at any temperature but 0. Delete when
+    vllm 0.32: the CPU kernel writes these values into a discarded copy, so speculative decoding divides logits by
+    uninitialised memory: wrong tokens and log-probabilities at any temperature but 0. Delete when
     ``_expand_kernel_impl`` writes into its argument.
     """
     import torch
@@ -107,28 +108,28 @@ def expand_for_drafts() -> None:
         return values.repeat_interleave(counts.long(), output_size=num_tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand
-    # A step in which no request has a draft has no row, of which top_k's maximum would be an error.
+    # Without drafts there are no rows, and vLLM's maximum over top_k would fail.
     rejection_sampler.apply_sampling_constraints = lambda logits, *args: (
         constrain(logits, *args) if len(logits) else logits
     )
 
 
 def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments that an engine has beside a trainer, unless its caller names others."""
+    """Return the default arguments of an engine that shares its device with a trainer."""
     defaults: dict[str, Any] = {
         "model": model,
         "worker_extension_cls": "vectorlm.sampling.backends.vllm.extension.WeightExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        # Of what was drawn from, which training corrects for and vLLM alone does not report.
+        # Training needs log-probabilities of the sampling distribution, which is not vLLM's default.
         "logprobs_mode": "processed_logprobs",
     }
     if on_cpu:
-        # Completions share the whole blocks of their prompt: vLLM's own, of 128 tokens, are longer than many prompts.
-        # Its attention on CPU takes multiples of 32.
+        # Completions share only whole blocks of their prompt, and vLLM's default of 128 tokens exceeds many prompts.
+        # vLLM's attention on CPU needs a multiple of 32.
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES, "block_size": 32}
     else:
-        # vLLM's own share is that of an engine which has the device to itself.
+        # vLLM's default share assumes that the engine has the device alone.
         defaults |= {"gpu_memory_utilization": DEVICE_SHARE, "enable_flashinfer_autotune": False}
     if not has_tokenizer(model):
         defaults["skip_tokenizer_init"] = True
@@ -136,10 +137,10 @@ def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
 
 
 def make_sampling_params(given: Any, is_streamed: bool = False) -> Any:
-    """Turn a mapping (or None) into ``vllm.SamplingParams`` that report a request once, when it is finished.
+    """Convert a mapping (or None) into ``vllm.SamplingParams`` that report a request once, when it is finished.
 
-    Where it is streamed, each report has all that there is.
-    A value of another type than vLLM declares is an error here: vLLM takes it, and may end the engine over it later.
+    With `is_streamed`, every report contains all tokens so far. Values of a wrong type raise here; vLLM would accept
+    them, and its engine may crash later.
     """
     import msgspec
     from vllm import SamplingParams
@@ -159,16 +160,16 @@ def make_sampling_params(given: Any, is_streamed: bool = False) -> Any:
             raise EngineError(f"vllm.SamplingParams knows no {unknown[0]!r}. {hint}".rstrip())
         try:
             numbers = {
-                name: each.item() if isinstance(each, np.generic) else each
-                for name, each in (given or {}).items()
+                name: value.item() if isinstance(value, np.generic) else value
+                for name, value in (given or {}).items()
             }
             params = msgspec.convert(numbers, SamplingParams)
         except Exception as error:  # of msgspec's and vLLM's own classes
             raise EngineError(f"sampling_params={dict(given or {})} cannot be used: {error}") from error
     else:
         raise EngineError(
-            f"sampling_params={given!r} is a {type(given).__name__}: pass a mapping or vllm.SamplingParams, or one of "
-            "these for each prompt."
+            f"sampling_params={given!r} is a {type(given).__name__}. Pass a mapping or vllm.SamplingParams, or a list "
+            "with one of these per prompt."
         )
     if params.seed is not None and not -(2**63) <= params.seed < 2**63:
         raise EngineError(
@@ -180,17 +181,17 @@ def make_sampling_params(given: Any, is_streamed: bool = False) -> Any:
 
 @functools.cache
 def _sampling_parameters() -> frozenset[str]:
-    """Return the names that ``vllm.SamplingParams`` takes; finding them takes 25 times as long as making one."""
+    """Return the parameter names of ``vllm.SamplingParams``; cached, because reading the signature is slow."""
     from vllm import SamplingParams
 
     return frozenset(inspect.signature(SamplingParams).parameters)
 
 
 def finish_steps(engine: Any) -> list[Any]:
-    """Wait for the steps that vLLM has begun ahead of time (CUDA), beginning no other; return what they finished.
+    """Wait for the steps that vLLM has started ahead of time (CUDA) without starting others; return their outputs.
 
-    vllm 0.32: with asynchronous scheduling a step is queued on the device while the one before is read; and the
-    scheduler keeps requests that were cancelled until a next step, before which it does not let the KV cache go.
+    vllm 0.32: with asynchronous scheduling a step is queued on the device while the result of the last one is read. The
+    scheduler keeps cancelled requests, and their KV cache, until the next step.
     """
     from vllm.v1.core.sched.interface import PauseState
 
@@ -206,7 +207,7 @@ def finish_steps(engine: Any) -> list[Any]:
 
 
 def warm_up(engine: Any) -> None:
-    """Sample one token; it leaves nothing behind in the prefix cache, which holds whole blocks only."""
+    """Sample one token; the prefix cache stays empty, because it keeps whole blocks only."""
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
     engine.add_request("warm-up", {"prompt_token_ids": [0]}, make_sampling_params(params))
     while engine.has_unfinished_requests():
@@ -216,7 +217,7 @@ def warm_up(engine: Any) -> None:
 
 @contextlib.contextmanager
 def naming_the_model(model: str) -> Iterator[None]:
-    """Turn whatever vLLM raises into an `EngineError` that names its version and the architecture of the folder."""
+    """Convert vLLM's exceptions into an `EngineError` that names its version and the model's architecture."""
     try:
         yield
     except VectorLMError:
@@ -225,13 +226,13 @@ def naming_the_model(model: str) -> Iterator[None]:
         import vllm
 
         raise EngineError(
-            f"vLLM {vllm.__version__} cannot run {_architecture(model)} on this machine as it was asked to: "
+            f"vLLM {vllm.__version__} cannot run {_architecture(model)} on this machine with these arguments: "
             f"{type(error).__name__}: {error}\n\nIn the sampler process:\n{traceback.format_exc()}"
         ) from error
 
 
 def _architecture(model: str) -> str:
-    """Return the architecture that the folder's config.json names, and the folder."""
+    """Return the architecture in the folder's config.json, and the folder."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         names = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))["architectures"]
         return f"{', '.join(names)} ({model})"
@@ -239,24 +240,23 @@ def _architecture(model: str) -> str:
 
 
 class CudaSleep:
-    """Unmaps and maps vLLM's memory pools through its sleep mode (``enable_sleep_mode=True``).
+    """vLLM's sleep mode (``enable_sleep_mode=True``), which unmaps and maps its memory pools.
 
-    vllm 0.32: level 2 drops both pools and keeps the model's buffers (rotary tables, scales) on the host, level 1
-    keeps the weights there too; ``wake_up(tags=…)`` takes single pools back, and scheduling resumes with the last.
+    vllm 0.32: level 2 drops both pools and keeps the model's buffers (rotary tables, scales) on the host. Level 1 keeps
+    the weights on the host too. ``wake_up(tags=…)`` maps single pools; scheduling resumes with the last one.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
-        """Give the memory of `parts` away, while those in `asleep` sleep already."""
+        """Free the memory of `parts`; those in `asleep` are already free."""
         if not self._engine.vllm_config.model_config.enable_sleep_mode:
             raise EngineError(
-                "the engine holds its memory outside vLLM's sleep mode and cannot give it away: build "
-                "SamplingEngine with enable_sleep_mode=True."
+                "sleep() needs vLLM's sleep mode. Build SamplingEngine with enable_sleep_mode=True."
             )
         if asleep:
-            # vLLM would take a second sleep for a mistake and do nothing; 0.26 does so while any part sleeps.
+            # vLLM ignores a second sleep; 0.26 does so while any part sleeps.
             self.wake_up(asleep)
         if "weights" in parts | asleep:
             self._engine.sleep(level=2)
@@ -268,13 +268,15 @@ class CudaSleep:
                 self._engine.release_kv_cache_memory()
             except RuntimeError as error:
                 self._engine.wake_up(tags=["scheduling"])
-                raise EngineError(f"vLLM keeps its KV cache, and the engine is awake: {error}") from error
+                raise EngineError(
+                    f"vLLM cannot free its KV cache, and the engine stays awake: {error}"
+                ) from error
         else:
-            # Before vllm 0.32 the KV cache sleeps only together with the weights. Delete when the window begins there.
+            # Before vllm 0.32 the KV cache sleeps only with the weights. Delete when we require 0.32.
             self._engine.sleep(level=1)
             self._engine.wake_up(tags=["weights"])
 
     def wake_up(self, parts: frozenset[str]) -> None:
-        """Take the memory of `parts` back; it holds garbage."""
+        """Allocate the memory of `parts` again, uninitialised."""
         for part in sorted(parts, reverse=True):
             self._engine.wake_up(tags=[part])

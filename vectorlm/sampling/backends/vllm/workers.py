@@ -1,4 +1,4 @@
-"""The worker processes of a tensor-parallel engine: how they start, are watched, and end."""
+"""The worker processes of a tensor-parallel engine: start, watch and end them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ SHARED_MEMORY = Path("/dev/shm")
 REAPED_WITHIN_S = 1.0
 ENDED_WITHIN_S = 10.0
 NOTICED_WITHIN_S = 0.5
-"""vLLM watches its workers too, and its error may come this long before the kernel's word reaches us."""
+"""vLLM also watches its workers and may raise this long before we see the end of a process."""
 
 
 class Workers:
-    """The processes that vLLM started for its workers; none where the engine computes in the sampler itself.
+    """The worker processes that vLLM started; none if the engine computes in the sampler process.
 
-    vLLM's workers wait for each other in loops of their own, so one that dies leaves the others spinning. Here its
-    death ends the sampler, which rank 0 notices and reports.
+    vLLM's workers wait for each other in busy loops: if one dies, the others spin. We end the sampler instead, and rank
+    0 reports that.
     """
 
     def __init__(self, number: int) -> None:
-        """Watch the workers of the engine that this process has just built: one computes in this process."""
-        # A lone engine's compilers may leave children too, which may end.
+        """Watch the `number` workers of the engine that this process has just built."""
+        # The children of an engine without workers are compilers, which may end.
         children = multiprocessing.active_children() if number > 1 else []
         self._processes = sorted(children, key=lambda process: process.name)
         self._ending = threading.Event()
@@ -47,7 +47,7 @@ class Workers:
             process.join()
 
     def let_the_dead_be_named(self) -> None:
-        """Stay, if a worker has died, until this process is ended for it: that is the cause of whatever vLLM raised."""
+        """If a worker has died, wait until this process ends for that reason, because the death caused vLLM's error."""
         sentinels = [process.sentinel for process in self._processes]
         if sentinels and multiprocessing.connection.wait(sentinels, NOTICED_WITHIN_S):
             time.sleep(ENDED_WITHIN_S)
@@ -59,12 +59,12 @@ class Workers:
         number, process = next(
             (number, process) for number, process in enumerate(self._processes) if process.sentinel in died
         )
-        # vLLM watches too, and whoever reaps the process first is told how it ended.
+        # vLLM may reap the process first; then its exit code is unknown here.
         process.join(REAPED_WITHIN_S)
         self.end()
         print(
             f"worker {number} of {len(self._processes)} of the engine (pid {process.pid}) "
-            f"{how_it_ended(process.exitcode)}, so the sampler ends too.",
+            f"{how_it_ended(process.exitcode)}. The sampler ends too.",
             file=sys.stderr,
             flush=True,
         )
@@ -74,9 +74,8 @@ class Workers:
 def start_worker() -> None:
     """Prepare a worker process before vLLM builds anything in it.
 
-    vLLM spawns its workers, and a spawned process imports the sampler's main module first of all: that is where this
-    is called from. A worker on CPU must keep its plain weights from the start, and every worker must end with the
-    sampler although it may be spinning in a reduction when the sampler is killed.
+    The sampler's main module calls this, because a spawned worker imports that module first. A worker on CPU must keep
+    its plain weights from the start. Every worker must end with the sampler, even while it spins in a reduction.
     """
     from vectorlm.sampling.backends.vllm.shim import adapt_to_cpu
 
@@ -85,19 +84,18 @@ def start_worker() -> None:
 
 
 def shorten_socket_paths(folder: str) -> None:
-    """Let vLLM's sockets lie in `folder` however long its name is: a socket's whole path may have 107 characters.
+    """Put vLLM's sockets into `folder`, whose path may be long: the path of a socket is limited to 107 characters.
 
-    This process's entry for the open folder is a name of it, short, and good for the workers too.
+    The process's ``/proc`` entry of the open folder is a short path, which works in the workers too.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     os.environ["VLLM_RPC_BASE_PATH"] = f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def remove_reduction_buffers(pids: Iterable[int | None]) -> None:
-    """Take away the names of the shared memory that these workers reduce through on CPU; they have mapped it by now.
+    """Unlink the shared memory of these workers' reductions on CPU, which they have already mapped.
 
-    vLLM removes the names when a worker ends by itself, so a killed one would leave them behind. Its other shared
-    memory is known to Python's resource tracker, which removes it in every case.
+    vLLM unlinks it only if a worker ends normally. Python's resource tracker removes all other shared memory.
     """
     for pid in pids:
         try:

@@ -1,4 +1,4 @@
-"""A batch of completions that transformers' ``generate`` and its logits processors sample, a slice at a time."""
+"""Batches of completions for the transformers backend: sampling, parameters and text."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from vectorlm.types import Completion
 
 SLICE_TOKENS = 32
 SLICE_S = 1.0
-"""Longest slice; between slices weights may change and requests may be cancelled."""
+"""Longest slice in seconds; between slices weights may change and requests may be cancelled."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this take the likeliest token, as in vLLM."""
 
 
 @dataclass(eq=False)
 class SequenceState:
-    """One completion while it is being sampled."""
+    """The state of one completion during sampling."""
 
     prompt_token_ids: tuple[int, ...]
     parameters: Parameters
     seed: str
     max_tokens: int
-    """Its longest length, within the model's context."""
+    """Longest completion, within the model's context."""
     tokenizer: Detokenizer
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -52,17 +52,17 @@ class SequenceState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is complete, or aborted."""
+        """Whether it is complete or aborted."""
         return self.finish_reason is not None
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Tokens that end it."""
+        """Tokens that end the completion."""
         stops = frozenset(self.parameters.stop_token_ids or ())
         return stops if self.parameters.ignore_eos else stops | self.tokenizer.end_token_ids
 
     def make_processors(self, device: Any) -> LogitsProcessorList:
-        """Return transformers' processors for its parameters, in vLLM's order: limits, penalty, cuts."""
+        """Return transformers' processors for the parameters, in vLLM's order: limits, penalty, cuts."""
         wanted, processors = self.parameters, LogitsProcessorList()
         if ends := sorted(self.tokenizer.end_token_ids | self.end_token_ids) if wanted.min_tokens else []:
             length = len(self.prompt_token_ids)
@@ -83,15 +83,15 @@ class SequenceState:
         return processors
 
     def uniform(self) -> float:
-        """Return the next token's random number, from seed and position alone: the process's state is the trainer's."""
+        """Return the next token's random number from seed and position; the process's state is the trainer's."""
         return random.Random(f"{self.seed}/{len(self.token_ids)}").random()
 
     def rewind(self, num_tokens: int) -> None:
-        """Forget all but the first tokens: transformers may have discarded its newest step."""
+        """Keep only the first tokens, because transformers may have discarded its last step."""
         del self.token_ids[num_tokens:], self.logprobs[num_tokens:], self.versions[num_tokens:]
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Append a token, and end if it is the last."""
+        """Append a token; set `finish_reason` if it is the last."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -107,7 +107,7 @@ class SequenceState:
             self.text = self._text(self.token_ids)
 
     def completion(self) -> Completion:
-        """Return what was sampled so far."""
+        """Return the tokens so far as a `Completion`."""
         return Completion(
             prompt_token_ids=self.prompt_token_ids,
             token_ids=tuple(self.token_ids),
@@ -118,9 +118,9 @@ class SequenceState:
         )
 
     def _find_stop_string(self) -> tuple[int, int] | None:
-        """Return where the stop string that the newest token completed starts and ends in the text.
+        """Return start and end of a stop string that the newest token completes in the text.
 
-        transformers' StopStringCriteria would also find one that begins in the prompt, and ignores `min_tokens`.
+        transformers' StopStringCriteria also finds strings that begin in the prompt, and ignores `min_tokens`.
         """
         if not self.parameters.stop_strings or len(self.token_ids) <= self.parameters.min_tokens:
             return None
@@ -137,36 +137,36 @@ class SequenceState:
 
 
 class Batch:
-    """Sequences that are continued together, left-padded, until the last has ended.
+    """A left-padded batch of sequences, sampled together until the last one has ended.
 
-    `generate` runs the model (caches, positions, masks) and is resumed with the cache that it returned.
+    ``generate`` runs the model (caches, positions, masks); every slice continues with the cache of the slice before.
     """
 
     def __init__(self, model: Any, sequences: Sequence[SequenceState], raw_logprobs: bool) -> None:
-        """Take log-probabilities before penalties, temperature and cuts where they are `raw_logprobs`."""
+        """Start a batch; `raw_logprobs` are those before penalties, temperature and cuts."""
         self._model = model
         self.sequences = sequences
         self._raw_logprobs = raw_logprobs
-        self._width = max(len(each.prompt_token_ids) for each in sequences)
+        self._width = max(len(sequence.prompt_token_ids) for sequence in sequences)
         self._token_ids = torch.zeros(len(sequences), self._width, dtype=torch.long, device=model.device)
         self._mask = torch.zeros_like(self._token_ids)
-        for index, each in enumerate(sequences):
-            start = self._width - len(each.prompt_token_ids)
-            self._token_ids[index, start:] = torch.tensor(each.prompt_token_ids)
+        for index, sequence in enumerate(sequences):
+            start = self._width - len(sequence.prompt_token_ids)
+            self._token_ids[index, start:] = torch.tensor(sequence.prompt_token_ids)
             self._mask[index, start:] = 1
-        self._processors = [each.make_processors(model.device) for each in sequences]
+        self._processors = [sequence.make_processors(model.device) for sequence in sequences]
         self._cache: Any = None
 
     @property
     def has_ended(self) -> bool:
         """Whether every sequence has ended."""
-        return all(each.has_ended for each in self.sequences)
+        return all(sequence.has_ended for sequence in self.sequences)
 
     @torch.no_grad()
     def sample_slice(self, version: int) -> None:
-        """Sample the next tokens, with weights of `version`."""
+        """Sample the next tokens with weights of `version`."""
         config = GenerationConfig(
-            do_sample=False,  # `_SampleEach` has sampled
+            do_sample=False,  # `_Sampler` has sampled
             pad_token_id=0,
             max_new_tokens=SLICE_TOKENS,
             max_time=SLICE_S,
@@ -174,7 +174,7 @@ class Batch:
         )
         num_sampled = self._token_ids.shape[1] - self._width
         mask = torch.cat([self._mask, self._mask.new_ones(len(self.sequences), num_sampled)], dim=1)
-        # An interrupt leaves it with more than `_token_ids`: the next slice makes another.
+        # After an interrupt the cache has more tokens than `_token_ids`; the next slice then builds a new one.
         cache, self._cache = self._cache, None
         output = self._model.generate(
             self._token_ids,
@@ -182,22 +182,22 @@ class Batch:
             past_key_values=cache,
             generation_config=config,
             logits_processor=LogitsProcessorList(
-                [_SampleEach(self.sequences, self._processors, self._width, version, self._raw_logprobs)]
+                [_Sampler(self.sequences, self._processors, self._width, version, self._raw_logprobs)]
             ),
             stopping_criteria=[_HasEnded(self.sequences)],
         )
         self._token_ids, self._cache = output.sequences, output.past_key_values
 
     def forget_cache(self) -> None:
-        """Let the next slice recompute the cache of all tokens, with the weights of that time."""
+        """Make the next slice recompute the cache of all tokens with the new weights."""
         self._cache = None
 
 
 @dataclass(eq=False)
-class _SampleEach(LogitsProcessor):
-    """Samples each sequence's next token by its own processors and seed, and allows no other token.
+class _Sampler(LogitsProcessor):
+    """A processor that samples every sequence with its own parameters and seed, and allows only the sampled token.
 
-    transformers' own sampling draws a whole batch from one random state, with one set of parameters.
+    transformers itself samples a whole batch with one random state and one set of parameters.
     """
 
     sequences: Sequence[SequenceState]
@@ -219,16 +219,16 @@ class _SampleEach(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
     def _shape(self, input_ids: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-        """Return what each sequence draws from, from the raw logits [B, V].
+        """Return the logits of the sampling distributions, from the raw logits [B, V].
 
-        Of greedy ones they are the logits after penalties: in vLLM, temperature 0 divides and cuts nothing.
+        Greedy sequences have the logits after penalties: as in vLLM, temperature 0 neither divides nor cuts.
         """
         shaped = []
         for index, (sequence, processors) in enumerate(zip(self.sequences, self.processors, strict=True)):
             row = raw[index : index + 1]
             if not sequence.has_ended:
                 sequence.rewind(input_ids.shape[1] - self.width)
-                # Without the padding: a penalty would count it as tokens of the prompt.
+                # Without the padding, which a penalty would count as prompt tokens.
                 start = self.width - len(sequence.prompt_token_ids)
                 row = processors(input_ids[index : index + 1, start:], row)  # type: ignore[arg-type]
             shaped.append(row)
@@ -237,12 +237,15 @@ class _SampleEach(LogitsProcessor):
     def _sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the next token of each sequence, int64 [B]."""
         likeliest = logits.argmax(-1)
-        is_greedy = [each.has_ended or each.parameters.temperature < GREEDY_BELOW for each in self.sequences]
+        is_greedy = [
+            sequence.has_ended or sequence.parameters.temperature < GREEDY_BELOW
+            for sequence in self.sequences
+        ]
         if all(is_greedy):
             return likeliest
-        # One number per sequence instead of noise for the whole vocabulary. In double: in single precision the sum
-        # over 150,000 tokens would shift the last ones by a part in a thousand.
-        uniforms = torch.tensor([[each.uniform()] for each in self.sequences], dtype=torch.float64)
+        # One number per sequence instead of noise for the whole vocabulary. In float64, because a float32 sum over
+        # 150,000 tokens would shift the last ones by a part in a thousand.
+        uniforms = torch.tensor([[sequence.uniform()] for sequence in self.sequences], dtype=torch.float64)
         sums = logits.double().softmax(-1).cumsum(-1)
         drawn = torch.searchsorted(sums, uniforms.to(logits.device) * sums[:, -1:], right=True)[:, 0]
         drawn = drawn.clamp(max=logits.shape[1] - 1)
@@ -254,21 +257,21 @@ class _HasEnded(StoppingCriteria):
     sequences: Sequence[SequenceState]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor([each.has_ended for each in self.sequences], device=input_ids.device)
+        return torch.tensor([sequence.has_ended for sequence in self.sequences], device=input_ids.device)
 
 
 NUM_CONTEXT_TOKENS = 8
-"""Prompt tokens that are decoded with a completion: they decide whether its text begins with a space."""
+"""Prompt tokens decoded before a completion; they decide whether its text begins with a space."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """How one prompt is continued; names, defaults and meanings are those of ``vllm.SamplingParams``."""
+    """Sampling parameters of one prompt, with the names, defaults and meanings of ``vllm.SamplingParams``."""
 
     n: int = 1
-    """Completions of each prompt, at least 1."""
+    """Completions per prompt, at least 1."""
     temperature: float = 1.0
-    """Divides the logits, from 0; 0 takes the likeliest token."""
+    """Divisor of the logits, at least 0; 0 takes the likeliest token."""
     top_p: float = 1.0
     """Keep the likeliest tokens that make up this probability, above 0 and up to 1."""
     top_k: int = 0
@@ -321,7 +324,7 @@ class Parameters:
 NAMES = tuple(field.name for field in dataclasses.fields(Parameters))
 DEFAULTS = Parameters()
 NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0}
-"""Values that change nothing, of parameters that transformers has no logits processor for."""
+"""Parameters that transformers does not support, with the values that change nothing."""
 
 
 def read_parameters(given: Any, defaults: Parameters = DEFAULTS) -> Parameters:
@@ -342,10 +345,10 @@ def read_parameters(given: Any, defaults: Parameters = DEFAULTS) -> Parameters:
 
 
 class Detokenizer:
-    """Turns completions into text as vLLM does, with the model's tokenizer; into none if it has none."""
+    """A detokenizer that decodes completions as vLLM does; without a tokenizer texts are empty."""
 
     def __init__(self, model_path: str, model: Any) -> None:
-        """Read a folder's tokenizer, if it has one, and the end tokens of tokenizer and model."""
+        """Load the tokenizer of a folder, if there is one, and the end tokens of tokenizer and model."""
         self._tokenizer = load_tokenizer(model_path) if has_tokenizer(model_path) else None
         ends = model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
@@ -356,11 +359,11 @@ class Detokenizer:
     def text(
         self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], skip_special_tokens: bool
     ) -> str:
-        """Return the text that `token_ids` add to the prompt's."""
+        """Return the text that `token_ids` add to the prompt."""
         if self._tokenizer is None:
             return ""
         context = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
         before = self._tokenizer.decode(context, skip_special_tokens=skip_special_tokens)
         after = self._tokenizer.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
-        # A character whose last bytes have not been sampled is not text yet.
+        # Without an incomplete character at the end.
         return after[len(before) :].rstrip("\N{REPLACEMENT CHARACTER}")

@@ -77,7 +77,7 @@ def text_of_vllm(tokenizer, prompt, token_ids, finish_reason, flags):
 
 def texts_of(tokenizer, prompt, completions, flags):
     texts, params = Texts(tokenizer), make_sampling_params(flags)
-    texts.take_over("a", params)
+    texts.defer("a", params)
     assert not params.detokenize
     outputs = [SimpleNamespace(token_ids=ids, finish_reason=reason, text="") for ids, reason in completions]
     texts.fill(SimpleNamespace(request_id="a", prompt_token_ids=prompt, outputs=outputs))
@@ -102,8 +102,8 @@ def test_texts_decode_to_vllm_s_own_text(tokenizer, prompt, text):
 def test_text_that_is_not_wanted_or_has_to_be_searched_is_left_to_vllm(tokenizer):
     for given in ({"detokenize": False}, {"stop": ["the"]}):
         params = make_sampling_params(given)
-        Texts(tokenizer).take_over("a", params)
+        Texts(tokenizer).defer("a", params)
         assert params.detokenize == ("stop" in given)
     params = make_sampling_params({})
-    Texts(None).take_over("a", params)
+    Texts(None).defer("a", params)
     assert params.detokenize

@@ -85,7 +85,7 @@ def test_experts_packed_before_their_weights_changed_are_named_however_small_the
     pack_experts(model)
     assert stale_experts(model, torch.Generator().manual_seed(0)) == []
     model[1].w2_weight.mul_(1 + 2 * torch.finfo(dtype).eps)
-    with pytest.raises(ChecksumMismatch, match=r"1 layers are not those that were sent: \['1'\]"):
+    with pytest.raises(ChecksumMismatch, match=r"\['1'\]"):
         check_packed(model)
     pack_experts(model)
     check_packed(model)

@@ -24,7 +24,7 @@ def test_a_layer_packed_before_its_weights_changed_is_named_however_small_the_st
     model = torch.nn.Sequential(Layer(torch.randn(64, 96).to(dtype)), Layer(torch.randn(8, 64).to(dtype)))
     check_packed(model)
     model[1].weight.mul_(1 + 2 * torch.finfo(dtype).eps)
-    with pytest.raises(ChecksumMismatch, match=r"1 layers are not those that were sent: \['1'\]"):
+    with pytest.raises(ChecksumMismatch, match=r"\['1'\]"):
         check_packed(model)
 
 

@@ -7,8 +7,8 @@ import torch
 from test_parallel import HIDDEN, MANIFEST, Half
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
-from vectorlm.sampling.weights.held import held_by, require_held, sum_of
 from vectorlm.sampling.weights.plan import TensorSpec
+from vectorlm.sampling.weights.receive import parameter_sums, require_same_weights, tensor_sum
 
 SHAPES = {"embed_tokens.weight": (6, 4), "up.weight": (8, 4), "up.bias": (8,)}
 
@@ -51,10 +51,10 @@ def rounded(engine):
 @pytest.mark.parametrize(
     ("spoil", "unsent", "text"),
     [
-        (stale_head, None, r"parameters that none of them fills: \['lm_head.weight'\]"),
-        (stale_bias, None, r"1 of 3 tensors have other numbers there: \['up.bias'\]"),
-        (None, "up.bias", r"parameters that none of them fills: \['up.bias'\]"),
-        (rounded, None, r"1 of 3 tensors have other numbers there: \['up.weight'\]"),
+        (stale_head, None, r"no tensor fills these parameters: \['lm_head.weight'\]"),
+        (stale_bias, None, r"1 of 3 tensors differ: \['up.bias'\]"),
+        (None, "up.bias", r"no tensor fills these parameters: \['up.bias'\]"),
+        (rounded, None, r"1 of 3 tensors differ: \['up.weight'\]"),
         (torch.nn.Module.bfloat16, None, None),
         (None, None, None),
     ],
@@ -67,8 +67,8 @@ def test_what_an_engine_holds_otherwise_is_found_by_name(spoil, unsent, text):
     manifest = [TensorSpec(name, shape) for name, shape in SHAPES.items() if name != unsent]
 
     def check():
-        return require_held(
-            manifest, lambda name, dtype: sum_of(tensors[name], dtype), [held_by(engine, manifest)]
+        return require_same_weights(
+            manifest, lambda name, dtype: tensor_sum(tensors[name], dtype), [parameter_sums(engine, manifest)]
         )
 
     if text is None:
@@ -85,15 +85,15 @@ def test_workers_that_hold_slices_are_summed_up_and_another_model_is_refused():
         half.load_weights(tensors.items())
 
     def expected(name, dtype):
-        return sum_of(tensors[name], dtype)
+        return tensor_sum(tensors[name], dtype)
 
     assert (
-        require_held(MANIFEST, expected, [held_by(half, MANIFEST) for half in halves]).keys()
+        require_same_weights(MANIFEST, expected, [parameter_sums(half, MANIFEST) for half in halves]).keys()
         == tensors.keys()
     )
     halves[1].down.data[4, 2] = 0
     halves[0].key.data[0, 0] = 0
     with pytest.raises(ChecksumMismatch, match=r"2 of 8 .*\['down', 'key'\]"):
-        require_held(MANIFEST, expected, [held_by(half, MANIFEST) for half in halves])
+        require_same_weights(MANIFEST, expected, [parameter_sums(half, MANIFEST) for half in halves])
     with pytest.raises(WeightMismatch, match=r"sends .tabel. .* rejects"):
-        held_by(halves[0], [TensorSpec("tabel", (6, HIDDEN))])
+        parameter_sums(halves[0], [TensorSpec("tabel", (6, HIDDEN))])
