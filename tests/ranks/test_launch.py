@@ -19,7 +19,7 @@ from kit.open_ports import free_port
 import vectorlm
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
 from vectorlm.ranks.collectives import Collectives, NoteFolder
-from vectorlm.ranks.process_group import process_group
+from vectorlm.ranks.launcher import process_group
 
 
 def exchange():

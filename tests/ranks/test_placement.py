@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from vectorlm.errors import ConfigError
-from vectorlm.ranks.placement import (
+from vectorlm.ranks.topology import (
     Placement,
+    Topology,
     devices_of_engine,
     set_affinity,
     share_cores,
     split_node,
     tensor_parallel_size,
 )
-from vectorlm.ranks.topology import Topology
 from vectorlm.runs.config.schema import AsyncSettings
 from vectorlm.runs.start import place_ranks
 

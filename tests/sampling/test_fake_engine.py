@@ -7,7 +7,7 @@ from kit.rank_processes import on_ranks
 
 from vectorlm.errors import EngineError, EngineTimeout
 from vectorlm.sampling.backends import scripted
-from vectorlm.sampling.fake_engine import FakeEngine
+from vectorlm.sampling.inline_engines import FakeEngine
 from vectorlm.sampling.weights.arena import Arena
 from vectorlm.sampling.weights.inspection import checksum
 from vectorlm.sampling.weights.plan import TensorSpec

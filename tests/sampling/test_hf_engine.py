@@ -11,7 +11,7 @@ from vectorlm.errors import EngineError
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.backends.transformers import generation
 from vectorlm.sampling.backends.transformers.backend import Transformers
-from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.sampling.inline_engines import HFEngine
 from vectorlm.sampling.weights.module_trainer import ModuleTrainer
 
 PROMPTS = ["abcabc", [5, 6, 7, 8, 9, 5, 6], [10]]

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,7 +24,6 @@ from typing import Any
 import cloudpickle
 
 from vectorlm.errors import LaunchError, RankFailed
-from vectorlm.ranks.placement import LOOPBACK, bounded_spin, without_gc
 from vectorlm.ranks.process_end import (
     absent_ranks,
     end_with_threads_without_memory,
@@ -35,9 +35,18 @@ from vectorlm.ranks.process_end import (
     write_fault,
     write_stack_at_end,
 )
-from vectorlm.ranks.process_group import process_group
-from vectorlm.ranks.topology import Topology, device_of, is_rank, with_rank_variables
-from vectorlm.ranks.wait import escape_what_the_console_cannot_show
+from vectorlm.ranks.topology import (
+    LOOPBACK,
+    Topology,
+    bounded_spin,
+    device_of,
+    is_rank,
+    on_loopback,
+    share_cores,
+    with_rank_variables,
+    without_gc,
+)
+from vectorlm.ranks.wait import escape_what_the_console_cannot_show, report_wait
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """SIGUSR1 is SLURM's early warning, by which the process would end without a word."""
@@ -344,3 +353,69 @@ def _first_failure(failed: Mapping[int, int], scratch: str, world_size: int) -> 
     rank, message, trace = first
     absent = absent_ranks(scratch, world_size) if TIMED_OUT.search(message) else ""
     return f"rank {rank} of {world_size} raised {message}\n{absent}\n{trace}"
+
+
+WORKERS_REST_S = 0.1
+"""gloo's threads let go of the tensors of the last collective after it has returned, for which they need the
+interpreter; one that asks for it while the interpreter ends aborts the process."""
+
+
+@contextlib.contextmanager
+def process_group(
+    topology: Topology, timeout_s: float = 1800.0, scratch: str | None = None
+) -> Iterator[None]:
+    """Initialise the default process group for the block; a group that exists already is used and left alone.
+
+    gloo carries CPU tensors and NCCL those on CUDA. `timeout_s` is the longest wait of one collective. Ranks on CPU
+    share the cores of their node, unless the environment names a number of threads. On one machine gloo listens on the
+    loopback interface alone, unless GLOO_SOCKET_IFNAME names another. The ranks meet in the folder `scratch`, and over
+    torchrun's store where it is left out: what is written to a store leads gloo to its peers, whose pickles it loads,
+    so no stranger may write there.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    if topology.is_cuda:
+        torch.cuda.set_device(topology.device)
+        # It takes 0.1 to 0.4 s to plan each new shape (sglang 4650), and packed rows have new shapes in every pass.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        share_cores(topology)
+    if topology.num_nodes == 1:
+        os.environ.update({**on_loopback(), **os.environ})
+    store: Any = None
+    if topology.world_size == 1:
+        store = dist.HashStore()
+    elif scratch is not None:
+        store = dist.FileStore(f"{scratch}/store", topology.world_size)
+        store.set_timeout(timedelta(seconds=timeout_s))
+    # On the first rank of each node: it may wait for a machine for ever.
+    speaks = topology.local_rank == 0 and topology.world_size > 1
+    place = scratch or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    what = f"rank {topology.rank} is waiting for the other ranks of {topology.world_size}, at {place}"
+    with report_wait(what, is_on=speaks):
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if topology.is_cuda else "gloo",
+            store=store,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=torch.device(topology.device) if topology.is_cuda else None,
+        )
+    try:
+        yield
+    except BaseException:
+        # What follows would wait for peers that may be gone; a lone rank has none, and its process may go on.
+        if topology.world_size == 1 and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    if dist.is_initialized():
+        if topology.num_nodes > 1:
+            # Leave together: a torchrun agent whose ranks have returned waits 300 s for the other nodes, hears of no
+            # failure there, and then reports success.
+            dist.all_reduce(torch.zeros(1))
+        dist.destroy_process_group()
+        time.sleep(WORKERS_REST_S if topology.world_size > 1 else 0.0)

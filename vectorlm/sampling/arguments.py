@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.packages import fields_of, versions_of_rank
-from vectorlm.ranks.placement import devices_of_engine, tensor_parallel_size
-from vectorlm.ranks.topology import Topology
+from vectorlm.ranks.topology import Topology, devices_of_engine, tensor_parallel_size
 from vectorlm.sampling.settings import DEVICE_SHARE, Channels, EngineSettings, LoraMode, Receivers, Transports
 from vectorlm.sampling.weights.model_size import read_model_size, two_sets_of_weights
 from vectorlm.settings import nearest, require_choice

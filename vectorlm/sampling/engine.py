@@ -21,10 +21,9 @@ from vectorlm.ranks.process_end import require_own_process
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import arguments, messages
 from vectorlm.sampling.contract import WeightSource
-from vectorlm.sampling.handle import BatchHandle, exchange_results
+from vectorlm.sampling.handle import BatchHandle, LocalRequests, exchange_results
 from vectorlm.sampling.hot_swap import HotSwap
 from vectorlm.sampling.inline_channel import InlineChannel
-from vectorlm.sampling.local_requests import LocalRequests
 from vectorlm.sampling.process_channel import ProcessChannel, let_go_of_last_error
 from vectorlm.sampling.sampler.scheduler import require_room_for_sleep
 from vectorlm.sampling.settings import Channels, EngineSettings

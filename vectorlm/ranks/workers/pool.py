@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from vectorlm.errors import WorkerLost, WorkersDied
 from vectorlm.ranks.process_end import how_it_ended, require_own_process
-from vectorlm.ranks.workers.worker import END, ERROR, HEADER, frame
+from vectorlm.ranks.workers.supervisor import END, ERROR, HEADER, frame
 
 MAX_DEATHS = 3
 MAX_AUTO_SIZE = 8

@@ -6,22 +6,33 @@ of the user's, so it has one thread, and a fork of it costs milliseconds.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
+import faulthandler
+import inspect
 import io
 import os
+import pickle
 import selectors
 import signal
 import socket
+import struct
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-# For the workers: what is imported here is there in every fork.
-from vectorlm.ranks.workers import worker
+from vectorlm.errors import VectorLMError
+from vectorlm.plugin import load_plugin, raised_at
 
+HEADER = struct.Struct(">Q")
+STACK_SIGNAL = signal.SIGUSR1
+VALUE, END, ERROR = "value", "end", "error"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.25
 END_WITHIN_S = 3.0
@@ -124,7 +135,7 @@ class Supervisor:
             if self._log is not None:
                 os.dup2(printed, 1)
                 os.dup2(printed, 2)
-            worker.serve(socket.socket(fileno=descriptor))
+            serve(socket.socket(fileno=descriptor))
         finally:
             os._exit(0)
 
@@ -133,7 +144,7 @@ class Supervisor:
             return
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             # faulthandler writes the stack, also from inside a call of C code.
-            os.kill(pid, worker.STACK_SIGNAL)
+            os.kill(pid, STACK_SIGNAL)
             time.sleep(STACK_S)
             family = psutil.Process(pid).children(recursive=True)
             os.killpg(pid, signal.SIGKILL)
@@ -191,6 +202,77 @@ class Supervisor:
     def _log_lines(self, pid: int, lines: list[bytearray]) -> None:
         if self._log is not None and lines:
             self._log.write(b"".join(b"[%d] %s\n" % (pid, line) for line in lines))
+
+
+def frame(value: Any) -> bytes:
+    """Return a message as bytes, its length in front."""
+    data = pickle.dumps(value)
+    return HEADER.pack(len(data)) + data
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer requests until the pool is gone; what is sent first for each is a number, which comes with each answer.
+
+    Generators are carried out one after the other, asynchronous ones all at once. A request without a name gives up the
+    one with its number.
+    """
+    faulthandler.register(STACK_SIGNAL, all_threads=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    pid, loop = os.getpid(), asyncio.new_event_loop()
+    loop.add_reader(connection, loop.stop)
+    tasks: dict[int, asyncio.Task[None]] = {}
+
+    def send(number: int, kind: str, value: Any = None) -> None:
+        if os.getpid() != pid:
+            os._exit(0)  # The user's code has forked, and this is not the process that was asked.
+        try:
+            connection.sendall(frame((number, kind, value)))
+        except ConnectionError:
+            os._exit(0)  # The pool is gone.
+
+    @contextmanager
+    def reported(number: int) -> Iterator[None]:
+        try:
+            yield
+        except VectorLMError as error:
+            send(number, ERROR, error)
+        except BaseException as error:
+            send(number, ERROR, RuntimeError(raised_at(error)))
+
+    async def carry_out(number: int, values: AsyncIterator[Any]) -> None:
+        with reported(number):
+            async for value in values:
+                send(number, VALUE, value)
+            send(number, END)
+        del tasks[number]
+
+    def read(size: int) -> bytes:
+        data = b""
+        # A signal may cut a read short.
+        while len(data) < size and (more := connection.recv(size - len(data), socket.MSG_WAITALL)):
+            data += more
+        return data
+
+    while True:
+        if tasks:
+            # Until there is a request: functions that are no coroutines may run a loop of their own.
+            loop.run_forever()
+        if not (header := read(HEADER.size)):
+            return
+        number, name, arguments = pickle.loads(read(*HEADER.unpack(header)))
+        if not name:
+            if number in tasks:
+                tasks[number].cancel()
+            continue
+        with reported(number):
+            function, given = load_plugin(name), pickle.loads(arguments)
+            if inspect.isasyncgenfunction(function):
+                tasks[number] = loop.create_task(carry_out(number, function(*given)))
+                continue
+            for value in function(*given):
+                send(number, VALUE, value)
+            send(number, END)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from typing import Any
 
 from vectorlm.errors import EngineError
 from vectorlm.plugin import is_plugin, load_plugin
-from vectorlm.ranks.placement import set_affinity, without_gc
 from vectorlm.ranks.process_end import follow_parent, remove_folder
+from vectorlm.ranks.topology import set_affinity, without_gc
 from vectorlm.sampling import messages
 from vectorlm.sampling.contract import BACKENDS
-from vectorlm.sampling.environment import CORES_VARIABLE
+from vectorlm.sampling.process_channel import CORES_VARIABLE
 from vectorlm.sampling.sampler.scheduler import Scheduler, open_backend, portable, ready
 
 ALIVE_EVERY_S = 1.0

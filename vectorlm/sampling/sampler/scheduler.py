@@ -13,9 +13,8 @@ from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.sampling import messages
 from vectorlm.sampling.arguments import one_each
-from vectorlm.sampling.contract import BACKENDS, Backend, RequestOutput
+from vectorlm.sampling.contract import BACKENDS, AnswerRules, Backend, RequestOutput
 from vectorlm.sampling.messages import pack
-from vectorlm.sampling.sampler.answers import AnswerRules
 from vectorlm.settings import nearest
 from vectorlm.types import InFlight
 

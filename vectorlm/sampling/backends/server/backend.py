@@ -23,8 +23,7 @@ from vectorlm.sampling.backends.server.client import as_it_is, call_server
 from vectorlm.sampling.backends.server.extension import result_from_wire, to_wire
 from vectorlm.sampling.backends.server.serve import require_token
 from vectorlm.sampling.backends.vllm.shim import make_sampling_params
-from vectorlm.sampling.contract import RequestOutput
-from vectorlm.sampling.sampler.answers import FINISH_REASONS
+from vectorlm.sampling.contract import FINISH_REASONS, RequestOutput
 from vectorlm.sampling.weights.plan import Layout, TensorSpec
 from vectorlm.sampling.weights.receive import EngineReceiver
 from vectorlm.types import Completion

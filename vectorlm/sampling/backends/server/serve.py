@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from typing import Any
 
 from vectorlm.errors import ConfigError
-from vectorlm.ranks.placement import LOOPBACK
+from vectorlm.ranks.topology import LOOPBACK
 from vectorlm.sampling.backends.vllm import CPU_KV_CACHE_BYTES
-from vectorlm.sampling.environment import vllm_variables
+from vectorlm.sampling.process_channel import vllm_variables
 
 PORT = 8000
 
