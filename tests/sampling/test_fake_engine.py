@@ -85,7 +85,7 @@ def test_requests_wait_for_the_update_after_one_that_failed_and_then_go_on():
         with pytest.raises(EngineError, match="the disk is gone"):
             engine.update(trainer, 2, in_flight="keep")
         assert handle.done()
-        with pytest.raises(EngineTimeout, match="an update was begun and never finished"):
+        with pytest.raises(EngineTimeout, match="did not finish"):
             handle.result()
         trainer.version = 3
         engine.update(trainer, 3, in_flight="keep")
@@ -123,4 +123,4 @@ def test_changed_weights_under_a_step_that_was_sent_are_warned_of():
     for unchanged, changed in on_ranks(2, update_again):
         assert unchanged == []
         assert len(changed) == 1
-        assert "the weights have changed since they were sent as step 0" in changed[0]
+        assert "train_step=0" in changed[0]

@@ -76,7 +76,7 @@ def test_a_cancelled_batch_leaves_nothing_that_is_waited_for(engine):
 def test_a_batch_that_nobody_keeps_is_cancelled_with_a_warning(engine):
     engine.sample([[2]], GREEDY)
     for _ in range(20):
-        with pytest.warns(RuntimeWarning, match=r"nobody keeps what engine.submit\(\) returned"):
+        with pytest.warns(RuntimeWarning, match="submit"):
             engine.submit([[2, 3]], LONG_GREEDY)
     assert engine.poll() == []
     assert not engine._open

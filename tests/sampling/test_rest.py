@@ -50,13 +50,11 @@ def refusal(rest):
 def test_sampling_is_refused_until_everything_is_awake_and_filled(rest):
     rest.sleep(BOTH, 0)
     assert refusal(rest) == (
-        "the engine sleeps (weights and kv_cache): call wake_up(weights=True, kv_cache=True) and update() "
+        "the engine is asleep (weights and kv_cache): call wake_up(weights=True, kv_cache=True) and update() "
         "before sampling."
     )
     rest.wake_up(BOTH)
-    assert refusal(rest) == (
-        "the engine's weights slept and hold nothing since: call update() before sampling."
-    )
+    assert refusal(rest) == ("the engine lost its weights while it slept: call update() before sampling.")
     rest.wake_up(WEIGHTS)
     assert "hold nothing since" in refusal(rest)  # an update that is not finished has filled nothing
     rest.finish_update()

@@ -17,7 +17,7 @@ from vectorlm.ranks.topology import Topology
 ADDRESS = re.compile(" at 0x[0-9a-f]+")
 Result = TypeVar("Result")
 CallResult = tuple[Any, Exception | None]
-"""What a call returned, or the error that it raised."""
+"""The result of a call, or the error that it raised; the one form in which errors cross to another process."""
 
 
 class EngineRanks:
@@ -102,16 +102,25 @@ def gather(topology: Topology, value: Any) -> list[Any]:
     return values
 
 
-def capture(work: Callable[[], Any]) -> CallResult:
-    """Return what `work` returned or raised; an error that is not a `VectorLMError` brings its traceback."""
-    rank = int(os.environ.get("RANK", 0))
+def portable(error: BaseException, where: str = "") -> VectorLMError:
+    """Return an error that every process can unpickle: of this library, or with its traceback in its text."""
+    if isinstance(error, VectorLMError):
+        return error
+    heading = f"In {where}:\n" if where else ""
+    trace = "".join(traceback.format_exception(error))
+    return EngineError(f"{type(error).__name__}: {error}\n\n{heading}{trace}")
+
+
+def capture(work: Callable[[], Any], where: str = "") -> CallResult:
+    """Return the result of `work` or its error, made `portable`.
+
+    `where` names the process if it is not a rank; the error of a rank notes the rank.
+    """
     try:
         return work(), None
-    except VectorLMError as error:
-        return None, error.of_rank(rank)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
-        return None, EngineError(text).of_rank(rank)
+        found = portable(error, where)
+        return None, found if where else found.of_rank(int(os.environ.get("RANK", 0)))
 
 
 def results_or_first_error(call_results: Sequence[CallResult]) -> list[Any]:

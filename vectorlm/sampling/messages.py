@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from vectorlm.errors import EngineError
+from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.sampling.contract import RequestOutput
 from vectorlm.sampling.weights.plan import TensorSpec
 from vectorlm.types import Completion, InFlight
@@ -152,27 +153,13 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the command returned."""
-
-    value: Any = None
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The command raised, with the engine's traceback in the text; the engine lives on."""
-
-    error: Exception
-
-
-@dataclass(frozen=True)
 class Part:
     """What was sampled since the last part, without the prompt; the answer, which follows, is the whole."""
 
     completion: Completion
 
 
-TakeAnswer = Callable[[int, Answer | Failed | Part], None]
+TakeAnswer = Callable[[int, CallResult | Part], None]
 """Gets the parts of the answer to the command with this number, and then the answer."""
 
 

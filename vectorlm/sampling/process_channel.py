@@ -26,6 +26,7 @@ from typing import Any, TextIO
 import psutil
 
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout
+from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.ranks.process_end import (
     how_it_ended,
     require_own_process,
@@ -81,7 +82,7 @@ class ProcessChannel:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._news = threading.Condition()
-        self._answers: dict[int, messages.Answer | messages.Failed] = {}
+        self._answers: dict[int, CallResult] = {}
         self._awaited: dict[int, float] = {}
         """When each command was sent that still has no answer."""
         self._tell: dict[int, messages.TakeAnswer] = {}
@@ -174,10 +175,13 @@ class ProcessChannel:
                 left = POLL_S if deadline_s is None else min(POLL_S, deadline_s - now)
                 if not self._news.wait(left):
                     self._while_waiting()
-            message = self._answers.pop(number)
-        if isinstance(message, messages.Failed):
-            raise self._explained(message.error) if number == 0 else message.error
-        return message.value
+            value, error = self._answers.pop(number)
+        if error is None:
+            return value
+        if number == 0 and self._num_workers > 1:
+            # vLLM says only that a worker could not start; the worker printed why.
+            raise EngineError(f"{error}\n{self._last_output()}")
+        raise error
 
     def call(self, command: Any, silence_s: float) -> Any:
         """Send a command and wait for its answer."""
@@ -259,7 +263,7 @@ class ProcessChannel:
                 self._is_cut = True
                 self._news.notify_all()
             for number, tell in self._tell.items():
-                tell(number, messages.Failed(self._death()))
+                tell(number, (None, self._death()))
 
     def _size(self) -> str:
         """Say how much memory the process holds: it grows while weights are read."""
@@ -289,10 +293,6 @@ class ProcessChannel:
         code = self._process.returncode
         how = "closed its connection" if code is None else how_it_ended(code)
         return EngineDied(f"the sampler process (pid {self.pid}) {how}.\n{self._last_output()}")
-
-    def _explained(self, error: Exception) -> Exception:
-        """Add what the workers of a parallel engine printed: vLLM says only that one could not start."""
-        return EngineError(f"{error}\n{self._last_output()}") if self._num_workers > 1 else error
 
     def _last_output(self) -> str:
         if not self._lines:

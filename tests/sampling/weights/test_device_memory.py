@@ -182,7 +182,7 @@ def test_auto_pushes_where_a_handle_is_refused_and_the_run_goes_on(monkeypatch):
     monkeypatch.setattr(FileHandle, "open", open_or_refuse)
     model, reference = Model(), Model()
     swap, engine = swap_of(Topology(device="cuda:0"), "auto")
-    with pytest.warns(UserWarning, match="cross by the transport bucketed, and not by pull: CUDA's driver"):
+    with pytest.warns(UserWarning, match="bucketed"):
         swap.update(model, 0, "refuse", TRANSPORTS)
     for step in (1, 2):
         move(model, reference, seed=step)

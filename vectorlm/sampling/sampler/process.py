@@ -19,12 +19,13 @@ from typing import Any
 
 from vectorlm.errors import EngineError
 from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.ranks.engine_ranks import portable
 from vectorlm.ranks.process_end import follow_parent, remove_folder
 from vectorlm.ranks.topology import set_affinity, without_gc
 from vectorlm.sampling import messages
 from vectorlm.sampling.contract import BACKENDS
 from vectorlm.sampling.process_channel import CORES_VARIABLE
-from vectorlm.sampling.sampler.scheduler import Scheduler, open_backend, portable, ready
+from vectorlm.sampling.sampler.scheduler import SAMPLER, Scheduler, open_backend, ready
 
 ALIVE_EVERY_S = 1.0
 BACKEND_VARIABLE = "VECTORLM_SAMPLER_BACKEND"
@@ -62,13 +63,13 @@ def serve(connection: Connection, scratch: str) -> None:
             call_hook(start.inference, "prepare_process", scratch)
             backend = open_backend(start)
     except Exception as error:
-        connection.send((number, messages.Failed(portable(error))))
+        connection.send((number, (None, portable(error, SAMPLER))))
         # Rank 0 might see the end of this process before the answer: stay until it says Stop.
         while not isinstance(pickle.loads(connection.recv()[1]), messages.Stop):
             pass
         return
     scheduler = Scheduler(backend, start.model)
-    connection.send((number, messages.Answer(ready(backend, time.perf_counter() - began))))
+    connection.send((number, (ready(backend, time.perf_counter() - began), None)))
     last_sign = time.monotonic()
     while True:
         while not scheduler.busy or connection.poll():
@@ -77,7 +78,7 @@ def serve(connection: Connection, scratch: str) -> None:
                 try:
                     command = pickle.loads(message)
                 except Exception as error:
-                    connection.send((number, messages.Failed(portable(_unreadable(error)))))
+                    connection.send((number, (None, _unreadable(error))))
                     continue
                 if isinstance(command, messages.Stop):
                     scheduler.close()
