@@ -1,4 +1,4 @@
-"""The ranks that own an engine, and the work that all ranks do together around them."""
+"""Work that ranks do together: on all ranks, or on the ranks that own an engine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class EngineRanks:
         per_node = topology.local_world_size
         self.topology, self.collectives = topology, collectives
         self.ranks_per_engine: int = per_node // engines_per_node
-        """Ranks that each engine serves; on CUDA also the number of devices that it may use."""
+        """Number of ranks per engine; on CUDA also the number of devices that an engine may use."""
         self.ranks: tuple[int, ...] = tuple(range(0, topology.world_size, self.ranks_per_engine))
         self.first_of_node: tuple[int, ...] = tuple(range(0, topology.world_size, per_node))
-        """Per node, the engine rank that makes the arena."""
+        """The first engine rank of each node, whose engine creates the arena."""
 
     @property
     def owns_an_engine(self) -> bool:
@@ -45,7 +45,7 @@ class EngineRanks:
         notes = self.collectives.all_gather_object(place, (digest, summary))
         odd = [rank for rank, note in enumerate(notes) if note[0] != notes[0][0]]
         if odd:
-            # Every rank has found the same, so all come here.
+            # Every rank has the same notes, so all ranks come here.
             texts = self.collectives.all_gather_object(f"compare the arguments of {place}", text)
             pairs = enumerate(zip(texts[0], texts[odd[0]], strict=False))
             first = max(next((place for place, (one, other) in pairs if one != other), 0) - 30, 0)
@@ -59,7 +59,7 @@ class EngineRanks:
     def on_engine_ranks(
         self, place: str, work: Callable[[], Result], engine_ranks: tuple[int, ...] | None = None
     ) -> list[Result]:
-        """Do `work` on every engine rank, or some; return all results or raise the first error on every rank."""
+        """Do `work` on all or some engine ranks; return all results or raise the first error, on every rank."""
         engine_ranks = self.ranks if engine_ranks is None else engine_ranks
         mine = capture(work) if self.topology.rank in engine_ranks else None
         broadcast = self.collectives.broadcast_object
@@ -71,12 +71,12 @@ class EngineRanks:
 
 
 def comparable(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return settings as texts for `require_equal`, without the addresses of functions, which are each rank's own."""
-    return {name: ADDRESS.sub("", repr(each)) for name, each in settings.items()}
+    """Return settings as texts for `require_equal`, without addresses of functions, which differ between ranks."""
+    return {name: ADDRESS.sub("", repr(value)) for name, value in settings.items()}
 
 
 def require_equal(texts: Sequence[Mapping[str, str]]) -> None:
-    """Raise `RankMismatch` if a rank's settings, by name, are not rank 0's; the text names them with both values."""
+    """Raise `RankMismatch` if a rank's settings differ from rank 0's; the text has their names and both values."""
     ranks_with: dict[str, list[int]] = defaultdict(list)
     for rank, theirs in enumerate(texts):
         names = [name for name in {**texts[0], **theirs} if theirs.get(name) != texts[0].get(name)]
@@ -92,7 +92,7 @@ def require_equal(texts: Sequence[Mapping[str, str]]) -> None:
 
 
 def gather(topology: Topology, value: Any) -> list[Any]:
-    """Return the value of each rank, by rank, on every rank; a lone rank needs no process group."""
+    """Return the values of all ranks, by rank, on every rank; a single rank needs no process group."""
     if topology.world_size == 1:
         return [value]
     import torch.distributed as dist

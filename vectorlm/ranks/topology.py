@@ -15,9 +15,9 @@ from pathlib import Path
 from vectorlm.errors import ConfigError, LaunchError
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets for each rank; a process that has all of them is a rank."""
+"""Variables that torchrun sets for each rank; a process with all of them is a rank."""
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
-"""Where the ranks of srun meet: below the ports that Linux gives to outgoing connections, 32768 and up."""
+"""Ports at which the ranks of srun meet, below those of outgoing connections in Linux (32768 and up)."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Topology:
     device: str = "cpu"
     """The device that this rank trains on, as torch spells it: ``cpu`` or ``cuda:<local_rank>``."""
     error_file: str | None = None
-    """Where the supervisor looks for this rank's error; None when nothing supervises this process."""
+    """The file for this rank's error; None if no supervisor reads it."""
     context_parallel: int = 1
-    """How many ranks, neighbours, share the tokens of each pass of the trainer, and so its data."""
+    """Number of neighbouring ranks that share the tokens of one pass, and therefore the data."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Topology:
@@ -96,7 +96,7 @@ class Topology:
 
 
 DRIVER_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")
-"""Of NVIDIA's drivers for servers and boards, of WSL's, and of AMD's."""
+"""Device files of NVIDIA's drivers for servers and boards, of WSL's driver, and of AMD's."""
 
 
 def is_rank(environment: Mapping[str, str] | None = None) -> bool:
@@ -210,7 +210,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Placement:
-    """How a node is divided between ranks and engine: its CUDA devices, or its cores where there are none."""
+    """The division of a node between ranks and engine: of its CUDA devices, or of its cores if it has none."""
 
     trainer: tuple[int, ...]
     """Devices or cores of the ranks."""
@@ -219,7 +219,7 @@ class Placement:
 
 
 def split_node(topology: Topology, num_for_engine: int | None = None) -> Placement:
-    """Divide this node between its ranks and their engine, which takes the devices behind theirs or the last cores.
+    """Divide this node between its ranks and their engine, which gets the devices after theirs or the last cores.
 
     Without `num_for_engine` the engine takes one device, or half of the cores. Raises `ConfigError` if the node has too
     few.
@@ -255,7 +255,7 @@ def set_affinity(cores: Sequence[int]) -> None:
 def share_cores(topology: Topology) -> None:
     """Divide the cores of this node among its ranks' torch threads, unless OMP_NUM_THREADS is set.
 
-    More threads than cores wait for each other in loops, and a step takes ten times as long.
+    With more threads than cores a step takes ten times as long, because threads wait for each other in loops.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         import torch
@@ -265,7 +265,7 @@ def share_cores(topology: Topology) -> None:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Collect no garbage while a process imports: torch, transformers and vLLM make a million objects that all stay."""
+    """Turn the garbage collector off during imports: torch and vLLM allocate a million objects that stay."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -278,11 +278,10 @@ def without_gc() -> Iterator[None]:
 def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that bounds how long OpenMP's threads wait in a loop before they sleep.
 
-    libgomp's own limit of 300000 rounds is for machines without other work: a thread that waits for one that another
-    process has displaced keeps the core that this one needs. With few rounds, threads that have nothing to do for a
-    moment sleep and must be woken. benchmarks/results/busy.json has a step by the limit, alone and beside a busy
-    process.
-    Only processes that start with the variable read it. What the user has set wins.
+    libgomp's limit of 300000 rounds suits machines without other work: a waiting thread keeps the core that the thread
+    it waits for needs. With too few rounds, threads sleep at short breaks and must be woken.
+    benchmarks/results/busy.json has the time of a step by the limit, alone and beside a busy process. Only processes
+    that start with the variable read it. The user's value wins.
     """
     return (
         {}
@@ -292,18 +291,18 @@ def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def on_loopback() -> dict[str, str]:
-    """Return the variables that keep the ports of gloo and vLLM, which ask nobody for a password, on this machine.
+    """Return the variables that keep the ports of gloo and vLLM, which have no password, on this machine.
 
-    Without them both listen on the address that the host's name resolves to.
+    Otherwise both listen on the address that the host's name resolves to.
     """
     has_lo = "lo" in {name for _, name in socket.if_nameindex()}
     return {"VLLM_HOST_IP": LOOPBACK, **({"GLOO_SOCKET_IFNAME": "lo"} if has_lo else {})}
 
 
 def tensor_parallel_size(num_devices: int, num_heads: int, weight_bytes: int, room_bytes: float) -> int:
-    """Return on how few of the devices an engine's weights take at most half of its room, which the rest caches in.
+    """Return the smallest number of devices on which the weights fill at most half of the engine's memory.
 
-    The result divides the devices, and the model's query heads, as vLLM wants it.
+    The rest of the memory is KV cache. The result divides the number of devices and of query heads, as vLLM requires.
     """
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == num_heads % size == 0]
     return next((size for size in sizes if weight_bytes <= size * room_bytes / 2), sizes[-1])
