@@ -46,7 +46,7 @@ def test_the_answer_of_a_tokenizer_is_no_list_of_prompts(folder):
 
 def test_a_wrong_number_of_sampling_parameters_is_refused_without_a_sampler():
     with vectorlm.FakeEngine(say_a) as engine:
-        with pytest.raises(ValueError, match=r"^1 sampling parameters were given for 2 prompts"):
+        with pytest.raises(ValueError, match="sampling_params"):
             engine.sample(["a", "b"], [{"seed": 1}])
         assert engine.sample(["a"], [{"seed": 1}])[0][0].text == "a"
 

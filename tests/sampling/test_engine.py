@@ -62,7 +62,7 @@ def test_the_same_step_moves_nothing_unless_the_weights_have_changed(engine, mod
     assert first.num_bytes == sum(parameter.numel() * 4 for parameter in models[0].parameters())
     assert again.num_bytes == 0
     perturb(*models, seed=1)
-    with pytest.warns(UserWarning, match=f"changed since they were sent as step {next_step}, .* sent again"):
+    with pytest.warns(UserWarning, match=f"train_step={next_step}"):
         assert not engine.update(models[0], next_step).skipped
     assert all(compare(engine, models[1])[0])
 
@@ -296,9 +296,7 @@ def test_an_update_takes_a_model_and_a_small_natural_number(engine, models, step
 
 def test_a_folder_that_is_missing_but_may_be_a_models_name_is_pointed_out_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(
-        UserWarning, match="data/nowhere is not a folder here, and not in the cache of the model hub"
-    ):
+    with pytest.warns(UserWarning, match="data/nowhere"):
         require_folder("data/nowhere")
 
 

@@ -1,4 +1,4 @@
-"""What another inference engine, or another trainer, must implement to replace ours.
+"""The interfaces of an inference engine and of a trainer, for implementations of your own.
 
 A training loop calls a `vectorlm.types.Engine` on all ranks. Behind `vectorlm.SamplingEngine` runs a `Backend`, driven
 from one thread; on every rank a `WeightSource` sends the weights. docs/howto/own_backend.md and docs/contracts.md show
@@ -33,18 +33,18 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The end of one request."""
+    """The output of one request, or a part of it."""
 
     name: str
-    """The name that it was submitted under."""
+    """The name from `submit`."""
     completions: Sequence[Completion]
-    """The sampling parameters' `n` completions, in the order of their seeds."""
+    """The `n` completions, in the order of their seeds."""
     error: Exception | None = None
-    """Why there are no completions; it ends the caller's batch and no other."""
+    """The error that replaces the completions; it fails this batch only."""
     raw: Any = None
     """vLLM's own ``RequestOutput``, if there is one; `SamplingEngine.generate` returns it."""
     is_part: bool = False
-    """Whether the request goes on; the one completion is then what was sampled since the last part."""
+    """Whether the request goes on; its only completion then holds the tokens since the last part."""
 
 
 class Backend(Protocol):
@@ -257,10 +257,10 @@ SLACK = 1e-4
 
 
 class AnswerRules:
-    """Finds what no right backend answers, and names the backend, the prompt and the value."""
+    """Checks of a backend's answers; errors name the backend, the prompt and the value."""
 
     def __init__(self, backend: Any, model: str | None) -> None:
-        """Note the backend's first weights, and the size of its vocabulary or else that of the folder `model`."""
+        """Read the backend's first version, and the vocabulary size of the backend or of the folder `model`."""
         self._name = type(backend).__name__
         self._vocab_size = backend.vocab_size if hasattr(backend, "vocab_size") else _vocab_size(model)
         self.loaded: list[int] = [backend.version]
@@ -271,14 +271,14 @@ class AnswerRules:
         return EngineError(f"the backend {self._name} answered prompt {index} {what}.")
 
     def unknown(self, name: str) -> EngineError:
-        """Return the error of a name that is nobody's; it may stand for any request in flight."""
+        """Return the error for an unknown name, which may replace any request in flight."""
         return EngineError(
             f"the backend {self._name} answered a request {name!r}, which was never submitted: RequestOutput.name must "
             "be the name that `submit` got."
         )
 
     def check_prompt(self, index: int, token_ids: Sequence[int]) -> None:
-        """Raise EngineError for tokens that the model does not have: on CUDA they would end the whole engine."""
+        """Raise EngineError for tokens outside the vocabulary, which would crash an engine on CUDA."""
         size = self._vocab_size
         if size and token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             outside = next(token for token in token_ids if not 0 <= token < size)
@@ -291,9 +291,9 @@ class AnswerRules:
         outputs: Sequence[RequestOutput],
         num_loads: int,
     ) -> None:
-        """Raise EngineError for an answer that contradicts its prompt or its sampling parameters, or cannot be.
+        """Raise EngineError for an answer that breaks a rule of `Backend`.
 
-        Versions are those of the loads from number `num_loads` on, the last before the requests were submitted.
+        Valid versions are those of the loads from number `num_loads` on, the last load before the submission.
         """
         held = self.loaded[num_loads - 1 :]
         for index, (prompt, asked, output) in enumerate(zip(prompts, params, outputs, strict=True)):
@@ -304,19 +304,19 @@ class AnswerRules:
                 raise self.error(index, what)
 
     def _wrong_values(self, completion: Completion, held: Sequence[int]) -> str | None:
-        """Return what is wrong with a completion's tokens, log-probabilities or versions; None where nothing is."""
+        """Return the broken rule of tokens, log-probabilities or versions; None if there is none."""
         tokens, logprobs, versions = completion.token_ids, completion.sampler_logprobs, completion.versions
         size = self._vocab_size or sys.maxsize
         if tokens and (min(tokens) < 0 or max(tokens) >= size):
-            token = next(each for each in tokens if not 0 <= each < size)
+            token = next(token for token in tokens if not 0 <= token < size)
             limit = f" to {size - 1}" if self._vocab_size else ""
             return f"with token {token}, but token ids are from 0{limit}"
-        # One addition each, which a number that is not finite survives.
+        # A sum is fast, and NaN or infinity survives it.
         if not math.isfinite(sum(logprobs)):
-            odd = next(each for each in logprobs if not math.isfinite(each))
+            odd = next(logprob for logprob in logprobs if not math.isfinite(logprob))
             return f"with a log-probability of {odd}, which is not finite: the weights may hold NaN"
         if logprobs and max(logprobs) > SLACK:
-            odd = next(each for each in logprobs if each > SLACK)
+            odd = next(logprob for logprob in logprobs if logprob > SLACK)
             return f"with a log-probability of {odd}, which must be at most 0"
         order, left = [version for version, _ in itertools.groupby(versions)], iter(held)
         if not all(version in left for version in order):
@@ -326,21 +326,22 @@ class AnswerRules:
 
 
 def _wrong_record(prompt: Sequence[int], asked: Any, completions: Sequence[Completion]) -> str | None:
-    """Return what contradicts the prompt or its sampling parameters; None where nothing does."""
+    """Return the contradiction to the prompt or its sampling parameters; None if there is none."""
     n, max_tokens = _parameter(asked, "n") or 1, _parameter(asked, "max_tokens")
     if len(completions) != n:
         return f"with {len(completions)} completions, but n={n}"
     ids = tuple(prompt)
-    for each in completions:
-        num_tokens, num_logprobs = len(each.token_ids), len(each.sampler_logprobs)
-        if tuple(each.prompt_token_ids) != ids:
-            return f"with prompt_token_ids={str(each.prompt_token_ids)[:60]}, but the prompt is {str(prompt)[:60]}"
-        if each.finish_reason not in FINISH_REASONS:
-            return f"with finish_reason={each.finish_reason!r}, but it must be one of {FINISH_REASONS}"
+    for completion in completions:
+        num_tokens, num_logprobs = len(completion.token_ids), len(completion.sampler_logprobs)
+        if tuple(completion.prompt_token_ids) != ids:
+            shown = str(completion.prompt_token_ids)[:60]
+            return f"with prompt_token_ids={shown}, but the prompt is {str(prompt)[:60]}"
+        if completion.finish_reason not in FINISH_REASONS:
+            return f"with finish_reason={completion.finish_reason!r}, but it must be one of {FINISH_REASONS}"
         if max_tokens is not None and num_tokens > max_tokens:
             return f"with {num_tokens} tokens, but max_tokens={max_tokens}"
-        if len(each.versions) != num_tokens:
-            return f"with {len(each.versions)} versions for {num_tokens} tokens"
+        if len(completion.versions) != num_tokens:
+            return f"with {len(completion.versions)} versions for {num_tokens} tokens"
         if num_logprobs != num_tokens and (num_logprobs or _parameter(asked, "logprobs") is not None):
             return f"with {num_logprobs} sampler_logprobs for {num_tokens} tokens"
     return None

@@ -1,4 +1,4 @@
-"""An engine in a sampler process: start it, talk to it, notice when it is gone."""
+"""The channel to an engine in a separate sampler process, which it starts, supervises and ends."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from vectorlm.sampling import messages
 
 POLL_S = 0.5
 ASLEEP_S = 5.0
-"""A thread that ticks every `POLL_S` and has not for this long was stopped with its process."""
+"""If a thread that ticks every `POLL_S` has not ticked for this long, the process was stopped."""
 KEPT_LINES = 40
 GRACE_S = 2.0
-"""How long the caller may fail to notice a dead sampler before the rank is ended."""
+"""Time for the caller to notice a dead sampler before the rank is ended, in seconds."""
 PACKAGE = str(Path(__file__).parent.parent)
 CORES_VARIABLE = "VECTORLM_SAMPLER_CORES"
-"""The cores that only the sampler process uses, if there are any."""
+"""Cores that only the sampler process uses; not set if it shares the ranks' cores."""
 TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "SLURM_STEP_")
 
 
 class ProcessChannel:
-    """Keeps `vectorlm.sampling.messages.Channel` with a sampler process.
+    """A `vectorlm.sampling.messages.Channel` to a sampler process.
 
     The process is a fresh interpreter, neither a fork nor a multiprocessing child: the trainer's ``__main__`` is not
-    imported again, and nothing that vLLM does to its process reaches the trainer. Two threads move the messages, so
-    that a Ctrl-C, which only the main thread gets, never leaves half a message in the socket.
+    imported again, and vLLM cannot change the trainer's process. Two threads move the messages, so that a Ctrl-C, which
+    reaches only the main thread, never leaves half a message in the socket.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ProcessChannel:
         self._news = threading.Condition()
         self._answers: dict[int, CallResult] = {}
         self._awaited: dict[int, float] = {}
-        """When each command was sent that still has no answer."""
+        """The times at which commands without an answer were sent."""
         self._tell: dict[int, messages.TakeAnswer] = {}
         self._heard_at = self._ticked_at = time.monotonic()
         self._is_cut = False
@@ -103,7 +103,7 @@ class ProcessChannel:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # Ctrl-C is for the launcher, which ends the ranks; the sampler ends with its rank.
+            # The launcher handles Ctrl-C and ends the ranks; the sampler ends with its rank.
             start_new_session=True,
         )
         theirs.close()
@@ -126,19 +126,19 @@ class ProcessChannel:
         if self._is_cut:
             raise self._death()
         number = next(self._count)
-        # Not in the sending thread: what cannot be pickled is the caller's error. Apart from the number: what the
-        # sampler cannot read is then an answer.
+        # Pickled here, so that the caller gets the error, and apart from the number, so that the sampler can answer a
+        # command that it cannot unpickle.
         message = pickle.dumps((number, pickle.dumps(command)))
         self._awaited[number] = time.monotonic()
         self._outbox.put(message)
         return number
 
     def ask(self, commands: Sequence[messages.Generate], tell: messages.TakeAnswer) -> list[int]:
-        """Send commands as one message; the receiving thread tells their answers."""
+        """Send commands as one message; the receiving thread passes their answers to `tell`."""
         require_own_process(self._pid)
         numbers = [next(self._count) for _ in commands]
         message = pickle.dumps(
-            [(number, pickle.dumps(each)) for number, each in zip(numbers, commands, strict=True)]
+            [(number, pickle.dumps(command)) for number, command in zip(numbers, commands, strict=True)]
         )
         with self._news:
             if not self._is_cut:
@@ -149,13 +149,13 @@ class ProcessChannel:
         raise self._death()
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
-        """Wait: the process works by itself."""
+        """Wait; the process samples by itself."""
         require_own_process(self._pid)
         with self._news:
             self._news.wait_for(until, timeout_s)
 
     def has_answer(self, number: int, silence_s: float) -> bool:
-        """Return whether the answer is there; raise where the sampler is dead or silent."""
+        """Return whether the answer is there; raise if the sampler is dead or silent."""
         require_own_process(self._pid)
         with self._news:
             if number not in self._answers:
@@ -163,7 +163,7 @@ class ProcessChannel:
             return number in self._answers
 
     def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
-        """Wait for an answer; rank 0 says so where the engine takes long to start."""
+        """Wait for an answer; rank 0 prints a line if the engine takes long to start."""
         require_own_process(self._pid)
         is_start = number == 0 and self._topology.is_main
         with report_wait(self._start_is, is_on=is_start, detail=self._size), self._news:
@@ -195,17 +195,17 @@ class ProcessChannel:
     def cancel(self, number: int) -> None:
         """Abort a `Generate`, and drop its answer."""
         if self._pid != os.getpid():
-            return  # The lock may be held for ever by a thread that the fork does not have.
+            return  # In a fork, the lock may belong to a thread that the fork does not have.
         with self._news:
             self._awaited.pop(number, None)
             self._answers.pop(number, None)
             self._tell.pop(number, None)
         if not self._is_cut:
-            # It is never answered.
+            # An `Abort` gets no answer.
             self._awaited.pop(self.send(messages.Abort(number)), None)
 
     def close(self) -> None:
-        """End the sampler process and remove what it left."""
+        """End the sampler process and remove its files."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -233,12 +233,12 @@ class ProcessChannel:
                 self._connection.send_bytes(message)
 
     def _receive_all(self) -> None:
-        """Keep every answer that is still awaited."""
+        """Store the answers that somebody waits for."""
         try:
             while True:
                 has_news = self._connection.poll(POLL_S)
                 with self._news:
-                    # After Ctrl-Z and `fg` the silence of that time was this process's own.
+                    # After Ctrl-Z and `fg`, this process was silent and not the sampler.
                     if self._slept():
                         self._heard_at = time.monotonic()
                     self._ticked_at = time.monotonic()
@@ -266,7 +266,7 @@ class ProcessChannel:
                 tell(number, (None, self._death()))
 
     def _size(self) -> str:
-        """Say how much memory the process holds: it grows while weights are read."""
+        """Return the memory of the process as text; it grows while weights are read."""
         try:
             return f"process {self.pid} holds {psutil.Process(self.pid).memory_info().rss / 2**30:.1f} GiB"
         except psutil.Error:
@@ -276,13 +276,13 @@ class ProcessChannel:
         return time.monotonic() - self._ticked_at > ASLEEP_S
 
     def _require_life(self, number: int, silence_s: float, waiting_for: str) -> None:
-        """Raise where the sampler is dead, or has said nothing for `silence_s` since it was sent the command."""
+        """Raise if the sampler is dead, or was silent for `silence_s` since the command was sent."""
         if self._is_cut:
             raise self._death()
         sent_at = self._awaited.get(number, math.inf)
         if not self._slept() and time.monotonic() - max(sent_at, self._heard_at) > silence_s:
             raise EngineTimeout(
-                f"the sampler process (pid {self.pid}) said nothing for {silence_s:g} s while {waiting_for}.\n"
+                f"the sampler process (pid {self.pid}) was silent for {silence_s:g} s while {waiting_for}.\n"
                 f"{self._last_output()}"
             )
 
@@ -300,7 +300,7 @@ class ProcessChannel:
         return "Its last output:\n" + "".join(f"  {line}" for line in self._lines)
 
     def _keep_output(self, log: TextIO | None) -> None:
-        """Read all that the sampler prints, or its pipe would fill up and stop it."""
+        """Read the sampler's output; a full pipe would stop it."""
         assert self._process.stdout is not None
         with log or contextlib.nullcontext():
             for line in self._process.stdout:
@@ -312,7 +312,7 @@ class ProcessChannel:
                         log.flush()
 
     def _end_rank_with_sampler(self) -> None:
-        """End a supervised rank when its sampler dies while the rank is busy elsewhere: nobody else would notice."""
+        """End a supervised rank if its sampler dies while the rank is busy and does not notice."""
         self._process.wait()
         if self._closing.wait(GRACE_S):
             return
@@ -322,22 +322,20 @@ class ProcessChannel:
 
 
 def let_go_of_last_error() -> None:
-    """Empty this library's frames in the last error that an interactive Python showed; a debugger keeps the caller's.
+    """Clear this library's frames in the last error of an interactive Python; the user's frames stay for a debugger.
 
-    An interrupted `engine.sample` leaves the engine in such a frame, and so a sampler process that would outlive the
-    cell's next run.
+    Such a frame keeps the engine of an interrupted call, and its sampler process, alive during the next cell.
     """
     trace = getattr(sys, "last_traceback", None)
     if trace is None:
         return
-    # Errors shown earlier are garbage, but in cycles with their frames.
+    # Earlier errors are garbage, but in reference cycles with their frames.
     gc.collect()
     for frame, _ in traceback.walk_tb(trace):
         if frame.f_code.co_filename.startswith(PACKAGE):
             with contextlib.suppress(RuntimeError):  # It is running.
                 frame.clear()
-                # Python 3.11 and 3.12 keep a copy of the locals once they are read (IPython does); reading again
-                # updates it.
+                # Python 3.11 and 3.12 keep a copy of locals that were read, as IPython does; reading again updates it.
                 _ = frame.f_locals
 
 
@@ -350,12 +348,12 @@ def sampler_environment(
     devices: Sequence[int] | None = None,
     dtype: str = "auto",
 ) -> dict[str, str]:
-    """Return the sampler's variables: the trainer's without its place in the run, plus what starts vLLM fast.
+    """Return the sampler's environment: the trainer's without its rank, plus defaults that start vLLM fast.
 
-    What the user has set wins, except where vLLM would then not run in one process, and except one thread under a
-    launcher: torchrun sets that where there are several ranks, but while the sampler works the ranks wait. Engines
-    that share a node, and the workers of a parallel engine, share its cores. On CUDA an engine computes on the first
-    devices that it sees, those of its ranks or `devices`; it sees the others of the node's ranks to pull weights from.
+    The user's values win, except for vLLM's single-process mode, and except OMP_NUM_THREADS=1 under torchrun, which
+    sets it for several ranks: the ranks wait while the sampler works. Engines of one node, and the workers of a
+    parallel engine, share its cores. On CUDA an engine computes on its first visible devices, which are those of its
+    ranks or `devices`; it sees the other ranks' devices to pull weights from them.
     """
     kept = {
         name: value
@@ -376,10 +374,10 @@ def sampler_environment(
         visible = kept.get("CUDA_VISIBLE_DEVICES")
         names = range(max(places) + 1) if visible is None else visible.split(",")
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[place]) for place in places)
-        # FlashInfer compiles at the first start, for minutes and with nvcc, and dense models in 16 bits gain nothing.
+        # FlashInfer compiles for minutes at the first start, needs nvcc, and does not speed up dense 16-bit models.
         defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         if dtype in ("float32", "float"):
-            # Triton's attention, the only one for float32, would multiply in TF32.
+            # Triton's attention, the only one for float32, would use TF32.
             defaults["TRITON_F32_DEFAULT"] = "ieee"
     else:
         num_cores = len(os.sched_getaffinity(0)) * of_engine // topology.local_world_size
@@ -391,7 +389,7 @@ def sampler_environment(
     path = os.pathsep.join([library, kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [library])
     forced = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Workers must import the sampler's main module first (see `start_worker`).
+        # Spawned workers import the sampler's main module first (see `start_worker`).
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # Killed workers leave their queues.
         **without_tracker_warnings(kept),
@@ -402,7 +400,7 @@ def sampler_environment(
 
 
 def vllm_variables(environment: Mapping[str, str], on_cpu: bool) -> dict[str, str]:
-    """Return what vLLM starts with in sampler and server alike, unless the user has set something else."""
+    """Return vLLM's default variables in a sampler and a server; the user's values win."""
     of_cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"} if on_cpu else {}
     return {
         "VLLM_LOGGING_LEVEL": "WARNING",
