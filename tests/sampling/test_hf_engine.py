@@ -86,9 +86,7 @@ def test_prompts_that_cannot_be_continued_are_refused(engine):
 @pytest.mark.parametrize(("asked", "longest"), [(None, 64), (9, 9), (65, 64)])
 def test_prompt_and_completion_are_no_longer_than_the_model_or_the_run_allows(folder, asked, longest):
     backend = Transformers(str(folder), receiver="live", max_model_len=asked)
-    with pytest.raises(
-        EngineError, match=f"has {longest} tokens: the engine holds {longest}, the completion"
-    ):
+    with pytest.raises(EngineError, match=f"{longest} tokens"):
         backend.submit("long", [2] * longest, GREEDY)
     for index, limit in enumerate((24, None)):
         backend.submit(f"{index}", [2] * (longest - 4), {**GREEDY, "max_tokens": limit})
@@ -97,9 +95,7 @@ def test_prompt_and_completion_are_no_longer_than_the_model_or_the_run_allows(fo
 
 
 def test_a_folder_that_holds_no_whole_model_is_refused(tmp_path, folder):
-    with pytest.raises(
-        EngineError, match=r"has no config\.json: it must be a folder written by save_pretrained"
-    ):
+    with pytest.raises(EngineError, match=r"config\.json"):
         HFEngine(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
     weights = {name: tensor for name, tensor in model.state_dict().items() if name != "model.norm.weight"}

@@ -118,8 +118,7 @@ def test_an_engine_that_failed_in_a_step_is_not_healed_by_an_update(backend):
     backend.error = None
     engine.carry_out(2, KEEP)
     engine.carry_out(3, FINISH)
-    text = "the engine failed in an earlier step and must be started again: out of luck"
-    assert error_of(engine.carry_out(4, GENERATE)) == text
+    assert "started again: out of luck" in error_of(engine.carry_out(4, GENERATE))
     assert not engine.busy
 
 
@@ -146,8 +145,7 @@ def test_an_update_that_is_interrupted_is_to_be_made_again(backend):
     backend.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         engine.carry_out(2, FINISH)
-    text = "an update() was interrupted: call update() again before sampling."
-    assert error_of(engine.carry_out(3, GENERATE)) == text
+    assert "call update() again" in error_of(engine.carry_out(3, GENERATE))
 
 
 def test_a_prompt_that_is_refused_leaves_none_of_its_batch_behind(backend):

@@ -282,7 +282,7 @@ class ProcessChannel:
         sent_at = self._awaited.get(number, math.inf)
         if not self._slept() and time.monotonic() - max(sent_at, self._heard_at) > silence_s:
             raise EngineTimeout(
-                f"the sampler process (pid {self.pid}) was silent for {silence_s:g} s while {waiting_for}.\n"
+                f"the sampler process (pid {self.pid}) sent nothing for {silence_s:g} s while {waiting_for}.\n"
                 f"{self._last_output()}"
             )
 
