@@ -65,10 +65,7 @@ def test_a_torchrun_that_srun_started_numbers_its_ranks_itself():
 
 @pytest.mark.parametrize(
     ("variables", "message"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "7"}, "7 tasks"),
-        ({"SLURM_LOCALID": "0"}, "LOCAL_RANK"),
-    ],
+    [({"SLURM_STEP_NUM_TASKS": "7"}, "7 tasks"), ({"SLURM_LOCALID": "0"}, "LOCAL_RANK")],
 )
 def test_tasks_that_do_not_make_a_run_are_refused(variables, message):
     with pytest.raises(LaunchError, match=message):

@@ -10,11 +10,12 @@ from vectorlm.ranks.topology import is_rank
 
 
 def test_the_launchers_variables_are_read_and_without_them_a_process_is_rank_0_of_1():
-    assert Topology.from_environment({}) == Topology(0, 0, 1, 1, "cpu", None)
-    assert Topology().is_main
+    lone = Topology.from_environment({})
+    assert lone == Topology(0, 0, 1, 1, lone.device, None)
+    assert lone.is_main
     variables = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     topology = Topology.from_environment(variables | {"TORCHELASTIC_ERROR_FILE": "e"})
-    assert topology == Topology(5, 1, 8, 4, "cpu", "e")
+    assert topology == Topology(5, 1, 8, 4, topology.device, "e")
     assert (topology.node, topology.num_nodes, topology.is_main) == (1, 2, False)
     with pytest.raises(LaunchError, match="RANK=2"):
         Topology.from_environment({"RANK": "2", "WORLD_SIZE": "2"})

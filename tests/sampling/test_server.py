@@ -91,12 +91,7 @@ def test_a_server_scores_as_the_trainer_does(teacher, folder):
 
 
 def distilling(url, folder):
-    return [
-        f"model={folder}",
-        f"rl.teacher={{server: '{url}'}}",
-        "rl.rewards={}",
-        "rl.group_size=2",
-    ]
+    return [f"model={folder}", f"rl.teacher={{server: '{url}'}}", "rl.rewards={}", "rl.group_size=2"]
 
 
 @pytest.mark.slow
@@ -260,10 +255,7 @@ def test_whoever_connects_last_owns_the_weights_that_the_first_has_left(engine, 
 @pytest.mark.parametrize(
     ("needs", "message"),
     [
-        (
-            {"logprobs_mode": "raw_logprobs"},
-            "reports processed_logprobs, and this run needs raw_logprobs",
-        ),
+        ({"logprobs_mode": "raw_logprobs"}, "reports processed_logprobs, and this run needs raw_logprobs"),
         ({"max_model_len": 1025}, "has room for 1024 tokens, and this run needs 1025"),
     ],
 )

@@ -10,9 +10,11 @@ from typing import Any
 
 from vectorlm.packages import fields_of, versions_of_rank
 from vectorlm.ranks.topology import Topology, devices_of_engine, tensor_parallel_size
+from vectorlm.sampling.contract import WeightSource
 from vectorlm.sampling.settings import DEVICE_SHARE, Channels, EngineSettings, LoraMode, Receivers, Transports
 from vectorlm.sampling.weights.model_size import read_model_size, two_sets_of_weights
 from vectorlm.settings import nearest, require_choice
+from vectorlm.types import InFlight
 
 PLACES = ("url", "token", "download_dir")
 """Arguments of engines that may differ between machines."""
@@ -180,6 +182,21 @@ def require_folder(model: str | Path, inference: str = "vllm") -> None:
                 f"{model} is no folder and not in the model hub's cache: it will be downloaded from the hub."
             )
             warnings.warn(text, stacklevel=3)
+
+
+def require_update(model: Any, train_step: Any, in_flight: Any) -> None:
+    """Raise TypeError or ValueError for wrong arguments of `SamplingEngine.update`."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module | WeightSource):
+        raise TypeError(
+            f"model={type(model).__name__} cannot be sent: pass the torch.nn.Module itself, or a WeightSource."
+        )
+    if isinstance(train_step, bool) or not isinstance(train_step, int):
+        raise TypeError(f"train_step={train_step!r} must be an integer.")
+    if not 0 <= train_step < 2**31:
+        raise ValueError(f"train_step={train_step} must be at least 0 and below 2^31.")
+    require_choice("in_flight", in_flight, InFlight)
 
 
 def one_each(params: Any, count: int) -> list[Any]:

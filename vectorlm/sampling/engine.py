@@ -27,7 +27,6 @@ from vectorlm.sampling.inline_channel import InlineChannel
 from vectorlm.sampling.process_channel import ProcessChannel, let_go_of_last_error
 from vectorlm.sampling.sampler.scheduler import require_room_for_sleep
 from vectorlm.sampling.settings import Channels, EngineSettings
-from vectorlm.settings import require_choice
 from vectorlm.types import Completion, InFlight, Prompt, SamplingRequest, UpdateReport
 
 if TYPE_CHECKING:
@@ -229,8 +228,7 @@ class SamplingEngine:
             local_prompts: This rank's prompts; may be empty.
             sampling_params: As for `sample`, for this rank's prompts; may differ between ranks.
 
-        Raises:
-            EngineError, HandoffTimeout: As for `sample`; all ranks raise.
+        Raises the errors of `sample`, on all ranks.
         """
         return self._submit_sharded(local_prompts, sampling_params).complete()
 
@@ -353,19 +351,7 @@ class SamplingEngine:
             RankMismatch: Ranks passed different steps.
             EngineError, HandoffTimeout: As for `sample`.
         """
-        import torch
-
-        if not isinstance(model, torch.nn.Module | WeightSource):
-            raise TypeError(
-                f"update takes the model itself, a torch.nn.Module, or a WeightSource, not a {type(model).__name__}."
-            )
-        if isinstance(train_step, bool) or not isinstance(train_step, int):
-            raise TypeError(f"train_step={train_step!r} is not a version: it must be an integer.")
-        if not 0 <= train_step < 2**31:
-            raise ValueError(
-                f"train_step={train_step} is not a version: it must be at least 0 and below 2^31."
-            )
-        require_choice("in_flight", in_flight, InFlight)
+        arguments.require_update(model, train_step, in_flight)
         ready = self.wait_until_ready()
         with nullcontext() if self.local is None else self.local.held():
             while in_flight == "drain" and not self._is_drained():

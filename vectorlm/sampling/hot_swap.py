@@ -15,7 +15,6 @@ from vectorlm.sampling import messages
 from vectorlm.sampling.contract import WeightSet, WeightSource
 from vectorlm.sampling.sampler.scheduler import require_room_for_update
 from vectorlm.sampling.weights.inspection import FiniteCheck, Inspection, require_sound
-from vectorlm.sampling.weights.model_tensors import persistent_buffers
 from vectorlm.sampling.weights.plan import BASE, require_same, shortened
 from vectorlm.types import InFlight, UpdateReport
 
@@ -36,7 +35,7 @@ class Sent:
     model: Callable[[], Any]
     """Returns the model while it lives."""
     changes: Mapping[int, int]
-    """The result of `_changes`."""
+    """The result of `changes_of`."""
     fingerprints: dict[str, object]
     """By weight set."""
     sums: Mapping[str, Mapping[str, tuple[int, int]]]
@@ -60,10 +59,7 @@ class HotSwap:
     """The sender of a trainer's weights; it remembers which weights the engines hold."""
 
     def __init__(
-        self,
-        engine_ranks: EngineRanks,
-        channel: messages.Channel | None,
-        settings: EngineSettings,
+        self, engine_ranks: EngineRanks, channel: messages.Channel | None, settings: EngineSettings
     ) -> None:
         """Start with engines that hold their checkpoint; `channel` leads to this rank's engine, if it owns one."""
         self._topology = engine_ranks.topology
@@ -91,6 +87,8 @@ class HotSwap:
 
         `num_in_flight` is collective, and counts the requests in flight of several engines.
         """
+        from vectorlm.sampling.transport import changes_of
+
         start = time.perf_counter()
         sets, changed = self._prepare(model, train_step, offered)
         if changed is None:
@@ -120,7 +118,7 @@ class HotSwap:
         fingerprints = {weight_set.name: weight_set.fingerprint for weight_set in sets}
         sums = {} if earlier is None else dict(earlier.sums)
         sums |= {name: inspection.sums for name, inspection in inspections.items()}
-        self._sent = Sent(train_step, _reference(model), _changes(model), fingerprints, sums)
+        self._sent = Sent(train_step, _reference(model), changes_of(model), fingerprints, sums)
         slots = (slot for name in names for slot in self._layouts[name].slots)
         return UpdateReport(
             train_step,
@@ -219,6 +217,8 @@ class HotSwap:
 
     def _is_as_sent(self, model: Any, train_step: int, sets: Sequence[WeightSet]) -> bool:
         """Return whether the engines hold this rank's `model`, unchanged, under this step."""
+        from vectorlm.sampling.transport import changes_of
+
         sent = self._sent
         if sent is None or sent.train_step != train_step or sent.model() is not model:
             return False
@@ -237,7 +237,7 @@ class HotSwap:
             sent.fingerprints.update(dict.fromkeys(changed))
             is_as_sent = not changed
         else:
-            is_as_sent = sent.changes == _changes(model)
+            is_as_sent = sent.changes == changes_of(model)
         if not is_as_sent:
             warnings.warn(
                 f"train_step={train_step} was sent before with other weights: they are sent again, and tokens of both "
@@ -399,13 +399,3 @@ def _reference(model: Any) -> Callable[[], Any]:
         return weakref.ref(model)
     except TypeError:  # A source with slots, for example.
         return lambda: model
-
-
-def _changes(model: Any) -> dict[int, int]:
-    """Return a number per tensor that grows with every in-place change; nothing for other sources."""
-    tensors = list(getattr(model, "parameters", list)())
-    tensors += persistent_buffers(model).values() if hasattr(model, "named_modules") else ()
-    # An operation on a DTensor counts only there, and one on its local shard only on the shard.
-    return {
-        id(tensor): tensor._version + getattr(tensor, "_local_tensor", tensor)._version for tensor in tensors
-    }

@@ -13,8 +13,7 @@ Transports = Literal["auto", "push", "bucketed", "pull"]
 LoraMode = Literal["auto", "adapter", "merged"]
 Channels = Literal["process", "inline"]
 EngineDtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    also_written({"half": "float16", "float": "float32"}),
+    Literal["auto", "float32", "bfloat16", "float16"], also_written({"half": "float16", "float": "float32"})
 ]
 
 OF_VLLM = ReadIf(

@@ -16,7 +16,7 @@ from vectorlm.sampling.settings import BUCKET_BYTES, LoraMode
 from vectorlm.sampling.weights.arena import MappedArenas
 from vectorlm.sampling.weights.exports import Export, ExportedRows
 from vectorlm.sampling.weights.lora_source import lora_weight_sets
-from vectorlm.sampling.weights.model_tensors import adapter_prefixes
+from vectorlm.sampling.weights.model_tensors import adapter_prefixes, persistent_buffers
 from vectorlm.sampling.weights.module_source import ModuleSource
 from vectorlm.sampling.weights.plan import BASE, Layout
 
@@ -89,6 +89,16 @@ def weight_sets_of(
     if adapter_prefixes(model):
         return lora_weight_sets(model, topology, arenas, lora_mode)
     return [WeightSet(BASE, ModuleSource(model, topology, arenas))]
+
+
+def changes_of(model: Any) -> dict[int, int]:
+    """Return a number per tensor that grows with every in-place change; nothing for other sources."""
+    tensors = list(getattr(model, "parameters", list)())
+    tensors += persistent_buffers(model).values() if hasattr(model, "named_modules") else ()
+    # An operation on a DTensor counts only there, and one on its local shard only on the shard.
+    return {
+        id(tensor): tensor._version + getattr(tensor, "_local_tensor", tensor)._version for tensor in tensors
+    }
 
 
 def open_transport(
