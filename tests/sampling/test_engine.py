@@ -249,7 +249,7 @@ def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path
     with pytest.raises(ValueError, match="channel='thread' is not known"):
         SamplingEngine(tmp_path, channel="thread")
     for name, value in (("devices", [0]), ("log_path", "log")):
-        with pytest.raises(ValueError, match=f"inline.*{name}"):
+        with pytest.raises(ValueError, match=name):
             SamplingEngine(tmp_path, inference="transformers", channel="inline", **{name: value})
 
 
