@@ -89,8 +89,8 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         problems.append(str(error))
     if rl is not None:
         # These import torch, which the check of a config for fine-tuning does without.
-        from vectorlm.runs.preflight.rewards import check_teacher
         from vectorlm.runs.preflight.rl import rl_problems
+        from vectorlm.runs.preflight.teacher import check_teacher
 
         problems += [*rl_problems(config, rl), *environment_problems(rl, shown, held_out)]
         raise_problems(problems)

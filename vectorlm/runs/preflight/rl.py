@@ -22,7 +22,7 @@ from vectorlm.rl.rewards.registry import short_name
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
-from vectorlm.runs.preflight.rewards import teacher_problems
+from vectorlm.runs.preflight.teacher import teacher_problems
 from vectorlm.sampling.weights.lora_factors import moving_references
 from vectorlm.train.grammar import KINDS
 
