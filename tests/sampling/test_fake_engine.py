@@ -14,7 +14,8 @@ from vectorlm.sampling.weights.plan import TensorSpec
 
 
 def test_the_example_in_its_docstring_runs():
-    assert doctest.testmod(inline_engines) == (0, 2)
+    failed, attempted = doctest.testmod(inline_engines)
+    assert failed == 0 < attempted
 
 
 def test_listed_answers_are_handed_out_in_turn_until_there_are_none():
