@@ -18,6 +18,7 @@ from report import write_result
 
 import vectorlm
 from vectorlm.ranks.collectives import Collectives
+from vectorlm.sampling.handle import exchange_results
 from vectorlm.sampling.messages import unpack
 
 COMPLETIONS, NEW_TOKENS, ROUNDS = 512, 256, 9
@@ -35,7 +36,8 @@ def on_rank(folder: str) -> dict[str, list[float]]:
         engine.sample(asked[:8], {**PARAMS, "max_tokens": 4})
         start = time.perf_counter()
         batch = engine.submit(asked)
-        (packed,) = batch._all_answers(None).values()
+        exchange_results([batch])
+        (packed,) = batch._result[0].values()
         generate_s = time.perf_counter() - start
         outputs = engine.generate(asked[:64])
     times: dict[str, list[float]] = {"generate": [generate_s], "arrays": [], "records": [], "pickled": []}

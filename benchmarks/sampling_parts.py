@@ -94,7 +94,7 @@ def measure(model: Path) -> list[dict[str, Any]]:
             message = parts.call("to the ranks and out of the arrays", lambda: pickle.dumps(answer))  # noqa: B023
             parts.call(
                 "to the ranks and out of the arrays",
-                lambda: unpack(pickle.loads(message).value),  # noqa: B023
+                lambda: unpack(pickle.loads(message)[0]),  # noqa: B023
             )
             whole = time.perf_counter() - start
             rounds.append({**parts.seconds, "everything": whole})

@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from vectorlm.runs.calls import finetune, reinforce
     from vectorlm.runs.config.load import load_config
     from vectorlm.sampling.engine import SamplingEngine
-    from vectorlm.sampling.fake_engine import FakeEngine
-    from vectorlm.sampling.hf_engine import HFEngine
+    from vectorlm.sampling.inline_engines import FakeEngine, HFEngine
     from vectorlm.sampling.settings import EngineSettings
     from vectorlm.train.checkpoint.export import save_model
     from vectorlm.train.handover import DeviceTurn
@@ -22,8 +21,8 @@ _HOMES = {
     "Completion": "vectorlm.types",
     "DeviceTurn": "vectorlm.train.handover",
     "EngineSettings": "vectorlm.sampling.settings",
-    "FakeEngine": "vectorlm.sampling.fake_engine",
-    "HFEngine": "vectorlm.sampling.hf_engine",
+    "FakeEngine": "vectorlm.sampling.inline_engines",
+    "HFEngine": "vectorlm.sampling.inline_engines",
     "SamplingEngine": "vectorlm.sampling.engine",
     "Topology": "vectorlm.ranks.topology",
     "UpdateReport": "vectorlm.types",

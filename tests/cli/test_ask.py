@@ -10,7 +10,7 @@ from kit.rank_processes import save_tiny_llama
 
 from vectorlm.cli import main
 from vectorlm.cli.sample import read_pairs
-from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.sampling.inline_engines import HFEngine
 
 GREEDY = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
 

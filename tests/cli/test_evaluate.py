@@ -13,7 +13,7 @@ from pyarrow import parquet
 from vectorlm.cli import main
 from vectorlm.cli.evaluate import _pair_of
 from vectorlm.runs.reinforcement import reinforce
-from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.sampling.inline_engines import HFEngine
 
 TASK = """
 task: {name}

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import process_channel
-from vectorlm.sampling.environment import sampler_environment
+from vectorlm.sampling.process_channel import sampler_environment
 
 PRELOADED = (
     "vectorlm.sampling.sampler.process",

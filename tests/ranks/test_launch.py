@@ -19,7 +19,7 @@ from kit.open_ports import free_port
 import vectorlm
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
 from vectorlm.ranks.collectives import Collectives, NoteFolder
-from vectorlm.ranks.process_group import process_group
+from vectorlm.ranks.launcher import process_group
 
 
 def exchange():
@@ -75,16 +75,11 @@ def share_arrays_from_the_last_rank():
     """Share arrays of several kinds, empty ones too; return what this rank got, and the tickets it drew."""
     topology = vectorlm.Topology.from_environment()
     collectives, root = Collectives(topology, 30.0), topology.world_size - 1
-    arrays = [
-        np.arange(6, dtype=np.int32).reshape(2, 3),
-        np.zeros(0, np.float32),
-        np.array(2.5),
-        np.array([7], np.int8),
-    ]
+    matrix = np.arange(6, dtype=np.int32).reshape(2, 3)
+    arrays = [matrix, np.zeros(0, np.float32), np.array(2.5), np.array([7], np.int8)]
     at_root = topology.rank == root
-    note, received = collectives.broadcast_object(
-        "arrays", "a note" if at_root else None, arrays if at_root else (), root=root
-    )
+    given = ("a note", arrays) if at_root else (None, ())
+    note, received = collectives.broadcast_object("arrays", *given, root=root)
     nothing = collectives.broadcast_object("nothing", 1 if at_root else None, root=root)
     tickets = [collectives.ticket("first") for _ in range(3)] + [collectives.ticket("second")]
     collectives.all_gather_object("the end")
@@ -134,18 +129,21 @@ def test_exchanges_do_not_mix_and_leave_no_keys_behind(results):
     assert all(num_keys < 40 for _, num_keys in results)
 
 
-def test_the_first_error_is_reported_with_its_own_traceback_and_nothing_is_left(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", r"(?s)rank 1 of 2 raised KeyError: 'lost'.*fail_on_rank_1.*KeyError"),
+        ("kill", "rank 1 of 2 was ended by SIGKILL"),
+        ("leave", "rank 1 of 2 ended with exit code 0 and no error"),
+        ("stay away", r"HandoffTimeout: rank 0 reached 'sampling' but rank 1 .*place of rank 1: the start"),
+    ],
+)
+def test_the_rank_that_failed_first_is_named_and_nothing_is_left(tmp_path, monkeypatch, how, text):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(
-        RankFailed, match=r"(?s)rank 1 of 2 raised KeyError: 'lost'.*fail_on_rank_1.*KeyError"
-    ):
-        vectorlm.launch(fail_on_rank_1, "raise", world_size=2)
+    with pytest.raises(RankFailed, match=text):
+        vectorlm.launch(fail_on_rank_1, how, world_size=2)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_killed_rank_is_named_not_the_peer_that_lost_it():
-    with pytest.raises(RankFailed, match="rank 1 of 2 was ended by SIGKILL"):
-        vectorlm.launch(fail_on_rank_1, "kill", world_size=2)
+    assert multiprocessing.active_children() == []
 
 
 def leave_a_fork_behind(began):
@@ -200,12 +198,6 @@ def test_a_fork_does_not_keep_the_lock_of_a_counter(tmp_path):
     os.waitpid(forks[0], 0)
 
 
-def test_a_rank_that_leaves_without_a_word_is_named():
-    with pytest.raises(RankFailed, match="rank 1 of 2 ended with exit code 0 and no error"):
-        vectorlm.launch(fail_on_rank_1, "leave", world_size=2)
-    assert multiprocessing.active_children() == []
-
-
 def run_without_memory(is_begun):
     def fail(*_):
         raise MemoryError("for a thread")
@@ -223,14 +215,6 @@ def test_a_rank_ends_with_a_thread_that_has_no_memory(is_begun):
     """A run whose thread was lost went on waiting for it without an end."""
     with pytest.raises(RankFailed, match="rank 0 of 1 raised MemoryError: for a thread"):
         vectorlm.launch(run_without_memory, is_begun, world_size=1)
-
-
-def test_a_rank_that_stays_away_is_named_with_its_last_place():
-    with pytest.raises(
-        RankFailed,
-        match=r"HandoffTimeout: rank 0 reached 'sampling' but rank 1 did not within 3 s .*place of rank 1: the start",
-    ):
-        vectorlm.launch(fail_on_rank_1, "stay away", world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -281,21 +265,10 @@ def test_a_closure_runs_with_a_bounded_spin_and_the_caller_keeps_its_variables_a
     assert not {"GOMP_SPINCOUNT", "TORCHELASTIC_SIGNALS_TO_HANDLE", "VECTORLM_SCRATCH"} & set(os.environ)
 
 
-def test_no_ranks_are_refused():
-    with pytest.raises(LaunchError, match="world_size=0 cannot run: it must be at least 1"):
-        vectorlm.launch(exchange, world_size=0)
-
-
 @pytest.fixture
 def as_torchrun(monkeypatch):
-    variables = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }
-    for name, value in variables.items():
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    for name, value in (variables | {"MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
 
 
@@ -305,14 +278,10 @@ def test_a_process_that_is_a_rank_already_runs_the_function_itself(as_torchrun):
     assert not dist.is_initialized()
 
 
-def test_a_rank_cannot_ask_for_another_number_of_ranks(as_torchrun):
-    with pytest.raises(LaunchError, match="world_size=2 differs from the 1 ranks that torchrun started"):
-        vectorlm.launch(exchange, world_size=2)
-
-
-def test_importing_the_package_loads_neither_torch_nor_vllm():
-    code = "import sys, vectorlm; print([name for name in ('torch', 'vllm') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+@pytest.mark.parametrize("world_size", [0, 2])
+def test_a_wrong_number_of_ranks_is_refused(as_torchrun, world_size):
+    with pytest.raises(LaunchError, match=f"world_size={world_size}"):
+        vectorlm.launch(exchange, world_size=world_size)
 
 
 def test_a_lone_rank_meets_itself():

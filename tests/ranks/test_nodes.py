@@ -41,7 +41,7 @@ def test_a_rank_ends_well_although_something_still_holds_its_group():
     """
     code = (
         "import torch.distributed as dist\n"
-        "from vectorlm.ranks.process_group import process_group\n"
+        "from vectorlm.ranks.launcher import process_group\n"
         "from vectorlm.ranks.topology import Topology\n"
         "with process_group(Topology.from_environment()):\n"
         "    kept = dist.group.WORLD\n"

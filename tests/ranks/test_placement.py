@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from vectorlm.errors import ConfigError
-from vectorlm.ranks.placement import (
+from vectorlm.ranks.topology import (
     Placement,
+    Topology,
     devices_of_engine,
     set_affinity,
     share_cores,
     split_node,
     tensor_parallel_size,
 )
-from vectorlm.ranks.topology import Topology
 from vectorlm.runs.config.schema import AsyncSettings
 from vectorlm.runs.start import place_ranks
 
@@ -34,10 +34,10 @@ def test_cores_are_divided_and_the_engine_has_the_last(four_cores, num_for_engin
 
 
 def test_each_side_needs_a_core(four_cores, monkeypatch):
-    with pytest.raises(ConfigError, match=r"cannot give 4 of 4 cores to the engine"):
+    with pytest.raises(ConfigError, match="4 of 4 cores"):
         split_node(Topology(), 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    with pytest.raises(ConfigError, match=r"cannot give 0 of 1 cores to the engine"):
+    with pytest.raises(ConfigError, match="0 of 1 cores"):
         split_node(Topology())
 
 
@@ -46,9 +46,7 @@ def test_on_cuda_the_engine_has_the_devices_behind_those_of_the_ranks(monkeypatc
     node = Topology(rank=1, local_rank=1, world_size=2, local_world_size=2, device="cuda:1")
     assert split_node(node) == Placement((0, 1), (2,))
     assert split_node(node, 2) == Placement((0, 1), (2, 3))
-    with pytest.raises(
-        ConfigError, match=r"2 devices for the ranks and 3 for the engine, but this node has 4"
-    ):
+    with pytest.raises(ConfigError, match=r"rl\.async\.placement"):
         split_node(node, 3)
 
 
@@ -57,7 +55,7 @@ def test_engines_of_a_node_share_its_devices():
     assert [devices_of_engine((4, 5, 6, 7), 2, rank) for rank in ranks] == [(4, 5), (4, 5), (6, 7), (6, 7)]
     assert devices_of_engine(None, 2, ranks[0]) is None
     for devices in ((), (4, 5, 6)):
-        with pytest.raises(ValueError, match=r"cannot be shared by 2 engines"):
+        with pytest.raises(ValueError, match="devices="):
             devices_of_engine(devices, 2, ranks[0])
 
 

@@ -65,15 +65,12 @@ def test_a_torchrun_that_srun_started_numbers_its_ranks_itself():
 
 @pytest.mark.parametrize(
     ("variables", "message"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "7"}, "7 tasks on 2 nodes, but every node must run equally many"),
-        ({"SLURM_LOCALID": "0"}, "every node must run equally many ranks, numbered node by node"),
-    ],
+    [({"SLURM_STEP_NUM_TASKS": "7"}, "7 tasks"), ({"SLURM_LOCALID": "0"}, "LOCAL_RANK")],
 )
 def test_tasks_that_do_not_make_a_run_are_refused(variables, message):
     with pytest.raises(LaunchError, match=message):
         Topology.from_environment(TASK | variables)
-    with pytest.raises(LaunchError, match="but SLURM_PROCID is not set"):
+    with pytest.raises(LaunchError, match="SLURM_PROCID"):
         Topology.from_environment({"SLURM_STEP_NUM_TASKS": "2"})
 
 

@@ -1,4 +1,3 @@
-import dataclasses
 import subprocess
 import sys
 
@@ -10,35 +9,15 @@ from vectorlm.errors import LaunchError
 from vectorlm.ranks.topology import is_rank
 
 
-def test_a_lone_process_is_rank_0_of_1():
-    topology = Topology.from_environment({})
-    assert (topology.rank, topology.world_size, topology.local_rank, topology.local_world_size) == (
-        0,
-        1,
-        0,
-        1,
-    )
-    assert topology.is_main
-    assert topology.error_file is None
-
-
-def test_the_launchers_variables_are_read():
-    topology = Topology.from_environment(
-        {
-            "RANK": "5",
-            "LOCAL_RANK": "1",
-            "WORLD_SIZE": "8",
-            "LOCAL_WORLD_SIZE": "4",
-            "TORCHELASTIC_ERROR_FILE": "e",
-        }
-    )
-    assert (topology.rank, topology.local_rank, topology.node, topology.num_nodes) == (5, 1, 1, 2)
-    assert not topology.is_main
-    assert topology.error_file == "e"
-
-
-def test_a_rank_outside_the_world_is_an_error():
-    with pytest.raises(LaunchError, match="RANK=2 lies outside WORLD_SIZE=2: use 0 to 1"):
+def test_the_launchers_variables_are_read_and_without_them_a_process_is_rank_0_of_1():
+    lone = Topology.from_environment({})
+    assert lone == Topology(0, 0, 1, 1, lone.device, None)
+    assert lone.is_main
+    variables = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    topology = Topology.from_environment(variables | {"TORCHELASTIC_ERROR_FILE": "e"})
+    assert topology == Topology(5, 1, 8, 4, topology.device, "e")
+    assert (topology.node, topology.num_nodes, topology.is_main) == (1, 2, False)
+    with pytest.raises(LaunchError, match="RANK=2"):
         Topology.from_environment({"RANK": "2", "WORLD_SIZE": "2"})
 
 
@@ -46,9 +25,9 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert Topology.from_environment({"RANK": "1", "WORLD_SIZE": "2"}).device == "cuda:1"
-    with pytest.raises(LaunchError, match=r"rank 2 of this machine has no device: .* there are 2"):
+    with pytest.raises(LaunchError, match="rank 2"):
         Topology.from_environment({"RANK": "2", "WORLD_SIZE": "3"})
-    with pytest.raises(LaunchError, match=r"rank 2 of this machine has no device"):
+    with pytest.raises(LaunchError, match="rank 2"):
         vectorlm.launch(print, world_size=3)
 
 
@@ -57,14 +36,12 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch):
     [(3, 0, 2, {}), (3, 1, 3, {}), (0, 0, 1, {"GROUP_WORLD_SIZE": "2"})],
 )
 def test_nodes_that_are_not_alike_are_an_error_on_each(rank, local_rank, local_world_size, more):
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": 4,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_world_size,
-    }
-    with pytest.raises(LaunchError, match="every node must run equally many ranks, numbered node by node"):
-        Topology.from_environment({name: str(value) for name, value in variables.items()} | more)
+    numbers = zip(
+        ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (rank, local_rank, local_world_size), strict=True
+    )
+    variables = {name: str(number) for name, number in numbers}
+    with pytest.raises(LaunchError, match="LOCAL_RANK"):
+        Topology.from_environment(variables | {"WORLD_SIZE": "4"} | more)
 
 
 def test_a_rank_is_known_by_its_variables():
@@ -96,11 +73,6 @@ def test_a_variable_without_a_number_is_named_and_an_empty_one_is_none(name):
     with pytest.raises(LaunchError, match=f"{name}='two'"):
         Topology.from_environment({name: "two"})
     assert Topology.from_environment({name: ""}).world_size == 1
-
-
-def test_a_topology_does_not_change():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Topology().rank = 1
 
 
 def test_torch_is_not_loaded_to_learn_that_there_is_no_driver():

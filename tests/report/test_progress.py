@@ -5,7 +5,7 @@ import pytest
 from vectorlm import SamplingEngine
 from vectorlm.ranks import wait
 from vectorlm.report.step_lines import sample_with_progress
-from vectorlm.sampling.fake_engine import FakeEngine
+from vectorlm.sampling.inline_engines import FakeEngine
 
 PROMPTS = [f"prompt {number}" for number in range(100)]
 

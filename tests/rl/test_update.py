@@ -393,7 +393,7 @@ def test_a_row_beyond_the_budget_is_an_error_of_all_ranks(folder):
 
 
 def test_a_lone_process_needs_no_process_group(folder):
-    from vectorlm.ranks.process_group import process_group
+    from vectorlm.ranks.launcher import process_group
 
     topology = Topology()
     with process_group(topology):

@@ -13,7 +13,7 @@ from vectorlm.errors import DatasetError, RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.rewards.evaluation import Evaluator
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
-from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.sampling.inline_engines import HFEngine
 from vectorlm.train.handover import DeviceTurn
 from vectorlm.train.load import load_model
 from vectorlm.types import PromptRecord, RewardResult

@@ -141,9 +141,7 @@ def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", bucket_by
     seen, reports = [], []
     transport.BUCKET_BYTES = bucket_bytes
     with SamplingEngine(
-        folder,
-        receiver=receiver,
-        **{**TINY_ENGINE, "dtype": dtype, **engine_args},
+        folder, receiver=receiver, **{**TINY_ENGINE, "dtype": dtype, **engine_args}
     ) as engine:
         for step in range(num_updates):
             perturb(model, reference, seed=step)

@@ -63,7 +63,7 @@ def sampled(engine, number=1, prompts=((5, 6), (7,)), params=PARAMS):
 
 
 def texts(answers):
-    return {number: str(getattr(answer, "error", "")) for number, answer in answers}
+    return {number: str(error or "") for number, (_, error) in answers}
 
 
 WRONG = {
@@ -123,8 +123,10 @@ def test_answers_to_cancelled_requests_are_dropped():
 
 def test_a_prompt_outside_the_vocabulary_never_reaches_the_backend():
     engine = Scheduler(Odd(lambda outputs: outputs))
-    ((_, failed),) = engine.carry_out(1, messages.Generate([[5], [5, 128]], PARAMS, as_request_outputs=False))
-    assert str(failed.error) == "prompt 1 has token 128: it must be from 0 to 127."
+    ((_, (_, error)),) = engine.carry_out(
+        1, messages.Generate([[5], [5, 128]], PARAMS, as_request_outputs=False)
+    )
+    assert str(error) == "prompt 1 has token 128: it must be from 0 to 127."
     assert not engine.busy
 
 

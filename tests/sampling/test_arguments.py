@@ -46,7 +46,7 @@ def test_the_answer_of_a_tokenizer_is_no_list_of_prompts(folder):
 
 def test_a_wrong_number_of_sampling_parameters_is_refused_without_a_sampler():
     with vectorlm.FakeEngine(say_a) as engine:
-        with pytest.raises(ValueError, match=r"^1 sampling parameters were given for 2 prompts"):
+        with pytest.raises(ValueError, match="sampling_params"):
             engine.sample(["a", "b"], [{"seed": 1}])
         assert engine.sample(["a"], [{"seed": 1}])[0][0].text == "a"
 
@@ -74,9 +74,8 @@ def start_with_own_arguments(topology):
 
 def test_engines_with_other_arguments_are_refused_on_every_rank():
     for text in on_ranks(4, start_with_own_arguments, num_nodes=2):
-        assert text.startswith(
-            "ranks 2, 3 started with other settings than rank 0: num_steps=5 instead of 4."
-        )
+        assert "ranks 2, 3 " in text
+        assert "num_steps=5 instead of 4" in text
 
 
 def refusal(topology, prompt, params=None):
@@ -107,9 +106,7 @@ def test_what_differs_between_ranks_is_shown_with_both_values():
 
 
 def test_an_unknown_argument_is_refused_before_vllm_starts(folder):
-    with pytest.raises(
-        TypeError, match=r"knows an argument 'max_model_length'\. Did you mean 'max_model_len'"
-    ):
+    with pytest.raises(TypeError, match="'max_model_len'"):
         vectorlm.SamplingEngine(folder, max_model_length=64)
     with pytest.raises(TypeError, match="Did you mean 'log_path'"):
         vectorlm.SamplingEngine(folder, logpath=None)
@@ -124,14 +121,8 @@ def test_settings_and_keywords_make_the_same_engine():
     merged = merge(
         given, {"verify_updates": False, "seed": 2, "enable_lora": True}, vectorlm.SamplingEngine.__init__
     )
-    expected = {
-        "max_model_len": 64,
-        "seed": 2,
-        "enable_lora": True,
-        "dtype": "auto",
-        "gpu_memory_utilization": 0.35,
-    }
-    assert merged.engine_args == expected
+    expected = {"max_model_len": 64, "seed": 2, "enable_lora": True, "dtype": "auto"}
+    assert merged.engine_args == expected | {"gpu_memory_utilization": 0.35}
     assert (merged.timeout_s, merged.verify_updates, merged.lora_mode) == (7.0, False, "adapter")
     assert merge(merged, {}, vectorlm.SamplingEngine.__init__) == merged
 

@@ -62,7 +62,7 @@ def test_the_same_step_moves_nothing_unless_the_weights_have_changed(engine, mod
     assert first.num_bytes == sum(parameter.numel() * 4 for parameter in models[0].parameters())
     assert again.num_bytes == 0
     perturb(*models, seed=1)
-    with pytest.warns(UserWarning, match=f"changed since they were sent as step {next_step}, .* sent again"):
+    with pytest.warns(UserWarning, match=f"train_step={next_step}"):
         assert not engine.update(models[0], next_step).skipped
     assert all(compare(engine, models[1])[0])
 
@@ -179,17 +179,8 @@ def test_parameters_may_be_vllms_own(engine):
 
 @pytest.mark.parametrize("stop", [None, ["a", "e", "t"]])
 def test_what_is_streamed_is_the_beginning_of_the_same_completion(engine, stop):
-    params = {
-        "max_tokens": 30,
-        "temperature": 1.0,
-        "seed": 5,
-        "logprobs": 0,
-        "n": 1,
-        "ignore_eos": True,
-        "stop": stop,
-    }
-    parts = []
-    futures = []
+    params = {"max_tokens": 30, "temperature": 1.0, "seed": 5, "logprobs": 0, "n": 1, "ignore_eos": True}
+    params["stop"], parts, futures = stop, [], []
     for hear in (None, parts.append):
         futures.append(engine.local.ask([5, 6, 7], params, hear))
         engine.local.flush()
@@ -207,11 +198,8 @@ def test_what_is_streamed_is_the_beginning_of_the_same_completion(engine, stop):
 @pytest.mark.slow
 def test_a_step_that_raises_arrives_with_its_traceback(folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-    with SamplingEngine(
-        str(folder),
-        **TINY_ENGINE,
-        logits_processors=["failing_processor:FailsAfterWarmUp"],
-    ) as broken:
+    failing = {"logits_processors": ["failing_processor:FailsAfterWarmUp"]}
+    with SamplingEngine(str(folder), **TINY_ENGINE, **failing) as broken:
         with pytest.raises(EngineError, match=r"(?s)this step fails.*In the sampler process:.*Traceback"):
             broken.sample([[2, 3]])
         with pytest.raises(EngineError, match="failed in an earlier step and must be started again"):
@@ -252,9 +240,7 @@ def test_what_would_end_the_engine_is_refused(engine, prompt, params, text):
 
 
 def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path):
-    with pytest.raises(
-        ValueError, match="receiver='frozen' is not known: it must be one of auto, live, packed"
-    ):
+    with pytest.raises(ValueError, match="receiver='frozen'"):
         SamplingEngine(str(folder), receiver="frozen")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         SamplingEngine(str(folder), log_path=tmp_path / "nowhere" / "log")
@@ -263,7 +249,7 @@ def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path
     with pytest.raises(ValueError, match="channel='thread' is not known"):
         SamplingEngine(tmp_path, channel="thread")
     for name, value in (("devices", [0]), ("log_path", "log")):
-        with pytest.raises(ValueError, match=f"inline.*{name}"):
+        with pytest.raises(ValueError, match=name):
             SamplingEngine(tmp_path, inference="transformers", channel="inline", **{name: value})
 
 
@@ -278,27 +264,18 @@ def test_vllm_in_the_process_of_a_rank_is_refused_by_name(folder, inference):
 
 @pytest.mark.parametrize(
     ("step", "error"),
-    [
-        (-1, ValueError),
-        (2**31, ValueError),
-        (1.0, TypeError),
-        (True, TypeError),
-        ("1", TypeError),
-        (None, TypeError),
-    ],
+    [(-1, ValueError), (2**31, ValueError), *((wrong, TypeError) for wrong in (1.0, True, "1", None))],
 )
 def test_an_update_takes_a_model_and_a_small_natural_number(engine, models, step, error):
-    with pytest.raises(error, match=f"train_step={step!r} is not a version"):
+    with pytest.raises(error, match=f"train_step={step!r}"):
         engine.update(models[0], step)
-    with pytest.raises(TypeError, match=r"takes the model itself, .* or a WeightSource, not a OrderedDict"):
+    with pytest.raises(TypeError, match="OrderedDict"):
         engine.update(models[0].state_dict(), 1)
 
 
 def test_a_folder_that_is_missing_but_may_be_a_models_name_is_pointed_out_at_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(
-        UserWarning, match="data/nowhere is not a folder here, and not in the cache of the model hub"
-    ):
+    with pytest.warns(UserWarning, match="data/nowhere"):
         require_folder("data/nowhere")
 
 

@@ -32,11 +32,7 @@ def swap(folder, receiver):
             fully_shard(block)
         fully_shard(model)
     seen = []
-    with SamplingEngine(
-        folder,
-        receiver=receiver,
-        **TINY_ENGINE,
-    ) as engine:
+    with SamplingEngine(folder, receiver=receiver, **TINY_ENGINE) as engine:
         for step in range(NUM_UPDATES):
             perturb(model, reference, seed=step)
             engine.update(model, step)

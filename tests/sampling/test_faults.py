@@ -48,7 +48,7 @@ def test_the_cause_is_reported_and_nothing_is_left(folder, tmp_path, what, expec
 def test_a_silent_engine_is_an_error_within_the_deadline(folder, tmp_path):
     code, error = Run(folder, "engine frozen", 2, tmp_path).outcome()
     assert code == 1
-    assert re.search(r"EngineTimeout: the sampler process .* said nothing for 6 s while generating", error), (
+    assert re.search(r"EngineTimeout: the sampler process .* sent nothing for 6 s while generating", error), (
         error
     )
 

@@ -38,12 +38,7 @@ def swap_and_weigh(folder, receiver, transport):
         fully_shard(block)
     fully_shard(model)
     weights = []
-    with SamplingEngine(
-        folder,
-        receiver=receiver,
-        transport=transport,
-        **TINY_ENGINE,
-    ) as engine:
+    with SamplingEngine(folder, receiver=receiver, transport=transport, **TINY_ENGINE) as engine:
         for step in range(SWAPS):
             with torch.no_grad():
                 for parameter in model.parameters():

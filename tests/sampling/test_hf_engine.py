@@ -12,7 +12,7 @@ from vectorlm.errors import EngineError
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.backends import generation
 from vectorlm.sampling.backends.transformers import Transformers
-from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.sampling.inline_engines import HFEngine
 
 PROMPTS = ["abcabc", [5, 6, 7, 8, 9, 5, 6], [10]]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 0}

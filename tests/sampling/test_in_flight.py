@@ -58,15 +58,11 @@ def test_batches_run_at_the_same_time_and_a_short_one_overtakes(engine):
     assert len(long.result()[0][0].token_ids) == 250
 
 
-def test_poll_leaves_out_what_was_asked_for_or_cancelled(engine):
+def test_a_batch_that_was_read_or_cancelled_is_not_polled_or_waited_for(engine):
     read, cancelled = engine.submit([[2]], GREEDY), engine.submit([[3]], GREEDY)
     read.result()
     cancelled.cancel()
     assert engine.poll() == []
-
-
-def test_a_cancelled_batch_leaves_nothing_that_is_waited_for(engine):
-    engine.sample([[2]], GREEDY)
     for _ in range(20):
         engine.submit([[3]], GREEDY).cancel()
     engine.sample([[2]], GREEDY)
@@ -76,7 +72,7 @@ def test_a_cancelled_batch_leaves_nothing_that_is_waited_for(engine):
 def test_a_batch_that_nobody_keeps_is_cancelled_with_a_warning(engine):
     engine.sample([[2]], GREEDY)
     for _ in range(20):
-        with pytest.warns(RuntimeWarning, match=r"nobody keeps what engine.submit\(\) returned"):
+        with pytest.warns(RuntimeWarning, match="submit"):
             engine.submit([[2, 3]], LONG_GREEDY)
     assert engine.poll() == []
     assert not engine._open
@@ -198,7 +194,7 @@ def test_a_handle_that_nobody_holds_takes_its_requests_back():
     )
     assert not handle.is_finished_here()
     assert channel.cancelled == []
-    with pytest.warns(RuntimeWarning, match="nobody keeps"):
+    with pytest.warns(RuntimeWarning, match="submit"):
         del handle
     assert channel.cancelled == [7]
 

@@ -35,9 +35,9 @@ def next_step(engine):
 
 def prove_base(engine, model):
     """Let the engine sum the base weights that it computes with, nothing being written, against the trainer's."""
-    engine._swap._call(BeginUpdate())
+    engine._swap._ask_engines("test", BeginUpdate())
     sums = [checksum(tensor) for tensor in trainer_tensors(model).values()]
-    engine._swap._call(FinishUpdate(engine.version, sums, ("base",)))
+    engine._swap._ask_engines("test", FinishUpdate(engine.version, sums, ("base",)))
     # That was an update without an adapter, so the next one must bring everything.
     engine._swap.forget()
 

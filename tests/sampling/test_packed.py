@@ -8,8 +8,8 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vectorlm.errors import EngineError
 from vectorlm.sampling import contract as contracts
 from vectorlm.sampling.backends.vllm.backend import finished
+from vectorlm.sampling.contract import FINISH_REASONS
 from vectorlm.sampling.messages import pack, unpack
-from vectorlm.sampling.sampler.answers import FINISH_REASONS
 from vectorlm.types import Completion
 
 

@@ -92,25 +92,22 @@ def test_values_of_the_right_types_make_vllms_own_parameters():
 
     given = {
         "temperature": 0,
-        "seed": np.int64(3),
         "logit_bias": {3: 1.0},
         "stop": "a",
         "extra_args": {"a": 1},
+        "seed": np.int64(3),
     }
     made = make_sampling_params(given)
     expected = vllm.SamplingParams(**{**given, "seed": 3})
     expected.output_kind = made.output_kind
     assert made == expected
     assert make_sampling_params(expected) == expected
-    assert (
-        make_sampling_params({"structured_outputs": {"regex": "[ab]+"}}).structured_outputs.regex == "[ab]+"
-    )
+    structured = make_sampling_params({"structured_outputs": {"regex": "[ab]+"}}).structured_outputs
+    assert structured.regex == "[ab]+"
 
 
 def test_a_parameter_that_cannot_be_honoured_is_named():
-    with pytest.raises(
-        EngineError, match=r"cannot honour the sampling parameter 'logit_bias'\. It takes n, temp"
-    ):
+    with pytest.raises(EngineError, match="'logit_bias'"):
         read_parameters({"logit_bias": {3: 1.0}})
     with pytest.raises(EngineError, match="cannot honour the sampling parameter 'presence_penalty'"):
         read_parameters({"presence_penalty": 1.0})

@@ -6,7 +6,7 @@ import pytest
 
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.backends.server.serve import server_environment
-from vectorlm.sampling.environment import CORES_VARIABLE, sampler_environment
+from vectorlm.sampling.process_channel import CORES_VARIABLE, sampler_environment
 
 TWO_RANKS = Topology(0, 0, 2, 2)
 SECOND_ON_CUDA = Topology(1, 1, 4, 4, "cuda:1")

@@ -45,13 +45,13 @@ def backend(monkeypatch):
 
 
 def value_of(answers):
-    ((_, answer),) = answers
-    return answer.value
+    ((_, (value, _)),) = answers
+    return value
 
 
 def error_of(answers):
-    ((_, answer),) = answers
-    return str(answer.error)
+    ((_, (_, error)),) = answers
+    return str(error)
 
 
 GENERATE = messages.Generate([[97], [97]], {"n": 1}, as_request_outputs=False)
@@ -82,7 +82,7 @@ def test_the_weights_wake_for_an_update_and_the_cache_does_not(backend):
     engine.carry_out(2, messages.BeginUpdate())
     assert ("wake_up", frozenset({"weights"})) in backend.calls
     engine.carry_out(3, FINISH)
-    assert "the engine sleeps (kv_cache)" in error_of(engine.carry_out(4, GENERATE))
+    assert "the engine is asleep (kv_cache)" in error_of(engine.carry_out(4, GENERATE))
 
 
 def test_only_running_requests_can_stall(backend):
@@ -118,8 +118,7 @@ def test_an_engine_that_failed_in_a_step_is_not_healed_by_an_update(backend):
     backend.error = None
     engine.carry_out(2, KEEP)
     engine.carry_out(3, FINISH)
-    text = "the engine failed in an earlier step and must be started again: out of luck"
-    assert error_of(engine.carry_out(4, GENERATE)) == text
+    assert "started again: out of luck" in error_of(engine.carry_out(4, GENERATE))
     assert not engine.busy
 
 
@@ -129,8 +128,8 @@ def test_an_update_that_fails_takes_what_runs_along_and_the_next_one_heals(backe
     engine.carry_out(2, KEEP)
     backend.error = ChecksumMismatch("another tensor")
     (lost, failed), number = engine.carry_out(3, FINISH), 1
-    assert (lost[0], str(lost[1].error)) == (number, "a weight update failed: another tensor")
-    assert failed == (3, messages.Failed(backend.error))
+    assert (lost[0], str(lost[1][1])) == (number, "a weight update failed: another tensor")
+    assert failed == (3, (None, backend.error))
     assert backend.calls[-2:] == [("cancel", ["1-0", "1-1"]), ("resume",)]
     assert error_of(engine.carry_out(4, GENERATE)) == "another tensor"
     backend.error = None
@@ -146,8 +145,7 @@ def test_an_update_that_is_interrupted_is_to_be_made_again(backend):
     backend.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         engine.carry_out(2, FINISH)
-    text = "a weight update was interrupted: update again before sampling."
-    assert error_of(engine.carry_out(3, GENERATE)) == text
+    assert "call update() again" in error_of(engine.carry_out(3, GENERATE))
 
 
 def test_a_prompt_that_is_refused_leaves_none_of_its_batch_behind(backend):
@@ -170,8 +168,8 @@ def test_answers_come_when_the_last_prompt_has_ended(backend):
     backend.finished = ["1-1", "2-0", "0-0"]
     assert engine.step() == []
     backend.finished = ["1-0"]
-    ((number, answer),) = engine.step()
-    assert (number, type(answer)) == (1, messages.Answer)
+    ((number, (_, error)),) = engine.step()
+    assert (number, error) == (1, None)
     assert engine.busy
     backend.finished = ["2-1"]
     ((number, _),) = engine.step()

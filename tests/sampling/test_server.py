@@ -91,12 +91,7 @@ def test_a_server_scores_as_the_trainer_does(teacher, folder):
 
 
 def distilling(url, folder):
-    return [
-        f"model={folder}",
-        f"rl.teacher={{server: '{url}'}}",
-        "rl.rewards={}",
-        "rl.group_size=2",
-    ]
+    return [f"model={folder}", f"rl.teacher={{server: '{url}'}}", "rl.rewards={}", "rl.group_size=2"]
 
 
 @pytest.mark.slow

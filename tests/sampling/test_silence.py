@@ -72,7 +72,7 @@ def test_every_wait_for_a_frozen_engine_ends_at_the_deadline():
     for seen in on_ranks(2, partial(wait_in_vain, freezes=True, **ENDLESS), list(WAITS)):
         assert len(seen) == len(WAITS)
         for text, seconds in seen:
-            assert f"said nothing for {PATIENCE_S:g} s" in text
+            assert f"nothing for {PATIENCE_S:g} s" in text
             assert PATIENCE_S / 2 < seconds < 3 * PATIENCE_S
 
 

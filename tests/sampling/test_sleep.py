@@ -50,4 +50,4 @@ def test_two_ranks_train_hand_over_and_train_on(folder):
             assert equal
             # AdamW divides by the root of tiny second moments, which magnifies what the order of a sum rounds off.
             assert gap < 1e-2
-            assert "the engine sleeps (weights and kv_cache)" in refusal
+            assert "the engine is asleep (weights and kv_cache)" in refusal

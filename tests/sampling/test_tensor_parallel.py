@@ -107,7 +107,7 @@ def test_on_cuda_all_devices_sample_and_the_weights_say_how_many_make_an_engine(
 
 def test_devices_that_sample_nothing_are_named():
     topology = Topology(world_size=8, local_world_size=8, device="cuda:0")
-    with pytest.warns(UserWarning, match="an engine has 4 devices and samples on 2 of them"):
+    with pytest.warns(UserWarning, match="tensor_parallel_size=2"):
         share_of_engine(None, 2, {"tensor_parallel_size": 2}, topology)
 
 

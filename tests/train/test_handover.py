@@ -7,7 +7,7 @@ from kit.tiny_runs import build_loop, whole_weights
 
 from vectorlm.errors import EngineDied, EngineError, OutOfTurn
 from vectorlm.ranks.topology import Topology
-from vectorlm.sampling.hf_engine import HFEngine
+from vectorlm.sampling.inline_engines import HFEngine
 from vectorlm.train.handover import DeviceTurn
 from vectorlm.train.load import load_model
 from vectorlm.types import UpdateReport

@@ -179,7 +179,7 @@ def open_engine(
         else:
             from transformers.utils import logging
 
-            from vectorlm.sampling.hf_engine import HFEngine
+            from vectorlm.sampling.inline_engines import HFEngine
 
             logging.disable_progress_bar()
             opened = HFEngine(model, max_model_len=engine_args.get("max_model_len"))

@@ -1,4 +1,4 @@
-"""Points that all ranks reach together, with a deadline and the names of those who are missing."""
+"""Exchanges between ranks, with a deadline and an error that names the missing ranks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from vectorlm.ranks.process_end import require_own_process
 from vectorlm.ranks.topology import Topology
 from vectorlm.ranks.wait import EVERY_S, say, span
 
-# Ranks poll for a note: a blocking wait logs a warning at each timeout, a busy one takes a core from the engine.
+# Ranks poll: a blocking wait logs a warning at each time-out, and a busy wait takes a core from the engine.
 SHORTEST_PAUSE_S = 0.0005
 LONGEST_PAUSE_S = 0.02
 PROBE_EVERY_S = 5.0
-"""How often a rank that waits looks whether its connection to a missing rank is closed."""
+"""Interval at which a waiting rank tests its connections to missing ranks, in seconds."""
 PROBE_TAG = 7
 LATE_S = 30.0
-"""A rank says whom it waits for after this long, and every `EVERY_S` from then on."""
+"""After this time, and then every `EVERY_S`, a waiting rank prints which rank it waits for."""
 KEY_BYTES = SIGNATURE_BYTES = 32
 
 
 class Collectives:
-    """Exchange small objects over the process group's key-value store or a folder, and large arrays over gloo.
+    """Collectives for small objects, over a key-value store or a folder, and for large arrays, over gloo.
 
-    A collective only says that it timed out; the store can tell which ranks came, and what a missing rank did last. The
-    gloo group belongs to this object alone, so its traffic never mixes with the trainer's.
+    The time-out error of a torch collective names no rank. The store records which ranks came, and the last place of a
+    missing rank. The gloo group is private to this object, so its traffic never mixes with the trainer's.
     """
 
     def __init__(self, topology: Topology, timeout_s: float) -> None:
@@ -46,12 +46,16 @@ class Collectives:
         self._store: Any = None
         self._group: Any = None
         if topology.world_size > 1:
+            import torch
             import torch.distributed as dist
             from torch.distributed.distributed_c10d import _get_default_store
 
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            self._key = self._agree_on_key()
-            # torch gives a group the same name on every rank and no name twice, so no two objects share keys.
+            # Rank 0's random bytes; they travel over gloo, because strangers may read the store.
+            key = torch.frombuffer(bytearray(os.urandom(KEY_BYTES)), dtype=torch.uint8)
+            dist.broadcast(key, src=0, group=self._group)
+            self._key = key.numpy().tobytes()
+            # torch names a group equally on every rank and never reuses a name, so no two objects share keys.
             name, store = f"vectorlm-{self._group.group_name}", _get_default_store()
             self._store = dist.PrefixStore(name, store)
             while isinstance(store, dist.PrefixStore):
@@ -60,10 +64,10 @@ class Collectives:
                 self._store = NoteFolder(Path(store.path).with_name(name))  # type: ignore[attr-defined]
 
     def all_gather_object(self, place: str, note: Any = None) -> list[Any]:
-        """Wait until every rank is at `place`, and return their notes, small picklable objects, by rank.
+        """Wait until every rank is at `place`, and return the notes of all ranks, small picklable objects, by rank.
 
-        Raises `HandoffTimeout`, naming the missing ranks and their last places, if a rank does not come in time, and
-        `RankFailed` if it cannot come any more.
+        Raises `HandoffTimeout`, with the missing ranks and their last places, if a rank does not come in time, and
+        `RankFailed` if its connection is closed.
         """
         if self._store is None:
             return [note]
@@ -84,7 +88,7 @@ class Collectives:
     ) -> tuple[Any, list[np.ndarray]]:
         """Return the note and the arrays of `root` on every rank; the other ranks pass nothing.
 
-        The arrays travel as one tensor. Raises `HandoffTimeout` if `root` has not called `show_life` for the deadline,
+        The arrays travel as one tensor. Raises `HandoffTimeout` if `root` did not call `show_life` within the deadline,
         and `RankFailed` if its connection is closed.
         """
         if self._store is None:
@@ -97,18 +101,18 @@ class Collectives:
             self._broadcast([np.ascontiguousarray(array) for array in arrays], root)
             return note, list(arrays)
         self._wait_for(root, keys, place)
-        of_root, sent = self._read(key)
-        if of_root != place:
-            # The ranks that wait for all others shall learn it too.
+        root_place, sent = self._read(key)
+        if root_place != place:
+            # For the ranks that wait for all others.
             self._post(keys[self._topology.rank], place, None)
-            self._require_same_place({root: of_root, self._topology.rank: place})
+            self._require_same_place({root: root_place, self._topology.rank: place})
         note, sizes = sent
         received = [np.empty(shape, dtype) for dtype, shape in sizes]
         self._broadcast(received, root)
         return note, received
 
     def _broadcast(self, arrays: Sequence[np.ndarray], root: int) -> None:
-        """Fill the arrays of the other ranks with those of `root`, in one message."""
+        """Copy the arrays of `root` into the arrays of the other ranks, in one message."""
         import torch
         import torch.distributed as dist
 
@@ -125,11 +129,11 @@ class Collectives:
             first += piece.size
 
     def ticket(self, name: str) -> int:
-        """Draw the next number of the series `name`, from 0; several ranks draw from one series."""
+        """Return the next number of the counter `name`, from 0; no two ranks get the same number."""
         return self._store.add(f"ticket/{name}", 1) - 1
 
     def forget_tickets(self, name: str) -> None:
-        """Drop the series `name`, from which no rank draws any more."""
+        """Delete the counter `name` after its last use."""
         if self._topology.is_main:
             self._store.delete_key(f"ticket/{name}")
 
@@ -139,7 +143,7 @@ class Collectives:
             self._store.add(f"life/{self._topology.rank}", 1)
 
     def require_open(self) -> None:
-        """Raise `EngineError` once the engine that meets here is closed."""
+        """Raise `EngineError` if the engine that uses this object is closed."""
         if self._is_closed:
             raise EngineError("the engine is closed.")
 
@@ -166,22 +170,13 @@ class Collectives:
             where = ", ".join(f"rank {rank} is in {place!r}" for rank, place in sorted(places.items()))
             raise RankMismatch(f"{where}. Every rank must make the same engine calls in the same order.")
 
-    def _agree_on_key(self) -> bytes:
-        """Return rank 0's random bytes on every rank; they travel over gloo, not through the store."""
-        import torch
-        import torch.distributed as dist
-
-        key = torch.frombuffer(bytearray(os.urandom(KEY_BYTES)), dtype=torch.uint8)
-        dist.broadcast(key, src=0, group=self._group)
-        return key.numpy().tobytes()
-
     def _post(self, key: str, place: str, note: Any) -> None:
         message = pickle.dumps((place, note))
         self._store.set(key, self._signature(key, message) + message)
         self._posted.append(key)
 
     def _read(self, key: str) -> tuple[str, Any]:
-        """Return a rank's place and note; the store has a port, and what a stranger wrote there is never unpickled."""
+        """Return a rank's place and note; the store has a port, so a note is unpickled only if a rank signed it."""
         signed = self._store.get(key)
         signature, message = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, message)):
@@ -195,27 +190,21 @@ class Collectives:
     def _signature(self, key: str, message: bytes) -> bytes:
         return hmac.digest(self._key, key.encode() + b"\0" + message, "sha256")
 
-    def _missing_text(self, place: str, missing: list[int]) -> str:
-        here = [rank for rank in range(self._topology.world_size) if rank not in missing]
-        return (
-            f"{ranks_text(here)} reached {place!r} but {ranks_text(missing)} did not within {self._timeout_s:g} s "
-            f"({self._last_places(missing)}). Every rank must make the same engine calls in the same order."
-        )
-
     def _last_places(self, ranks: Sequence[int]) -> str:
-        has = {rank: self._store.check([f"place/{rank}"]) for rank in ranks}
-        of = {
-            rank: self._store.get(f"place/{rank}").decode() if has[rank] else "nothing yet" for rank in ranks
-        }
-        return ", ".join(f"last place of rank {rank}: {place}" for rank, place in of.items())
+        texts = []
+        for rank in ranks:
+            has_place = self._store.check([f"place/{rank}"])
+            place = self._store.get(f"place/{rank}").decode() if has_place else "nothing yet"
+            texts.append(f"last place of rank {rank}: {place}")
+        return ", ".join(texts)
 
     def _wait_for_all(self, place: str, keys: Sequence[str]) -> None:
-        """Wait for the notes of all ranks; say from `LATE_S` on who is missing."""
+        """Wait for the notes of all ranks; after `LATE_S` print the missing ranks."""
         since = time.monotonic()
         late_at, look_at = since + LATE_S, since + min(PROBE_EVERY_S, self._timeout_s)
         while not self._store.check(list(keys)):
             now = time.monotonic()
-            # A twentieth of the wait so far delays a meeting by no more than that.
+            # Polling delays an exchange by at most a twentieth of its wait.
             time.sleep(min(max((now - since) / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
             if now < look_at:
                 continue
@@ -223,7 +212,12 @@ class Collectives:
             if missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
                 self._require_connected(place, missing, keys)
                 if now - since >= self._timeout_s:
-                    raise HandoffTimeout(self._missing_text(place, missing))
+                    here = [rank for rank in range(self._topology.world_size) if rank not in missing]
+                    raise HandoffTimeout(
+                        f"{ranks_text(here)} reached {place!r} but {ranks_text(missing)} did not within "
+                        f"{self._timeout_s:g} s ({self._last_places(missing)}). Every rank must make the same engine "
+                        "calls in the same order."
+                    )
                 late_at = self._say_late(place, missing, since, late_at)
 
     def _require_connected(self, place: str, missing: Sequence[int], keys: Sequence[str]) -> None:
@@ -234,10 +228,10 @@ class Collectives:
         gone = []
         for rank in missing:
             try:
-                # Nobody receives it: gloo notes some 100 bytes on both sides, or refuses at once.
+                # This is never received: gloo stores about 100 bytes on both sides, or refuses at once.
                 dist.isend(torch.zeros(1, dtype=torch.uint8), rank, group=self._group, tag=PROBE_TAG)
             except RuntimeError:
-                # It may have come, and left, since the last look.
+                # The rank may have come and left in the meantime.
                 gone += [] if self._store.check([keys[rank]]) else [rank]
         if gone:
             raise RankFailed(
@@ -246,7 +240,7 @@ class Collectives:
             )
 
     def _say_late(self, place: str, missing: list[int], since: float, due: float) -> float:
-        """Say on the first rank that waits whom it has waited for since `since`, if that is due; return when next."""
+        """Print the missing ranks on the first waiting rank, if it is time; return the time of the next line."""
         if (now := time.monotonic()) < due:
             return due
         if self._topology.rank == next(rank for rank in range(len(missing) + 1) if rank not in missing):
@@ -276,39 +270,39 @@ class Collectives:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return the numbers of ranks as an error names them."""
+    """Return the numbers of ranks as text for an error."""
     names = ", ".join(map(str, ranks))
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
 class NoteFolder:
-    """Does what `Collectives` needs of torch's stores, on one machine and without a port.
+    """A key-value store in a folder with the methods of torch's stores, for one machine and without a port.
 
-    torch's own store in a file keeps everything that was ever written to it: a run of a day would fill the disk.
+    torch's FileStore keeps everything that was ever written, which would fill the disk within a day.
     """
 
     def __init__(self, path: Path) -> None:
-        """Make the folder, unless another rank has."""
+        """Create the folder, unless another rank has done so."""
         path.mkdir(mode=0o700, exist_ok=True)
         self._path = path
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a note; readers find all of it or none."""
+        """Write a note atomically."""
         path = self._of(key)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_bytes(value.encode() if isinstance(value, str) else value)
         partial.replace(path)
 
     def get(self, key: str) -> bytes:
-        """Return a note that is there."""
+        """Return an existing note."""
         return self._of(key).read_bytes()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all these notes are there."""
+        """Return whether all these notes exist."""
         return all(os.path.exists(self._of(key)) for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, 0 at first, and return its value."""
+        """Add to a counter, which starts at 0, and return its value."""
         with self._of(key).open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
@@ -317,12 +311,12 @@ class NoteFolder:
                 file.truncate(0)
                 file.write(b"%d" % value)
                 file.flush()
-            # Another thread may have forked meanwhile, and the fork would keep the lock as long as it lives.
+            # If another thread has forked in the meantime, the fork would keep the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
         return value
 
     def delete_key(self, key: str) -> None:
-        """Delete a note, if it is there."""
+        """Delete a note, if it exists."""
         self._of(key).unlink(missing_ok=True)
 
     def _of(self, key: str) -> Path:

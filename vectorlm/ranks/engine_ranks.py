@@ -1,4 +1,4 @@
-"""The ranks that own an engine, and the work that all ranks do together around them."""
+"""Work that ranks do together: on all ranks, or on the ranks that own an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vectorlm.ranks.topology import Topology
 ADDRESS = re.compile(" at 0x[0-9a-f]+")
 Result = TypeVar("Result")
 CallResult = tuple[Any, Exception | None]
-"""What a call returned, or the error that it raised."""
+"""The result of a call, or the error that it raised; the one form in which errors cross to another process."""
 
 
 class EngineRanks:
@@ -28,10 +28,10 @@ class EngineRanks:
         per_node = topology.local_world_size
         self.topology, self.collectives = topology, collectives
         self.ranks_per_engine: int = per_node // engines_per_node
-        """Ranks that each engine serves; on CUDA also the number of devices that it may use."""
+        """Number of ranks per engine; on CUDA also the number of devices that an engine may use."""
         self.ranks: tuple[int, ...] = tuple(range(0, topology.world_size, self.ranks_per_engine))
         self.first_of_node: tuple[int, ...] = tuple(range(0, topology.world_size, per_node))
-        """Per node, the engine rank that makes the arena."""
+        """The first engine rank of each node, whose engine creates the arena."""
 
     @property
     def owns_an_engine(self) -> bool:
@@ -45,7 +45,7 @@ class EngineRanks:
         notes = self.collectives.all_gather_object(place, (digest, summary))
         odd = [rank for rank, note in enumerate(notes) if note[0] != notes[0][0]]
         if odd:
-            # Every rank has found the same, so all come here.
+            # Every rank has the same notes, so all ranks come here.
             texts = self.collectives.all_gather_object(f"compare the arguments of {place}", text)
             pairs = enumerate(zip(texts[0], texts[odd[0]], strict=False))
             first = max(next((place for place, (one, other) in pairs if one != other), 0) - 30, 0)
@@ -59,7 +59,7 @@ class EngineRanks:
     def on_engine_ranks(
         self, place: str, work: Callable[[], Result], engine_ranks: tuple[int, ...] | None = None
     ) -> list[Result]:
-        """Do `work` on every engine rank, or some; return all results or raise the first error on every rank."""
+        """Do `work` on all or some engine ranks; return all results or raise the first error, on every rank."""
         engine_ranks = self.ranks if engine_ranks is None else engine_ranks
         mine = capture(work) if self.topology.rank in engine_ranks else None
         broadcast = self.collectives.broadcast_object
@@ -71,12 +71,12 @@ class EngineRanks:
 
 
 def comparable(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return settings as texts for `require_equal`, without the addresses of functions, which are each rank's own."""
-    return {name: ADDRESS.sub("", repr(each)) for name, each in settings.items()}
+    """Return settings as texts for `require_equal`, without addresses of functions, which differ between ranks."""
+    return {name: ADDRESS.sub("", repr(value)) for name, value in settings.items()}
 
 
 def require_equal(texts: Sequence[Mapping[str, str]]) -> None:
-    """Raise `RankMismatch` if a rank's settings, by name, are not rank 0's; the text names them with both values."""
+    """Raise `RankMismatch` if a rank's settings differ from rank 0's; the text has their names and both values."""
     ranks_with: dict[str, list[int]] = defaultdict(list)
     for rank, theirs in enumerate(texts):
         names = [name for name in {**texts[0], **theirs} if theirs.get(name) != texts[0].get(name)]
@@ -92,7 +92,7 @@ def require_equal(texts: Sequence[Mapping[str, str]]) -> None:
 
 
 def gather(topology: Topology, value: Any) -> list[Any]:
-    """Return the value of each rank, by rank, on every rank; a lone rank needs no process group."""
+    """Return the values of all ranks, by rank, on every rank; a single rank needs no process group."""
     if topology.world_size == 1:
         return [value]
     import torch.distributed as dist
@@ -102,16 +102,25 @@ def gather(topology: Topology, value: Any) -> list[Any]:
     return values
 
 
-def capture(work: Callable[[], Any]) -> CallResult:
-    """Return what `work` returned or raised; an error that is not a `VectorLMError` brings its traceback."""
-    rank = int(os.environ.get("RANK", 0))
+def portable(error: BaseException, where: str = "") -> VectorLMError:
+    """Return an error that every process can unpickle: of this library, or with its traceback in its text."""
+    if isinstance(error, VectorLMError):
+        return error
+    heading = f"In {where}:\n" if where else ""
+    trace = "".join(traceback.format_exception(error))
+    return EngineError(f"{type(error).__name__}: {error}\n\n{heading}{trace}")
+
+
+def capture(work: Callable[[], Any], where: str = "") -> CallResult:
+    """Return the result of `work` or its error, made `portable`.
+
+    `where` names the process if it is not a rank; the error of a rank notes the rank.
+    """
     try:
         return work(), None
-    except VectorLMError as error:
-        return None, error.of_rank(rank)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
-        return None, EngineError(text).of_rank(rank)
+        found = portable(error, where)
+        return None, found if where else found.of_rank(int(os.environ.get("RANK", 0)))
 
 
 def results_or_first_error(call_results: Sequence[CallResult]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Run a function on every rank of this machine, and report the first real error of any of them."""
+"""Run a function on every rank of this machine, and report the first real error."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,7 +24,6 @@ from typing import Any
 import cloudpickle
 
 from vectorlm.errors import LaunchError, RankFailed
-from vectorlm.ranks.placement import LOOPBACK, bounded_spin, without_gc
 from vectorlm.ranks.process_end import (
     absent_ranks,
     end_with_threads_without_memory,
@@ -35,23 +35,32 @@ from vectorlm.ranks.process_end import (
     write_fault,
     write_stack_at_end,
 )
-from vectorlm.ranks.process_group import process_group
-from vectorlm.ranks.topology import Topology, device_of, is_rank, with_rank_variables
-from vectorlm.ranks.wait import escape_what_the_console_cannot_show
+from vectorlm.ranks.topology import (
+    LOOPBACK,
+    Topology,
+    bounded_spin,
+    device_of,
+    is_rank,
+    on_loopback,
+    share_cores,
+    with_rank_variables,
+    without_gc,
+)
+from vectorlm.ranks.wait import escape_what_the_console_cannot_show, report_wait
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""SIGUSR1 is SLURM's early warning, by which the process would end without a word."""
+"""SIGUSR1 is SLURM's early warning, which would end the process without a message."""
 TIMED_OUT = re.compile("(?i)(?<!engine)timed? ?out")
-"""How gloo, NCCL, torch's store and `HandoffTimeout` say that a rank waited for others in vain."""
+"""The time-out errors of gloo, NCCL, torch's store and `HandoffTimeout`."""
 LOOK_S = 0.1
-"""How often the launcher looks at its ranks: something that a dead rank has started may keep its pipes open."""
+"""Polling interval of the launcher; a child of a dead rank may keep the rank's pipes open."""
 SHUTDOWN_S = 3.0
-"""Ranks that SIGTERM has not ended by then are killed."""
+"""Seconds between SIGTERM and SIGKILL."""
 LINGER_S = 1.0
-"""A rank that raised stays this long: a peer that was killed is then what the launcher sees first."""
+"""A rank that raised exits after this time, so that the launcher sees a killed peer first."""
 SCRATCH_VARIABLE = "VECTORLM_SCRATCH"
 UNGUARDED = "unguarded"
-"""The file that a rank leaves in the scratch folder if it runs the whole script again."""
+"""The file that a rank writes to the scratch folder if it runs the whole script again."""
 GUARD_RULE = """the script calls launch() while it is imported, and every rank imports it. Put the call, and whatever \
 else must run once, under `if __name__ == "__main__":`."""
 
@@ -81,7 +90,12 @@ def launch(fn: Callable[..., Any], *args: Any, world_size: int = 1, timeout_s: f
     """
     if world_size < 1:
         raise LaunchError(f"world_size={world_size} cannot run: it must be at least 1.")
-    _refuse_inside_an_import()
+    # As multiprocessing asks; its own error would come from every rank, with a traceback of 40 lines.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        if scratch := os.environ.get(SCRATCH_VARIABLE):
+            Path(scratch, UNGUARDED).touch()
+            os._exit(1)
+        raise LaunchError(GUARD_RULE)
     if is_rank():
         return [_call_here(fn, args, world_size, timeout_s)]
     device_of(world_size - 1)
@@ -92,19 +106,8 @@ def launch(fn: Callable[..., Any], *args: Any, world_size: int = 1, timeout_s: f
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _refuse_inside_an_import() -> None:
-    """Stop where a new process, which runs the script again to know its functions, comes to `launch`."""
-    # As multiprocessing asks; its own error would come from every rank, with a traceback of 40 lines.
-    if not getattr(multiprocessing.current_process(), "_inheriting", False):
-        return
-    if scratch := os.environ.get(SCRATCH_VARIABLE):
-        Path(scratch, UNGUARDED).touch()
-        os._exit(1)
-    raise LaunchError(GUARD_RULE)
-
-
 def _call_here(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout_s: float) -> Any:
-    """Call the function as the rank that torchrun or srun made this process."""
+    """Call the function in this process, which torchrun or srun started as a rank."""
     # For torch, and for what this rank starts.
     os.environ.update(with_rank_variables(os.environ))
     topology = Topology.from_environment()
@@ -138,7 +141,7 @@ def _end_now() -> None:
 
 
 def _call_without_forks(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call the function, and end a fork that comes back from it: result, errors and group are its parent's."""
+    """Call the function, and end a fork that returns from it: result, errors and group belong to the parent."""
     pid = os.getpid()
     escape_what_the_console_cannot_show()
     try:
@@ -152,7 +155,7 @@ def _call_without_forks(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) -> list[Any]:
-    """Run the pickled function on new ranks; `scratch` takes their temporary files and errors."""
+    """Run the pickled function on new ranks; their temporary files and errors go to `scratch`."""
     context = multiprocessing.get_context("spawn")
     ranks: list[Any] = []
     readers: list[Connection] = []
@@ -171,7 +174,7 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
             if not Path(scratch, UNGUARDED).exists():
                 raise LaunchError(f"the {world_size} ranks could not be started: {error}") from error
         finally:
-            # Before an error is told: a rank that is ended writes where it was.
+            # Before the error is raised: a rank that is ended writes its stack.
             _end(ranks)
     if Path(scratch, UNGUARDED).exists():
         raise LaunchError(GUARD_RULE)
@@ -204,7 +207,7 @@ def _wait_for(ranks: Sequence[Any], readers: Sequence[Connection]) -> tuple[dict
 
 
 def _end(ranks: Sequence[Any]) -> None:
-    """End the ranks that still run, by force if need be."""
+    """End the ranks that still run, with SIGKILL if they ignore SIGTERM."""
     started = [process for process in ranks if process.pid is not None]
     for process in started:
         process.terminate()
@@ -219,12 +222,12 @@ def _end(ranks: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _signals_end_the_run(world_size: int) -> Iterator[None]:
-    """Raise in the block at the first signal that asks this process to end; put the caller's handlers back."""
+    """Raise in the block at the first signal that ends a process; restore the caller's handlers afterwards."""
 
     def end(number: int, frame: Any) -> None:
-        for each in handlers:
+        for handled in handlers:
             # The ranks are being ended.
-            signal.signal(each, signal.SIG_IGN)
+            signal.signal(handled, signal.SIG_IGN)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise RankFailed(
@@ -234,9 +237,9 @@ def _signals_end_the_run(world_size: int) -> Iterator[None]:
     # Only the main thread may set handlers. What the caller ignores stays ignored.
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in END_SIGNALS if is_main}
-    handlers = {number: each for number, each in handlers.items() if each not in (signal.SIG_IGN, None)}
     if handlers.get(signal.SIGUSR1, signal.SIG_DFL) != signal.SIG_DFL:
-        del handlers[signal.SIGUSR1]  # It means what the caller chose.
+        del handlers[signal.SIGUSR1]  # The caller uses it for something else.
+    handlers = {number: old for number, old in handlers.items() if old not in (signal.SIG_IGN, None)}
     for number in handlers:
         signal.signal(number, end)
     try:
@@ -247,7 +250,7 @@ def _signals_end_the_run(world_size: int) -> Iterator[None]:
 
 
 def _variables_of_rank(rank: int, world_size: int, scratch: str) -> dict[str, str]:
-    """Return the variables that a rank starts with: torchrun's, and what it must have before it loads torch."""
+    """Return the environment variables of a rank: torchrun's, and those that torch reads when it is loaded."""
     error_file = _error_file(scratch, rank)
     error_file.parent.mkdir()
     return {
@@ -256,7 +259,7 @@ def _variables_of_rank(rank: int, world_size: int, scratch: str) -> dict[str, st
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_WORLD_SIZE": "1",
-        # Nobody listens there: the ranks meet in the scratch folder.
+        # Not used: the ranks meet in the scratch folder.
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": "0",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
@@ -270,9 +273,9 @@ def _variables_of_rank(rank: int, world_size: int, scratch: str) -> dict[str, st
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let a process that starts in the block have these variables, and no Ctrl-C until it asks for it.
+    """Set these variables for a process that starts in the block, and block its Ctrl-C until it unblocks it.
 
-    A rank would print a traceback out of an import.
+    Otherwise a rank would print a traceback from an import.
     """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -296,13 +299,7 @@ def _error_file(scratch: str, rank: int) -> Path:
     return Path(scratch, f"rank-{rank}", "error.json")
 
 
-def _rank_main(
-    payload: bytes,
-    parent_pid: int,
-    scratch: str,
-    timeout_s: float,
-    results: Connection,
-) -> None:
+def _rank_main(payload: bytes, parent_pid: int, scratch: str, timeout_s: float, results: Connection) -> None:
     """Run one rank: set the process up, call the function, send its result; write an error file when it raises."""
     follow_parent(parent_pid, scratch)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -319,23 +316,23 @@ def _rank_main(
             result = cloudpickle.dumps(_call_without_forks(fn, args))
         results.send_bytes(result)
     except BaseException as error:
-        # Where the launcher was killed, another rank may have removed the folder.
+        # If the launcher was killed, another rank may have removed the folder.
         with contextlib.suppress(FileNotFoundError):
             write_fault(_error_file(scratch, topology.rank), topology.rank, error)
         time.sleep(LINGER_S if topology.world_size > 1 else 0.0)
         has_failed = True
     if os.getppid() != parent_pid:
-        # The thread that follows the launcher may not have seen yet that it was killed.
+        # The thread that watches the launcher may not have noticed yet that it was killed.
         remove_folder(Path(scratch))
     if has_failed:
         _end_now()
 
 
 def _first_failure(failed: Mapping[int, int], scratch: str, world_size: int) -> str:
-    """Name the rank that failed first, of those that have ended, with their exit codes."""
+    """Return the error of the rank that failed first; `failed` holds the exit codes of ended ranks."""
     first = first_fault(scratch)
     for rank, code in failed.items():
-        # gloo aborts a rank whose peer is gone: then the peer's error is the cause.
+        # gloo aborts a rank whose peer is gone; then the cause is the peer's error.
         is_lost = first is not None and code == -signal.SIGABRT
         if not _error_file(scratch, rank).exists() and not is_lost:
             how = "" if code < 0 else " and no error"
@@ -344,3 +341,68 @@ def _first_failure(failed: Mapping[int, int], scratch: str, world_size: int) -> 
     rank, message, trace = first
     absent = absent_ranks(scratch, world_size) if TIMED_OUT.search(message) else ""
     return f"rank {rank} of {world_size} raised {message}\n{absent}\n{trace}"
+
+
+WORKERS_REST_S = 0.1
+"""Time for gloo's threads to free the tensors of the last collective. They need the interpreter for this, and abort the
+process if it is ending."""
+
+
+@contextlib.contextmanager
+def process_group(
+    topology: Topology, timeout_s: float = 1800.0, scratch: str | None = None
+) -> Iterator[None]:
+    """Initialise the default process group for the block; a group that exists already is used and left alone.
+
+    gloo carries CPU tensors and NCCL CUDA tensors. `timeout_s` is the longest wait of one collective. Ranks on CPU
+    share the cores of their node, unless OMP_NUM_THREADS is set. On one machine gloo listens on the loopback interface
+    only, unless GLOO_SOCKET_IFNAME names another. The ranks meet in the folder `scratch`, or over torchrun's store if
+    it is omitted. Only ranks may write there, because the store leads gloo to its peers, whose pickles it loads.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    if topology.is_cuda:
+        torch.cuda.set_device(topology.device)
+        # It takes 0.1 to 0.4 s to plan each new shape (sglang 4650), and packed rows have new shapes in every pass.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        share_cores(topology)
+    if topology.num_nodes == 1:
+        os.environ.update({**on_loopback(), **os.environ})
+    store: Any = None
+    if topology.world_size == 1:
+        store = dist.HashStore()
+    elif scratch is not None:
+        store = dist.FileStore(f"{scratch}/store", topology.world_size)
+        store.set_timeout(timedelta(seconds=timeout_s))
+    # The first rank of each node reports the wait, because another machine may never come.
+    speaks = topology.local_rank == 0 and topology.world_size > 1
+    place = scratch or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    what = f"rank {topology.rank} is waiting for the other ranks of {topology.world_size}, at {place}"
+    with report_wait(what, is_on=speaks):
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if topology.is_cuda else "gloo",
+            store=store,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=torch.device(topology.device) if topology.is_cuda else None,
+        )
+    try:
+        yield
+    except BaseException:
+        # The steps below wait for peers, which may be gone. A single rank has none, and its process may go on.
+        if topology.world_size == 1 and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    if dist.is_initialized():
+        if topology.num_nodes > 1:
+            # Leave together: a torchrun agent whose ranks have returned waits 300 s for the other nodes, hears of no
+            # failure there, and then reports success.
+            dist.all_reduce(torch.zeros(1))
+        dist.destroy_process_group()
+        time.sleep(WORKERS_REST_S if topology.world_size > 1 else 0.0)

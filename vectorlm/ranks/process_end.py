@@ -1,4 +1,4 @@
-"""How a process ends: with the process that started it, and leaving its error where torch's agent looks for it."""
+"""The end of a process: together with its parent, and with an error file for torch's agent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOST_PEER = re.compile("(?i)connection (reset|closed) by peer")
 
 
 def require_own_process(pid: int) -> None:
-    """Raise `EngineError` in a fork of process `pid`, where no thread of it runs and every wait would last for ever."""
+    """Raise `EngineError` in a fork of process `pid`, which has none of its threads, so that every wait would hang."""
     if os.getpid() != pid:
         raise EngineError(
             f"this engine belongs to process {pid}, and this is process {os.getpid()}, a fork of it (a worker of a "
@@ -47,17 +47,16 @@ def follow_parent(
     # torch's spawn asks the kernel for a signal at the parent's death, which would end us before we tidied up. This one
     # wakes a process that was stopped, which would not notice.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-    what = (parent_pid, scratch, before_exit)
-    threading.Thread(target=_follow, args=what, name="follow-parent", daemon=True).start()
 
+    def follow() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(POLL_S)
+        if scratch is not None:
+            remove_folder(Path(scratch))
+        before_exit()
+        os._exit(1)
 
-def _follow(parent_pid: int, scratch: str | None, before_exit: Callable[[], None]) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(POLL_S)
-    if scratch is not None:
-        remove_folder(Path(scratch))
-    before_exit()
-    os._exit(1)
+    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
 def without_tracker_warnings(environment: Mapping[str, str]) -> dict[str, str]:
@@ -75,7 +74,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def how_it_ended(code: int | None) -> str:
-    """Return in words how a process with this exit code ended; None: nobody knows."""
+    """Describe how a process with this exit code ended; None if the code is unknown."""
     if code is None:
         return "is gone"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -96,9 +95,9 @@ def write_fault(path: str | Path, rank: int, error: BaseException) -> None:
 
 
 def end_with_threads_without_memory(path: str | Path, rank: int) -> None:
-    """End this rank where a thread of it dies for lack of memory: what waits for the thread would wait for ever.
+    """End this rank if one of its threads dies for lack of memory; a wait for that thread would hang.
 
-    This includes a thread that was about to begin, on which `threading.Thread.start` waits without a limit.
+    This includes a thread that fails while it starts, for which `threading.Thread.start` waits without a limit.
     """
     of_thread, of_beginning = threading.excepthook, sys.unraisablehook
 
@@ -132,7 +131,7 @@ def write_stack_at_end(folder: str | Path, rank: int) -> None:
 
 
 def absent_ranks(folder: str | Path, world_size: int) -> str:
-    """Say of each rank that has written no error file below `folder` where it was when it was ended."""
+    """Describe where the ranks without an error file below `folder` were when they were ended."""
     raised = {note["extraInfo"].get("rank") for note in _error_notes(folder)}
     text = ""
     for rank in sorted(set(range(world_size)) - raised):
@@ -148,7 +147,7 @@ def absent_ranks(folder: str | Path, world_size: int) -> str:
 def first_fault(folder: str | Path) -> tuple[int, str, str] | None:
     """Return rank, message and traceback of the earliest error in the error files below `folder`.
 
-    A lost connection comes after every other error: a peer that runs out of memory loses it before it can say why.
+    A lost connection ranks after every other error: a peer without memory loses its connection before it reports why.
     """
     faults = []
     for note in _error_notes(folder):
@@ -160,7 +159,7 @@ def first_fault(folder: str | Path) -> tuple[int, str, str] | None:
 
 
 def _error_notes(folder: str | Path) -> list[dict[str, Any]]:
-    """Return what the error files below `folder` hold."""
+    """Return the messages of the error files below `folder`."""
     # Not rglob, which raises where a folder is removed meanwhile: a sampler whose rank is gone removes its own.
     found = [Path(place, "error.json") for place, _, files in os.walk(folder) if "error.json" in files]
     return [json.loads(path.read_text())["message"] for path in found]

@@ -1,20 +1,23 @@
-"""Where this process stands among the ranks of a run."""
+"""A process's place in the run: its rank, and the devices, cores and addresses that it uses."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vectorlm.errors import LaunchError
+from vectorlm.errors import ConfigError, LaunchError
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets for each rank; a process that has all of them is a rank."""
+"""Variables that torchrun sets for each rank; a process with all of them is a rank."""
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
-"""Where the ranks of srun meet: below the ports that Linux gives to outgoing connections, 32768 and up."""
+"""Ports at which the ranks of srun meet, below those of outgoing connections in Linux (32768 and up)."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,9 @@ class Topology:
     device: str = "cpu"
     """The device that this rank trains on, as torch spells it: ``cpu`` or ``cuda:<local_rank>``."""
     error_file: str | None = None
-    """Where the supervisor looks for this rank's error; None when nothing supervises this process."""
+    """The file for this rank's error; None if no supervisor reads it."""
     context_parallel: int = 1
-    """How many ranks, neighbours, share the tokens of each pass of the trainer, and so its data."""
+    """Number of neighbouring ranks that share the tokens of one pass, and therefore the data."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Topology:
@@ -93,7 +96,7 @@ class Topology:
 
 
 DRIVER_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")
-"""Of NVIDIA's drivers for servers and boards, of WSL's, and of AMD's."""
+"""Device files of NVIDIA's drivers for servers and boards, of WSL's driver, and of AMD's."""
 
 
 def is_rank(environment: Mapping[str, str] | None = None) -> bool:
@@ -200,3 +203,121 @@ def device_of(local_rank: int) -> str:
             "--nproc_per_node of torchrun)."
         )
     return f"cuda:{local_rank}"
+
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The division of a node between ranks and engine: of its CUDA devices, or of its cores if it has none."""
+
+    trainer: tuple[int, ...]
+    """Devices or cores of the ranks."""
+    engine: tuple[int, ...]
+    """Devices of the engine, numbered as the ranks number them, or its cores, numbered as the kernel does."""
+
+
+def split_node(topology: Topology, num_for_engine: int | None = None) -> Placement:
+    """Divide this node between its ranks and their engine, which gets the devices after theirs or the last cores.
+
+    Without `num_for_engine` the engine takes one device, or half of the cores. Raises `ConfigError` if the node has too
+    few.
+    """
+    if topology.is_cuda:
+        import torch
+
+        num_ranks, num_for_engine = topology.local_world_size, num_for_engine or 1
+        if num_ranks + num_for_engine > torch.cuda.device_count():
+            raise ConfigError(
+                f"rl.async.placement='split' needs {num_ranks} devices for the ranks and {num_for_engine} for the "
+                f"engine, but this node has {torch.cuda.device_count()}. Start fewer ranks, or use placement: shared."
+            )
+        return Placement(tuple(range(num_ranks)), tuple(range(num_ranks, num_ranks + num_for_engine)))
+    cores = sorted(os.sched_getaffinity(0))
+    num_for_engine = num_for_engine or len(cores) // 2
+    if not 0 < num_for_engine < len(cores):
+        raise ConfigError(
+            f"rl.async.placement='split' cannot give {num_for_engine} of {len(cores)} cores to the engine: each side "
+            "needs at least one. Set rl.async.engine_devices, or use placement: shared."
+        )
+    return Placement(tuple(cores[:-num_for_engine]), tuple(cores[-num_for_engine:]))
+
+
+def set_affinity(cores: Sequence[int]) -> None:
+    """Keep all present and later threads of this process on `cores`."""
+    for thread in Path("/proc/self/task").iterdir():
+        # A thread may end after it was listed.
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+def share_cores(topology: Topology) -> None:
+    """Divide the cores of this node among its ranks' torch threads, unless OMP_NUM_THREADS is set.
+
+    With more threads than cores a step takes ten times as long, because threads wait for each other in loops.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // topology.local_world_size))
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """Turn the garbage collector off during imports: torch and vLLM allocate a million objects that stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that bounds how long OpenMP's threads wait in a loop before they sleep.
+
+    libgomp's limit of 300000 rounds suits machines without other work: a waiting thread keeps the core that the thread
+    it waits for needs. With too few rounds, threads sleep at short breaks and must be woken.
+    benchmarks/results/busy.json has the time of a step by the limit, alone and beside a busy process. Only processes
+    that start with the variable read it. The user's value wins.
+    """
+    return (
+        {}
+        if "OMP_WAIT_POLICY" in environment
+        else {"GOMP_SPINCOUNT": environment.get("GOMP_SPINCOUNT", "10000")}
+    )
+
+
+def on_loopback() -> dict[str, str]:
+    """Return the variables that keep the ports of gloo and vLLM, which have no password, on this machine.
+
+    Otherwise both listen on the address that the host's name resolves to.
+    """
+    has_lo = "lo" in {name for _, name in socket.if_nameindex()}
+    return {"VLLM_HOST_IP": LOOPBACK, **({"GLOO_SOCKET_IFNAME": "lo"} if has_lo else {})}
+
+
+def tensor_parallel_size(num_devices: int, num_heads: int, weight_bytes: int, room_bytes: float) -> int:
+    """Return the smallest number of devices on which the weights fill at most half of the engine's memory.
+
+    The rest of the memory is KV cache. The result divides the number of devices and of query heads, as vLLM requires.
+    """
+    sizes = [size for size in range(1, num_devices + 1) if num_devices % size == num_heads % size == 0]
+    return next((size for size in sizes if weight_bytes <= size * room_bytes / 2), sizes[-1])
+
+
+def devices_of_engine(
+    devices: Sequence[int] | None, num_engines: int, topology: Topology
+) -> Sequence[int] | None:
+    """Return the devices of this rank's engine, out of the `devices` that the engines of a node divide."""
+    if devices is None:
+        return None
+    if not devices or len(devices) % num_engines:
+        raise ValueError(
+            f"devices={list(devices)!r} cannot be shared by {num_engines} engines. Use a multiple of {num_engines}."
+        )
+    per_engine = len(devices) // num_engines
+    first = topology.local_rank * num_engines // topology.local_world_size * per_engine
+    return devices[first : first + per_engine]

@@ -1,4 +1,4 @@
-"""Waits that say on standard error what they are for, once they take longer than a moment."""
+"""Reports of long waits on standard error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 AFTER_S, EVERY_S, TICK_S = 3.0, 15.0, 0.5
-"""Silence at first; between two lines; between two looks of a terminal's line."""
+"""Seconds until the first line; between two lines; between two updates of a terminal's line."""
 
 
 def escape_what_the_console_cannot_show() -> None:
-    """Print letters that an ASCII console has not as escapes; they would end the process with UnicodeEncodeError."""
+    """Print characters that the console lacks as escapes instead of raising UnicodeEncodeError."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -37,10 +37,10 @@ def report_wait(
     done: Callable[[], int] = int,
     total: int = 0,
 ) -> Iterator[None]:
-    """Say what the block does where it takes longer than `AFTER_S`, and at the end how long it took.
+    """Print `what` if the block takes longer than `AFTER_S`, and at the end how long it took.
 
-    In a terminal this is a line that changes, with a bar where `done` counts up to `total`; elsewhere a line is printed
-    every `EVERY_S`. `is_on` is False on ranks that say nothing.
+    A terminal shows one line that changes, with a bar if `done` counts up to `total`; elsewhere a line is printed every
+    `EVERY_S`. `is_on` is False on ranks that print nothing.
     """
     began, ended, has_spoken = time.monotonic(), threading.Event(), threading.Event()
 
@@ -51,7 +51,7 @@ def report_wait(
         if ended.wait(AFTER_S):
             return
         has_spoken.set()
-        # Not at the top: `vectorlm check` does without.
+        # Imported late: `vectorlm check` does not need it.
         from tqdm import tqdm
 
         is_plain, form = not sys.stderr.isatty(), "{desc} |{bar}|" if total else "{desc}"
@@ -78,7 +78,7 @@ def report_wait(
 
 
 def count_rows(rows: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """Yield `rows`, and report how many of `total` have been taken where that takes long."""
+    """Yield `rows`, and report how many of `total` were taken if it takes long."""
     num = 0
     with report_wait(f"{what}, rows", done=lambda: num, total=total):
         for row in rows:
@@ -87,7 +87,7 @@ def count_rows(rows: Iterable[Item], total: int, what: str) -> Iterator[Item]:
 
 
 class Progress:
-    """Says now and then how far one process is, unless that is at a terminal, where others show a bar."""
+    """Progress lines of one process; silent in a terminal, where a bar is shown instead."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -102,7 +102,7 @@ class Progress:
 
 
 def _how_far(began: float, count: int, total: int) -> str:
-    """Say how much is done of work that began at `began`, on the monotonic clock, and how long the rest will take."""
+    """Return progress, time so far and time left of work that began at `began` on the monotonic clock."""
     seconds = time.monotonic() - began
     left = f"about {span(seconds * (total - count) / count)} left" if count else ""
     counted = f"{count} of {total}" if total else ""
@@ -110,5 +110,5 @@ def _how_far(began: float, count: int, total: int) -> str:
 
 
 def span(seconds: float) -> str:
-    """Return a time as a reader says it: 42 s, 3 min, 125 min."""
+    """Return a time as text: 42 s, 3 min, 125 min."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -19,8 +19,7 @@ import cloudpickle
 from vectorlm.data.prompts import without_added_nulls
 from vectorlm.errors import ConfigError, DatasetError, RankFailed
 from vectorlm.ranks.launcher import launch
-from vectorlm.ranks.placement import without_gc
-from vectorlm.ranks.topology import Topology
+from vectorlm.ranks.topology import Topology, without_gc
 from vectorlm.report.runs import read_lines
 from vectorlm.runs.config.load import config_from_keywords
 from vectorlm.runs.config.schema import Config

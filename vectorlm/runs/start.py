@@ -23,9 +23,8 @@ from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.engine_ranks import capture, comparable, gather, require_equal, results_or_first_error
-from vectorlm.ranks.placement import Placement, set_affinity, share_cores, split_node
-from vectorlm.ranks.process_group import process_group
-from vectorlm.ranks.topology import Topology
+from vectorlm.ranks.launcher import process_group
+from vectorlm.ranks.topology import Placement, Topology, set_affinity, share_cores, split_node
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.report.card import noted_of
 from vectorlm.report.plots import plot_correction, plot_runs, plot_timeline

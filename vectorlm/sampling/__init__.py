@@ -1,6 +1,6 @@
-"""The engine that ranks sample from, and VectorLM's names for it.
+"""The sampling engine of a run, and VectorLM's names for it.
 
-The modules here run in the ranks; `sampler` holds the process that samples, `weights` the way of the weights into it.
+The modules here run in the ranks, `sampler` is the process that samples, and `weights` sends weights to it.
 Importing this package loads neither torch nor vLLM.
 """
 
@@ -32,18 +32,18 @@ __all__ = ["LoRASamplingEngine", "SamplingEngine"]
 def LoRASamplingEngine(
     model: str | Path | None = None, *, max_lora_rank: int = 16, **arguments: Any
 ) -> SamplingEngine:
-    """Return a `SamplingEngine` with room for adapters; deprecated.
+    """Return a `SamplingEngine` for LoRA adapters; deprecated.
 
-    VectorLM's class took a ``vllm.LLM``, barriers and a folder for adapters. The engine is now started from a model's
-    folder, keeps the ranks in step by itself, and swaps adapters in memory.
+    VectorLM's class took a ``vllm.LLM``, barriers and a folder for adapters. The engine now starts from a model folder,
+    synchronises the ranks by itself, and swaps adapters in memory.
 
     Args:
         model: A Hugging Face model folder.
-        max_lora_rank: The largest rank of an adapter that `update` will send.
-        **arguments: Of `SamplingEngine`.
+        max_lora_rank: Largest rank of an adapter.
+        **arguments: Arguments of `SamplingEngine`.
 
     Raises:
-        TypeError: An argument of VectorLM's class that is gone.
+        TypeError: An argument of VectorLM's class was removed.
     """
     new = f"SamplingEngine(model, enable_lora=True, max_lora_rank={max_lora_rank})"
     from vectorlm.sampling.engine import SamplingEngine
@@ -51,7 +51,7 @@ def LoRASamplingEngine(
     warnings.warn(f"LoRASamplingEngine is now {new}.", DeprecationWarning, stacklevel=2)
     for name in ("vllm_llm", "synchronization_barriers", "adapter_temp_folder"):
         if name in arguments:
-            raise TypeError(f"{name} is not an argument any more. Leave it out: {new} does without.")
+            raise TypeError(f"{name} is not an argument any more. Leave it out: {new} does not need it.")
     if not isinstance(model, str | Path):
         raise TypeError(
             f"LoRASamplingEngine takes the folder of a model, not a {type(model).__name__}. Write {new}: it starts "
@@ -61,7 +61,7 @@ def LoRASamplingEngine(
 
 
 def __getattr__(name: str) -> Any:
-    """Load the engine on first use; explain what replaces a name of VectorLM's module.
+    """Load the engine at its first use; name the replacement of a removed name.
 
     Removed names raise ImportError because `from vectorlm.sampling import NAME` hides the text of an AttributeError.
     """

@@ -1,4 +1,4 @@
-"""What another inference engine, or another trainer, must implement to replace ours.
+"""The interfaces of an inference engine and of a trainer, for implementations of your own.
 
 A training loop calls a `vectorlm.types.Engine` on all ranks. Behind `vectorlm.SamplingEngine` runs a `Backend`, driven
 from one thread; on every rank a `WeightSource` sends the weights. docs/howto/own_backend.md and docs/contracts.md show
@@ -7,10 +7,16 @@ how to write either, and `vectorlm.sampling.testing` holds the checks that both 
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from vectorlm.errors import EngineError
 from vectorlm.types import Completion
 
 if TYPE_CHECKING:
@@ -27,18 +33,18 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The end of one request."""
+    """The output of one request, or a part of it."""
 
     name: str
-    """The name that it was submitted under."""
+    """The name from `submit`."""
     completions: Sequence[Completion]
-    """The sampling parameters' `n` completions, in the order of their seeds."""
+    """The `n` completions, in the order of their seeds."""
     error: Exception | None = None
-    """Why there are no completions; it ends the caller's batch and no other."""
+    """The error that replaces the completions; it fails this batch only."""
     raw: Any = None
     """vLLM's own ``RequestOutput``, if there is one; `SamplingEngine.generate` returns it."""
     is_part: bool = False
-    """Whether the request goes on; the one completion is then what was sampled since the last part."""
+    """Whether the request goes on; its only completion then holds the tokens since the last part."""
 
 
 class Backend(Protocol):
@@ -51,7 +57,7 @@ class Backend(Protocol):
 
     Errors that are not of `vectorlm.errors` reach the ranks as `EngineError`, with their traceback.
 
-    Answers are checked before the ranks get them (`vectorlm.sampling.sampler.answers`); one that breaks a rule ends
+    Answers are checked before the ranks get them, by `AnswerRules`; one that breaks a rule ends
     its batch with an `EngineError`, and the engine goes on. Each name that was submitted, and not cancelled, is
     answered once, with exactly `n` completions. A completion repeats the token ids of its prompt, has at most
     `max_tokens` tokens, a finish reason that vLLM has, and for each token its version and, with `logprobs`, its
@@ -242,3 +248,114 @@ class Trainer(WeightSource, Protocol):
 
     def step(self, batch: Any) -> Mapping[str, float]:
         """Take one optimizer step on this rank's `batch`; return metrics, equal on all ranks."""
+
+
+FINISH_REASONS = (None, "stop", "length", "abort", "error", "repetition")
+"""Those of vLLM."""
+SLACK = 1e-4
+"""The log-probability of a token that is certain may round to a number above 0."""
+
+
+class AnswerRules:
+    """Checks of a backend's answers; errors name the backend, the prompt and the value."""
+
+    def __init__(self, backend: Any, model: str | None) -> None:
+        """Read the backend's first version, and the vocabulary size of the backend or of the folder `model`."""
+        self._name = type(backend).__name__
+        self._vocab_size = backend.vocab_size if hasattr(backend, "vocab_size") else _vocab_size(model)
+        self.loaded: list[int] = [backend.version]
+        """The version of each load, in order."""
+
+    def error(self, index: int, what: str) -> EngineError:
+        """Return the error of the prompt with this index."""
+        return EngineError(f"the backend {self._name} answered prompt {index} {what}.")
+
+    def unknown(self, name: str) -> EngineError:
+        """Return the error for an unknown name, which may replace any request in flight."""
+        return EngineError(
+            f"the backend {self._name} answered a request {name!r}, which was never submitted: RequestOutput.name must "
+            "be the name that `submit` got."
+        )
+
+    def check_prompt(self, index: int, token_ids: Sequence[int]) -> None:
+        """Raise EngineError for tokens outside the vocabulary, which would crash an engine on CUDA."""
+        size = self._vocab_size
+        if size and token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+            outside = next(token for token in token_ids if not 0 <= token < size)
+            raise EngineError(f"prompt {index} has token {outside}: it must be from 0 to {size - 1}.")
+
+    def check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[Any],
+        outputs: Sequence[RequestOutput],
+        num_loads: int,
+    ) -> None:
+        """Raise EngineError for an answer that breaks a rule of `Backend`.
+
+        Valid versions are those of the loads from number `num_loads` on, the last load before the submission.
+        """
+        held = self.loaded[num_loads - 1 :]
+        for index, (prompt, asked, output) in enumerate(zip(prompts, params, outputs, strict=True)):
+            what = _wrong_record(prompt, asked, output.completions)
+            for completion in output.completions:
+                what = what or self._wrong_values(completion, held)
+            if what:
+                raise self.error(index, what)
+
+    def _wrong_values(self, completion: Completion, held: Sequence[int]) -> str | None:
+        """Return the broken rule of tokens, log-probabilities or versions; None if there is none."""
+        tokens, logprobs, versions = completion.token_ids, completion.sampler_logprobs, completion.versions
+        size = self._vocab_size or sys.maxsize
+        if tokens and (min(tokens) < 0 or max(tokens) >= size):
+            token = next(token for token in tokens if not 0 <= token < size)
+            limit = f" to {size - 1}" if self._vocab_size else ""
+            return f"with token {token}, but token ids are from 0{limit}"
+        # A sum is fast, and NaN or infinity survives it.
+        if not math.isfinite(sum(logprobs)):
+            odd = next(logprob for logprob in logprobs if not math.isfinite(logprob))
+            return f"with a log-probability of {odd}, which is not finite: the weights may hold NaN"
+        if logprobs and max(logprobs) > SLACK:
+            odd = next(logprob for logprob in logprobs if logprob > SLACK)
+            return f"with a log-probability of {odd}, which must be at most 0"
+        order, left = [version for version, _ in itertools.groupby(versions)], iter(held)
+        if not all(version in left for version in order):
+            shown = ", ".join(map(str, order))
+            return f"with tokens of versions {shown}, but the weights were, in this order, {list(held)}"
+        return None
+
+
+def _wrong_record(prompt: Sequence[int], asked: Any, completions: Sequence[Completion]) -> str | None:
+    """Return the contradiction to the prompt or its sampling parameters; None if there is none."""
+    n, max_tokens = _parameter(asked, "n") or 1, _parameter(asked, "max_tokens")
+    if len(completions) != n:
+        return f"with {len(completions)} completions, but n={n}"
+    ids = tuple(prompt)
+    for completion in completions:
+        num_tokens, num_logprobs = len(completion.token_ids), len(completion.sampler_logprobs)
+        if tuple(completion.prompt_token_ids) != ids:
+            shown = str(completion.prompt_token_ids)[:60]
+            return f"with prompt_token_ids={shown}, but the prompt is {str(prompt)[:60]}"
+        if completion.finish_reason not in FINISH_REASONS:
+            return f"with finish_reason={completion.finish_reason!r}, but it must be one of {FINISH_REASONS}"
+        if max_tokens is not None and num_tokens > max_tokens:
+            return f"with {num_tokens} tokens, but max_tokens={max_tokens}"
+        if len(completion.versions) != num_tokens:
+            return f"with {len(completion.versions)} versions for {num_tokens} tokens"
+        if num_logprobs != num_tokens and (num_logprobs or _parameter(asked, "logprobs") is not None):
+            return f"with {num_logprobs} sampler_logprobs for {num_tokens} tokens"
+    return None
+
+
+def _parameter(asked: Any, name: str) -> Any:
+    """Return a sampling parameter, of a mapping or of an object; None if it is not given."""
+    return asked.get(name) if isinstance(asked, Mapping) else getattr(asked, name, None)
+
+
+def _vocab_size(model: str | None) -> int | None:
+    path = Path(model or "", "config.json")
+    if model is None or not path.is_file():
+        return None
+    config = json.loads(path.read_text(encoding="utf-8"))
+    size: int | None = (config.get("text_config") or config).get("vocab_size")
+    return size

@@ -1,4 +1,4 @@
-"""An inference engine, called from every rank of a training loop, with weights that follow the training."""
+"""The inference engine of a training loop: all ranks call it, and `update` swaps in the trained weights."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from vectorlm.ranks.process_end import require_own_process
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import arguments, messages
 from vectorlm.sampling.contract import WeightSource
-from vectorlm.sampling.handle import BatchHandle, exchange_results
+from vectorlm.sampling.handle import BatchHandle, LocalRequests, exchange_results
 from vectorlm.sampling.hot_swap import HotSwap
 from vectorlm.sampling.inline_channel import InlineChannel
-from vectorlm.sampling.local_requests import LocalRequests
 from vectorlm.sampling.process_channel import ProcessChannel, let_go_of_last_error
 from vectorlm.sampling.sampler.scheduler import require_room_for_sleep
 from vectorlm.sampling.settings import Channels, EngineSettings
-from vectorlm.settings import require_choice
 from vectorlm.types import Completion, InFlight, Prompt, SamplingRequest, UpdateReport
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 
 WAIT_S = 0.05
-"""Longest wait of a rank for its own engine before it looks at the other ranks again."""
+"""Longest wait of a rank for its own engine between two exchanges with the other ranks, in seconds."""
 _STARTED: weakref.WeakSet[SamplingEngine] = weakref.WeakSet()
 """The engines of this process that have a sampler process."""
 
@@ -107,14 +105,14 @@ class SamplingEngine:
         self._start_timeout_s = start_timeout_s
         self._collectives = Collectives(topology, settings.timeout_s)
         self.engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
-        """The ranks that own an engine, and their meetings with the others."""
+        """The ranks that own an engine, and their exchanges with the other ranks."""
         self._ready: messages.Ready | None = None
         self._start_error: EngineError | None = None
         self._closed = False
         self._names = itertools.count()
         self._pid = os.getpid()
         self._open: weakref.WeakValueDictionary[str, BatchHandle] = weakref.WeakValueDictionary()
-        """What `submit` returned, by name, as long as somebody keeps it."""
+        """The batches of `submit` that are still referenced, by name."""
         own_args = engine_args
         if settings.inference == "vllm" and (index := topology.rank // self.engine_ranks.ranks_per_engine):
             # Engines with one seed would draw the same random numbers for requests without a seed.
@@ -122,14 +120,13 @@ class SamplingEngine:
         start = messages.Start(str(model), own_args, settings.receiver, settings.inference)
         self._channel = self._open_channel(start, channel, devices, log_path)
         self.local = None if self._channel is None else LocalRequests(self._channel, settings.timeout_s)
-        """What a thread of this rank asks the engine with that the rank owns; None where it owns none."""
-        # Nothing here may point back to the engine: dropped by a notebook cell, it must end at once.
+        """Single requests to the engine that this rank owns; None on ranks without an engine."""
+        # Nothing here may refer to the engine: it must end as soon as a notebook cell drops it.
         self._swap = HotSwap(self.engine_ranks, self._channel, settings)
-        # The same on all ranks, which compare it before the engine starts.
         same = arguments.same_on_ranks(settings, engine_args)
         self._same = comparable({**same, "data_parallel_size": data_parallel_size, "channel": channel})
         if isinstance(self._channel, ProcessChannel):
-            if other := next((each for each in _STARTED if not each._closed), None):
+            if other := next((engine for engine in _STARTED if not engine._closed), None):
                 warnings.warn(
                     f"another engine of this process is open, with {other._model}: both hold weights and a KV cache. "
                     "If you do not need it any more, call its close() first. A notebook also keeps what a cell has "
@@ -168,7 +165,7 @@ class SamplingEngine:
 
     @property
     def sampling_params(self) -> Any:
-        """What is sampled with where a call gives none."""
+        """Sampling parameters for calls without their own."""
         return self._settings.sampling_params
 
     @property
@@ -178,7 +175,7 @@ class SamplingEngine:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """What encodes texts and chat messages: the backend's own, or that of ``tokenizer=…`` or the folder."""
+        """The tokenizer for texts and chat messages: the backend's, that of ``tokenizer=…``, or the folder's."""
         if (own := self.wait_until_ready().tokenizer) is not None:
             return own
         name, options = self._tokenizer_of
@@ -192,10 +189,9 @@ class SamplingEngine:
         """
         require_own_process(self._pid)
         if self._start_error is not None:
-            # Each cell of a notebook raises it again, and would add its own frames.
+            # Without this, each notebook cell that raises it adds its frames.
             raise self._start_error.with_traceback(None)
-        if self._closed:
-            raise EngineError("the engine is closed.")
+        self._collectives.require_open()
         if self._ready is None:
             require_equal(self._collectives.all_gather_object("start the engine", self._same))
             try:
@@ -204,7 +200,7 @@ class SamplingEngine:
                     lambda: self._channel.answer(0, self._start_timeout_s, "loading the model"),
                 )[0]
             except EngineError as error:
-                # The sampler sends it once, and every later call raises it again; silence may end.
+                # The sampler sends it once, but every later call must raise it. A silent engine may answer later.
                 self._start_error = None if isinstance(error, EngineTimeout) else error
                 raise
         return self._ready
@@ -233,15 +229,14 @@ class SamplingEngine:
             local_prompts: This rank's prompts; may be empty.
             sampling_params: As for `sample`, for this rank's prompts; may differ between ranks.
 
-        Raises:
-            EngineError, HandoffTimeout: As for `sample`; all ranks raise.
+        Raises the errors of `sample`, on all ranks.
         """
         return self._submit_sharded(local_prompts, sampling_params).complete()
 
     def generate(
         self, prompts: Sequence[Prompt] | str, sampling_params: Any = None, use_tqdm: bool = False
     ) -> list[vllm.RequestOutput]:
-        """Do what ``vllm.LLM.generate`` does, on every rank; takes what `sample` takes and raises as it does.
+        """Do what ``vllm.LLM.generate`` does, on every rank; arguments and errors are those of `sample`.
 
         Args:
             use_tqdm: Print on rank 0 how long it took; there is no progress bar.
@@ -277,8 +272,8 @@ class SamplingEngine:
     def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> BatchHandle:
         """Start sampling and return at once; the engine samples while the ranks do something else.
 
-        Takes what `sample` takes, and returns the batch: `done()`, `result(timeout_s)` and `cancel()`. Every rank keeps
-        it: a batch that one of them lets go of is cancelled, with a warning. An `update` while it is not done needs
+        Takes the arguments of `sample`, and returns the batch: `done()`, `result(timeout_s)` and `cancel()`. Keep it on
+        every rank: a batch that one rank drops is cancelled, with a warning. An `update` during the batch needs
         `in_flight`.
 
         Raises:
@@ -295,7 +290,7 @@ class SamplingEngine:
     def poll(self, timeout_s: float = 0.0) -> list[BatchHandle]:
         """Return the batches that have finished, each once, in the order of their submission, with their results.
 
-        Batches that were cancelled, whose result was read, or that nobody keeps are left out.
+        Batches that were cancelled, read or dropped are left out.
 
         Args:
             timeout_s: If none has finished, wait for one, this many seconds at most; does not wait if nothing is in
@@ -305,25 +300,27 @@ class SamplingEngine:
         deadline_s = time.monotonic() + timeout_s
         kept = {name: batch for name, batch in self._open.items() if not batch.is_settled}
 
-        def here() -> dict[str, bool]:
+        def finished_here() -> dict[str, bool]:
             return {name: batch.is_finished_here() for name, batch in kept.items()}
 
         while True:
             left_s = max(deadline_s - time.monotonic(), 0.0) if kept else 0.0
             of_ranks = self._look(
                 "poll",
-                lambda: (here(), deadline_s <= time.monotonic()),
-                lambda: any(here().values()),
+                lambda: (finished_here(), deadline_s <= time.monotonic()),
+                lambda: any(finished_here().values()),
                 left_s,
             )
-            # A rank lets go of a batch when Python collects it; the others could not read its result alone.
+            # A batch that one rank has garbage-collected has no collective result any more.
             for name in [name for name in kept if any(name not in flags for flags, _ in of_ranks)]:
                 warnings.warn(
-                    "another rank does not keep a batch, which is cancelled here too.", RuntimeWarning, 2
+                    "another rank dropped a batch of submit(), so it is cancelled on all ranks.",
+                    RuntimeWarning,
+                    2,
                 )
                 kept.pop(name).cancel()
             finished = [batch for name, batch in kept.items() if all(flags[name] for flags, _ in of_ranks)]
-            # Ranks' clocks differ: the first decides for all.
+            # Clocks differ between ranks, so the clock of rank 0 decides.
             if finished or not kept or of_ranks[0][1]:
                 break
         exchange_results(finished)
@@ -336,8 +333,9 @@ class SamplingEngine:
     ) -> UpdateReport:
         """Hot-swap the weights of `model` into the running engine, unless it holds them under `train_step` already.
 
-        Every rank sends its own shard (`transport`); none returns, to write to its weights, before the engine has all.
-        No later request finds cached blocks of the old ones. For modules, FSDP2, tied weights and LoRA (`lora_mode`).
+        Every rank sends its own shard (`transport`), and no rank returns before the engine has all weights. Later
+        requests find no cached blocks of the old weights. Supports plain modules, FSDP2, tied weights and LoRA
+        (`lora_mode`).
 
         Args:
             model: The trained model, on every rank, or a `vectorlm.sampling.contract.WeightSource`.
@@ -354,33 +352,21 @@ class SamplingEngine:
             RankMismatch: Ranks passed different steps.
             EngineError, HandoffTimeout: As for `sample`.
         """
-        import torch
-
-        if not isinstance(model, torch.nn.Module | WeightSource):
-            raise TypeError(
-                f"update takes the model itself, a torch.nn.Module, or a WeightSource, not a {type(model).__name__}."
-            )
-        if isinstance(train_step, bool) or not isinstance(train_step, int):
-            raise TypeError(f"train_step={train_step!r} is not a version: it must be an integer.")
-        if not 0 <= train_step < 2**31:
-            raise ValueError(
-                f"train_step={train_step} is not a version: it must be at least 0 and below 2^31."
-            )
-        require_choice("in_flight", in_flight, InFlight)
+        arguments.require_update(model, train_step, in_flight)
         ready = self.wait_until_ready()
         with nullcontext() if self.local is None else self.local.held():
-            if in_flight == "drain":
-                self._drain()
+            while in_flight == "drain" and not self._is_drained():
+                pass
             return self._swap.update(model, train_step, in_flight, ready.transports, self._num_in_flight)
 
     def next_name(self) -> str:
-        """Return a name that nothing else of this engine has, the same on all ranks."""
+        """Return a new name, unique in this engine and equal on all ranks."""
         return str(next(self._names))
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
         """Free the device memory of weights or KV cache; until `wake_up` the engine samples nothing.
 
-        No rank returns before the memory is free. Weights that slept are lost until the next `update`, and the prefix
+        No rank returns before the memory is free. Sleeping weights are lost until the next `update`, and the prefix
         cache is emptied. On CUDA the engine must have been built with ``enable_sleep_mode=True``; on CPU the memory
         stays where it is, under the same rules.
 
@@ -394,20 +380,20 @@ class SamplingEngine:
         self._rest(messages.Sleep(weights, kv_cache), "put the engine to sleep")
 
     def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
-        """Take back the memory that `sleep` gave away; weights that slept are lost until the next `update`.
+        """Take back the memory that `sleep` freed; weights that slept are lost until the next `update`.
 
-        No memory is taken before every rank has called. `update` wakes the weights by itself, so the order that needs
-        the least memory is: sleep, train, update, wake the KV cache, sample.
+        No memory is taken before every rank has called. `update` wakes the weights, so this order needs the least
+        memory: sleep, train, update, wake the KV cache, sample.
 
         Raises:
-            EngineError: The device has too little free memory; what could not be woken sleeps on.
+            EngineError: The device has too little free memory; the part sleeps on, and the call may be repeated.
         """
         self._rest(messages.WakeUp(weights, kv_cache), "wake the engine up")
 
     def close(self) -> None:
         """End the engine; safe to call twice, and not a collective."""
         if self._pid != os.getpid():
-            return  # A fork has a copy of this object, and the engine is its parent's.
+            return  # This is a fork; the engine belongs to the parent.
         self._closed = True
         self._swap.close()
         if self._channel is not None:
@@ -416,7 +402,7 @@ class SamplingEngine:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a SamplingEngine cannot be sent to another process: build it in the process that calls it."
+            "a SamplingEngine cannot be sent to another process: build it in the process that uses it."
         )
 
     def __repr__(self) -> str:
@@ -431,7 +417,7 @@ class SamplingEngine:
         self.close()
 
     def __del__(self) -> None:
-        # A notebook cell that runs again drops the old engine without closing it.
+        # A notebook cell that runs again drops the old engine without a call of close().
         try:  # noqa: SIM105 (`contextlib.suppress` may be gone already when the interpreter ends)
             self.close()
         except Exception:
@@ -463,44 +449,43 @@ class SamplingEngine:
         """Queue one batch of all ranks' prompts; its result holds this rank's."""
         self.wait_until_ready()
 
-        def mine() -> tuple[list[list[int]], list[Any]]:
+        def encode() -> tuple[list[list[int]], list[Any]]:
             token_ids = self._encode(as_list(local_prompts))
-            each = self.sampling_params if params is None else params
-            return token_ids, arguments.one_each(each, len(token_ids))
+            own_params = self.sampling_params if params is None else params
+            return token_ids, arguments.one_each(own_params, len(token_ids))
 
-        of_ranks = self.engine_ranks.on_all_ranks("sample sharded", mine)
-        first = sum(len(token_ids) for token_ids, _ in of_ranks[: self._topology.rank])
-        everything = messages.Generate(
-            [each for token_ids, _ in of_ranks for each in token_ids],
-            [each for _, params in of_ranks for each in params],
-            as_request_outputs,
-        )
-        return self._begin(everything, range(first, first + len(of_ranks[self._topology.rank][0])))
+        shards = self.engine_ranks.on_all_ranks("sample sharded", encode)
+        first = sum(len(token_ids) for token_ids, _ in shards[: self._topology.rank])
+        prompts = [prompt for token_ids, _ in shards for prompt in token_ids]
+        all_params = [row for _, row_params in shards for row in row_params]
+        command = messages.Generate(prompts, all_params, as_request_outputs)
+        return self._begin(command, range(first, first + len(shards[self._topology.rank][0])))
 
     def _look(
         self, place: str, look: Callable[[], Any], until: Callable[[], bool], wait_s: float
     ) -> list[Any]:
-        """Look at the batches in flight on every rank, once this rank's engine has something to tell."""
+        """Wait for this rank's engine, until `until()` holds or `wait_s` is over; return `look()` of every rank."""
         if self._channel is not None:
             self._channel.advance(until, min(wait_s, WAIT_S))
         return self.engine_ranks.on_all_ranks(place, look)
 
     def _num_in_flight(self) -> int:
-        """Return what is in flight on all engines, chunks that none has drawn included; 0 of one, which counts itself.
+        """Return the number of batches and single requests in flight on all engines; 0 for one engine.
 
-        Each engine knows its own requests alone: without this, one would refuse what another has begun.
+        An engine knows only its own requests, so with several engines one could refuse a call that another accepts.
+        A single engine refuses by itself.
         """
         if len(self.engine_ranks.ranks) == 1:
             return 0
 
-        def here() -> int:
+        def count_here() -> int:
             waiting = 0 if self.local is None else self.local.num_in_flight
             return waiting + sum(not batch.is_finished_here() for batch in self._open.values())
 
-        return sum(self.engine_ranks.on_all_ranks("count the requests in flight", here))
+        return sum(self.engine_ranks.on_all_ranks("count the requests in flight", count_here))
 
-    def _drain(self) -> None:
-        """Wait until nothing is in flight any more."""
+    def _is_drained(self) -> bool:
+        """Wait a moment; return whether no request is in flight on any rank."""
 
         def ended() -> bool:
             is_idle = self.local is None or not self.local.num_in_flight
@@ -511,8 +496,7 @@ class SamplingEngine:
                 self.local.advance()
             return ended()
 
-        while not all(self._look("drain", look, lambda: capture(ended) != (False, None), WAIT_S)):
-            pass
+        return all(self._look("drain", look, lambda: capture(ended) != (False, None), WAIT_S))
 
     def _rest(self, command: messages.Sleep | messages.WakeUp, place: str) -> None:
         self.wait_until_ready()
@@ -540,7 +524,7 @@ class SamplingEngine:
 
 
 def _with_texts(outputs: list[vllm.RequestOutput], prompts: Sequence[Prompt]) -> list[vllm.RequestOutput]:
-    """Give vLLM's objects the prompts that were texts, as vLLM does; its engine has seen token ids alone."""
+    """Set the prompts that were texts on vLLM's objects, as vLLM does; its engine got token ids only."""
     for output, prompt in zip(outputs, prompts, strict=True):
         if isinstance(prompt, str):
             output.prompt = prompt

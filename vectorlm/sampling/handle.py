@@ -1,19 +1,23 @@
-"""A batch in flight, as every rank sees it."""
+"""Requests in flight: batches that all ranks submitted, and single requests of one rank."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import os
+import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import EngineError, EngineTimeout
-from vectorlm.ranks.engine_ranks import capture
+from vectorlm.ranks.engine_ranks import CallResult, capture
 from vectorlm.sampling import messages
+from vectorlm.sampling.inline_channel import InlineChannel
 from vectorlm.sampling.messages import unpack
 from vectorlm.types import Completion
 
@@ -23,20 +27,20 @@ if TYPE_CHECKING:
     from vectorlm.ranks.engine_ranks import EngineRanks
 
     Answers = dict[int, np.ndarray]
-    """Packed answers, by the chunk's place in the batch."""
+    """Packed answers, by the index of the chunk in the batch."""
 
 CHUNKS_IN_FLIGHT = 8
-"""Chunks that fill an engine where several engines compete for prompts."""
+"""Number of chunks that fill an engine if several engines share the prompts of a batch."""
 LET_GO = (
-    "nobody keeps what engine.submit() returned: the batch is cancelled. Keep it until its result is read, or until "
-    "engine.poll() returns it."
+    "the batch that engine.submit() returned was garbage-collected, so it is cancelled. Keep it until you have read "
+    "its result, or until engine.poll() returns it."
 )
 
 
 class WorkQueue:
-    """The chunks of a batch that one engine took from the common queue, and their answers.
+    """The chunks of a batch that one engine took from the shared queue, and their answers.
 
-    The queue is a counter that all engine ranks draw from: a faster engine takes more, and nobody dispatches.
+    The queue is a counter that all engine ranks increment: a faster engine takes more chunks, without a dispatcher.
     """
 
     def __init__(
@@ -47,12 +51,9 @@ class WorkQueue:
         capacity: int,
         silence_s: float,
     ) -> None:
-        """Take the first of `chunks`; `draw` returns the next chunk's place, `capacity` prompts fit into the engine."""
-        self._channel = channel
-        self._draw = draw
-        self._chunks = chunks
-        self._capacity = capacity
-        self._silence_s = silence_s
+        """Take the first of `chunks`; `draw` returns the index of the next, `capacity` is the engine's, in prompts."""
+        self._channel, self._silence_s = channel, silence_s
+        self._draw, self._chunks, self._capacity = draw, chunks, capacity
         self._is_drained = False
         self._in_flight: dict[int, int] = {}
         self._answers: Answers = {}
@@ -64,7 +65,7 @@ class WorkQueue:
         return self._is_drained and all(map(self._has_answer, self._in_flight.values()))
 
     def collect(self, deadline_s: float | None) -> Answers:
-        """Wait for every answer; raises as `Channel.answer` does, and may be called again after a time-out."""
+        """Wait for all answers; raises what `Channel.answer` raises, and may be called again after a time-out."""
         self._take_more()
         while self._in_flight:
             place, number = next(iter(self._in_flight.items()))
@@ -74,7 +75,7 @@ class WorkQueue:
         return self._answers
 
     def cancel(self) -> bool:
-        """Abort what is in flight, and take nothing more; return whether anything was."""
+        """Abort the chunks in flight and take no more; return whether any was in flight."""
         self._is_drained = True
         numbers = list(self._in_flight.values())
         self._in_flight.clear()
@@ -99,7 +100,7 @@ class WorkQueue:
 
 
 class BatchHandle:
-    """The handle that `SamplingEngine.submit` returns; its calls are collective."""
+    """A batch in flight, as `SamplingEngine.submit` returns it; its methods are collective."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class BatchHandle:
         max_num_seqs: int,
         silence_s: float,
     ) -> None:
-        """Queue the same prompts on every rank; the result holds those at `places`, without a gap."""
+        """Queue the same prompts on every rank; the result holds the prompts in the range `places`."""
         self.name = name
         """The same on all ranks."""
         self._pid = os.getpid()
@@ -122,7 +123,7 @@ class BatchHandle:
         self._collectives = collectives = engine_ranks.collectives
         self._channel = channel
         num_prompts, num_engines = len(command.prompts), len(engine_ranks.ranks)
-        # An engine starts with 1/num_engines of the prompts at most; beyond its capacity the faster one takes more.
+        # An engine starts with at most 1/num_engines of the prompts; later the faster engine takes more.
         capacity = num_prompts if num_engines == 1 else min(max_num_seqs, -(-num_prompts // num_engines))
         self._chunk_size = capacity if num_engines == 1 else max(1, capacity // CHUNKS_IN_FLIGHT)
         self._queue: WorkQueue | None = None
@@ -131,8 +132,16 @@ class BatchHandle:
         if not num_prompts:
             self._result = ({}, None)
         elif channel is not None:
-            chunks = _split(command, self._chunk_size)
-            # A lone engine need not ask what others have drawn.
+            prompts, params = command.prompts, command.sampling_params
+            has_own = isinstance(params, Sequence) and len(params) == num_prompts
+            pieces = [
+                slice(start, start + self._chunk_size) for start in range(0, num_prompts, self._chunk_size)
+            ]
+            chunks = [
+                replace(command, prompts=prompts[piece], sampling_params=params[piece] if has_own else params)
+                for piece in pieces
+            ]
+            # A single engine needs no counter in the store.
             draw = itertools.count().__next__ if num_engines == 1 else lambda: collectives.ticket(name)
             self._queue, self._failure = capture(
                 lambda: WorkQueue(channel, draw, chunks, capacity, silence_s)
@@ -140,22 +149,22 @@ class BatchHandle:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every rank knows its result, or that it was cancelled."""
+        """Whether every rank has its result, or it was cancelled."""
         return self._result is not None
 
     def done(self) -> bool:
-        """Return whether `result` would not wait; `result` raises the errors of the engine."""
+        """Return whether `result` would return without waiting; errors of the engine are raised there."""
         if self._result is None and self._channel is not None:
             self._channel.advance()
         return self._result is not None or all(self._engine_ranks.on_all_ranks("poll", self.is_finished_here))
 
     def is_finished_here(self) -> bool:
-        """Return whether this rank's engine, if any, has nothing left to do, or failed; not a collective."""
+        """Return whether this rank's engine, if any, has finished the batch or failed; not a collective."""
         finished, error = capture(self.look)
         return error is not None or bool(finished)
 
     def look(self) -> bool:
-        """Return whether this rank's engine has nothing left to do; raises where it is dead or silent."""
+        """Return whether this rank's engine has finished the batch; raises if it is dead or silent."""
         return self._result is not None or self._queue is None or self._queue.is_finished()
 
     def result(self, timeout_s: float | None = None) -> list[list[Completion]]:
@@ -168,45 +177,6 @@ class BatchHandle:
             EngineTimeout: They were not finished within `timeout_s`; they go on, and `result` may be called again.
             EngineError: The engine raised (the text holds its traceback), died, or the requests were cancelled.
         """
-        first, last = self._places.start, self._places.stop
-        found: list[Any] = []
-        for place, packed in sorted(self._all_answers(timeout_s).items()):
-            start = place * self._chunk_size
-            if start < last and start + self._chunk_size > first:
-                found += unpack(packed, max(first - start, 0), min(last - start, self._chunk_size))
-        if self._as_request_outputs:
-            for index, output in enumerate(found, start=first):
-                output.request_id = str(index)
-        return found
-
-    def complete(self) -> list[Any]:
-        """Return the result; abort the requests if the caller stops waiting: nobody else could ask for it."""
-        try:
-            return self.result()
-        except BaseException:
-            self._cancel_here()
-            raise
-
-    def cancel(self) -> None:
-        """Take the requests back; `result` then raises `EngineError`. Does nothing once there is a result."""
-        if self._result is None:
-            self._cancel_here()
-            self._result = ({}, EngineError("these requests were cancelled."))
-
-    def __del__(self) -> None:
-        # Nobody can ask for the answers any more: the engine need not sample them, nor the channel keep them.
-        try:
-            if self._cancel_here() and self._result is None and self._pid == os.getpid():
-                self._collectives.require_open()
-                warnings.warn(LET_GO, RuntimeWarning, stacklevel=2)
-        except Exception:  # Whatever this needs may be gone when the interpreter ends.
-            pass
-
-    def _cancel_here(self) -> bool:
-        """Return whether anything was in flight here."""
-        return self._queue is not None and self._queue.cancel()
-
-    def _all_answers(self, timeout_s: float | None) -> Answers:
         if self._result is None:
             self._collectives.require_open()
             late = exchange_results([self], None if timeout_s is None else time.monotonic() + timeout_s)
@@ -216,13 +186,43 @@ class BatchHandle:
         answers, error = self._result
         if error is not None:
             raise error
-        return answers
+        first, last = self._places.start, self._places.stop
+        found: list[Any] = []
+        for place, packed in sorted(answers.items()):
+            start = place * self._chunk_size
+            if start < last and start + self._chunk_size > first:
+                found += unpack(packed, max(first - start, 0), min(last - start, self._chunk_size))
+        if self._as_request_outputs:
+            for index, output in enumerate(found, start=first):
+                output.request_id = str(index)
+        return found
 
-    def _settle(self, answers: Answers, error: Exception | None) -> None:
-        self._result = answers, error
-        if len(self._engine_ranks.ranks) > 1:
-            # Every engine has drawn its last chunk before it gave its answers.
-            self._collectives.forget_tickets(self.name)
+    def complete(self) -> list[Any]:
+        """Return the result; abort the requests if the caller stops waiting, because only the caller can read it."""
+        try:
+            return self.result()
+        except BaseException:
+            self._cancel_here()
+            raise
+
+    def cancel(self) -> None:
+        """Cancel the requests; `result` then raises `EngineError`. Does nothing after the result was read."""
+        if self._result is None:
+            self._cancel_here()
+            self._result = ({}, EngineError("these requests were cancelled."))
+
+    def __del__(self) -> None:
+        # Nobody can read the answers any more, so the engine must not sample them, nor the channel keep them.
+        try:
+            if self._cancel_here() and self._result is None and self._pid == os.getpid():
+                self._collectives.require_open()
+                warnings.warn(LET_GO, RuntimeWarning, stacklevel=2)
+        except Exception:  # Whatever this needs may be gone when the interpreter ends.
+            pass
+
+    def _cancel_here(self) -> bool:
+        """Cancel on this rank; return whether anything was in flight here."""
+        return self._queue is not None and self._queue.cancel()
 
     def _collect(self, deadline_s: float | None) -> Answers:
         if self._failure is not None:
@@ -231,10 +231,10 @@ class BatchHandle:
 
 
 def exchange_results(batches: Sequence[BatchHandle], deadline_s: float | None = None) -> EngineTimeout | None:
-    """Give the answers of every engine to every rank, in one message of each engine.
+    """Send the answers of every engine to every rank, one message per engine.
 
     Returns:
-        Why a batch has no result yet: `deadline_s` has passed, or an engine is silent. It goes on.
+        The error of a batch without a result: `deadline_s` has passed, or an engine is silent. The batch goes on.
     """
     if not batches:
         return None
@@ -257,19 +257,139 @@ def exchange_results(batches: Sequence[BatchHandle], deadline_s: float | None = 
         if type(error) is EngineTimeout:
             late = error
         else:
-            batch._settle(answers, error)
+            batch._result = answers, error
+            if len(engine_ranks.ranks) > 1:
+                # Every engine has drawn its last chunk before it gave its answers.
+                collectives.forget_tickets(batch.name)
     return late
 
 
-def _split(command: messages.Generate, size: int) -> list[messages.Generate]:
-    """Split the prompts of a command, and their sampling parameters where each prompt has its own."""
-    prompts, params = command.prompts, command.sampling_params
-    has_own = isinstance(params, Sequence) and len(params) == len(prompts)
-    return [
-        replace(
-            command,
-            prompts=prompts[start : start + size],
-            sampling_params=params[start : start + size] if has_own else params,
-        )
-        for start in range(0, len(prompts), size)
-    ]
+Hear = Callable[[Completion], None]
+"""Receives the tokens that were sampled since its last call."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    command: messages.Generate
+    hear: Hear | None
+    future: Future[list[Completion]] = field(default_factory=Future)
+
+
+class LocalRequests:
+    """Requests of one rank to its own engine, made by a thread beside the training loop; no other rank takes part.
+
+    The requests between two calls of `flush` reach the engine as one message, so it starts them together. An engine on
+    the inline channel gets them in `advance`, in the thread that makes every other call to it.
+    """
+
+    def __init__(self, channel: messages.Channel, silence_s: float) -> None:
+        self._channel, self._silence_s = channel, silence_s
+        self.is_inline = isinstance(channel, InlineChannel)
+        """Whether the engine samples in this process, inside `advance`."""
+        self._lock = threading.RLock()
+        self._is_held = False
+        self._new: list[_Request] = []
+        self._sent: dict[int, _Request] = {}
+        self._taken_back: list[int] = []
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that the engine has and has not answered."""
+        return len(self._sent)
+
+    def ask(
+        self, prompt: Sequence[int], sampling_params: Any, hear: Hear | None = None
+    ) -> Future[list[Completion]]:
+        """Request the completions of one prompt; `flush` sends the request, and the future raises the engine's error.
+
+        `hear` receives the tokens of a single completion as they are sampled, in the thread that receives answers.
+        """
+        command = messages.Generate([prompt], [sampling_params], False, is_streamed=hear is not None)
+        request = _Request(command, hear)
+        with self._lock:
+            self._new.append(request)
+        return request.future
+
+    def flush(self) -> None:
+        """Send the new requests, except during an update."""
+        with self._lock:
+            if not self.is_inline:
+                self._send()
+
+    def take_back(self, future: Future[list[Completion]]) -> None:
+        """Cancel a request, unless it was answered."""
+        with self._lock:
+            self._new = [request for request in self._new if request.future is not future]
+            numbers = [number for number, request in self._sent.items() if request.future is future]
+            for number in numbers:
+                del self._sent[number]
+            self._taken_back += numbers
+        self.flush()
+
+    def forget(self) -> None:
+        """Send the cancellations to the engine, in the thread that makes every other call to it."""
+        with self._lock:
+            while self._taken_back:
+                self._channel.cancel(self._taken_back.pop())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Delay new requests until the end of the block, which updates the weights."""
+        with self._lock:
+            self.forget()
+            self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+            self.flush()
+
+    def advance(self) -> bool:
+        """Raise if the engine is dead or silent; let an inline engine sample, and return whether it did."""
+        if self.is_inline:
+            with self._lock:
+                self._send()
+            self._channel.advance()
+        oldest = next(iter(self._sent.copy()), None)
+        if oldest is not None:
+            self._channel.has_answer(oldest, self._silence_s)
+        return self.is_inline and oldest is not None
+
+    def _send(self) -> None:
+        if self._is_held:
+            return
+        self.forget()
+        new, self._new = self._new, []
+        if not new:
+            return
+        try:
+            # No answer is taken before its number is known: the lock is held.
+            numbers = self._channel.ask([request.command for request in new], self._answer)
+        except EngineError as error:
+            for request in new:
+                _settle(request.future, (None, error))
+        else:
+            self._sent |= dict(zip(numbers, new, strict=True))
+
+    def _answer(self, number: int, message: CallResult | messages.Part) -> None:
+        """Take an answer or a part of one, in the thread that received it."""
+        with self._lock:
+            if isinstance(message, messages.Part):
+                asked = self._sent.get(number)
+                if asked is not None and asked.hear is not None:
+                    asked.hear(message.completion)
+                return
+            asked = self._sent.pop(number, None)
+        if asked is not None:
+            _settle(asked.future, message)
+
+
+def _settle(future: Future[list[Completion]], result: CallResult) -> None:
+    """Set the result of a request, unless it was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    value, error = result
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(unpack(value)[0])

@@ -1,4 +1,4 @@
-"""The ranks' side of a hot swap: agree, pause the engines, publish in one round or several, let the engines load."""
+"""The ranks' side of a weight update: compare, pause the engines, send in one or several rounds, let them load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from vectorlm.sampling import messages
 from vectorlm.sampling.contract import WeightSet, WeightSource
 from vectorlm.sampling.sampler.scheduler import require_room_for_update
 from vectorlm.sampling.weights.inspection import FiniteCheck, Inspection, require_sound
-from vectorlm.sampling.weights.model_tensors import adapter_prefixes, persistent_buffers
 from vectorlm.sampling.weights.plan import BASE, require_same, shortened
 from vectorlm.types import InFlight, UpdateReport
 
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """What the engines hold since an update that succeeded."""
+    """The weights of the last update that succeeded."""
 
     train_step: int
     model: Callable[[], Any]
     """Returns the model while it lives."""
     changes: Mapping[int, int]
-    """What `_changes` found."""
+    """The result of `changes_of`."""
     fingerprints: dict[str, object]
     """By weight set."""
     sums: Mapping[str, Mapping[str, tuple[int, int]]]
@@ -45,25 +44,22 @@ class Sent:
 
 @dataclass(frozen=True)
 class SetState:
-    """What a rank finds of a weight set before an update."""
+    """A weight set on one rank before an update."""
 
     name: str
     is_held: bool
-    """The engines hold it as it is now."""
+    """Whether the engines hold it as it is now."""
     fits: bool
-    """The engines are connected for its tensors."""
+    """Whether the engines are connected for its tensors."""
     is_open: bool
-    """The transport and the engines know the way, or need none."""
+    """Whether the transport and the engines have opened it, or need not."""
 
 
 class HotSwap:
-    """Brings the trainer's weights into the engines, and knows which they hold."""
+    """The sender of a trainer's weights; it remembers which weights the engines hold."""
 
     def __init__(
-        self,
-        engine_ranks: EngineRanks,
-        channel: messages.Channel | None,
-        settings: EngineSettings,
+        self, engine_ranks: EngineRanks, channel: messages.Channel | None, settings: EngineSettings
     ) -> None:
         """Start with engines that hold their checkpoint; `channel` leads to this rank's engine, if it owns one."""
         self._topology = engine_ranks.topology
@@ -72,10 +68,10 @@ class HotSwap:
         self._settings, self._verify = settings, settings.verify_updates
         self._transport: Transport | None = None
         self._opened: set[str] = set()
-        """The weight sets that transport and engines know the way of; one whose opening failed is opened again."""
+        """The weight sets that transport and engines have opened; after an error they are opened again."""
         self._layouts: dict[str, Layout] = {}
         self._sent: Sent | None = None
-        """None while nobody knows what the engines hold."""
+        """None if the weights of the engines are unknown."""
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
 
@@ -87,40 +83,43 @@ class HotSwap:
         offered: Sequence[str] = ("push",),
         num_in_flight: Callable[[], int] = lambda: 0,
     ) -> UpdateReport:
-        """Do what `SamplingEngine.update` says, on engines that are ready and take weights as `offered`.
+        """Update engines that are ready and support the transports `offered`; see `SamplingEngine.update`.
 
-        `num_in_flight` is collective, and counts what several engines have in flight.
+        `num_in_flight` is collective, and counts the requests in flight of several engines.
         """
+        from vectorlm.sampling.transport import changes_of
+
         start = time.perf_counter()
-        sets, crossing = self._prepare(model, train_step, offered)
-        if crossing is None:
+        sets, changed = self._prepare(model, train_step, offered)
+        if changed is None:
             self._ask_engines("update", messages.RequireWhole())
             return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
         if in_flight == "refuse":
             require_room_for_update(num_in_flight(), in_flight)
         inspected_from = time.perf_counter()
-        inspections = self._inspect(crossing)
+        inspections = self._inspect(changed)
         publish_s = time.perf_counter() - inspected_from
         earlier, self._sent = self._sent, None
         self._ask_engines("begin the update", messages.BeginUpdate(in_flight))
         published_from = time.perf_counter()
-        totals = self._publish_rounds(crossing)
+        totals = self._publish_rounds(changed)
         publish_s += time.perf_counter() - published_from
-        names = tuple(each.name for each in crossing)
-        sums_of_ranks = totals if self._verify else None
-        may_hold_nan = not self._settings.check_finite
-        finish = messages.FinishUpdate(train_step, sums_of_ranks, names, may_hold_nan)
+        names = tuple(weight_set.name for weight_set in changed)
+        checksums = totals if self._verify else None
+        finish = messages.FinishUpdate(
+            train_step, checksums, names, may_hold_nan=not self._settings.check_finite
+        )
         try:
             updated = self._ask_engines("finish the update", finish)
         except StaleHandle:
             self._opened.clear()
             raise
         self.version = train_step
-        fingerprints = {each.name: each.fingerprint for each in sets}
-        sums = {name: each.sums for name, each in inspections.items()}
-        held = {} if earlier is None else earlier.sums
-        self._sent = Sent(train_step, _reference(model), _changes(model), fingerprints, {**held, **sums})
-        slots = (slot for each in crossing for slot in self._layouts[each.name].slots)
+        fingerprints = {weight_set.name: weight_set.fingerprint for weight_set in sets}
+        sums = {} if earlier is None else dict(earlier.sums)
+        sums |= {name: inspection.sums for name, inspection in inspections.items()}
+        self._sent = Sent(train_step, _reference(model), changes_of(model), fingerprints, sums)
+        slots = (slot for name in names for slot in self._layouts[name].slots)
         return UpdateReport(
             train_step,
             skipped=False,
@@ -134,11 +133,11 @@ class HotSwap:
         )
 
     def forget(self) -> None:
-        """Take note that the engines' weights are lost: the next update moves them, whatever its step."""
+        """Note that the engines' weights are lost: the next update sends them, even under the same step."""
         self._sent = None
 
     def close(self) -> None:
-        """Let go of the arenas, and of what was exported."""
+        """Close the arenas and the exports."""
         self._transport = None
         self._opened.clear()
         if "_arenas" in vars(self):
@@ -146,7 +145,7 @@ class HotSwap:
 
     @functools.cached_property
     def _arenas(self) -> MappedArenas:
-        from vectorlm.sampling.weights.arena import MappedArenas  # It imports torch, which takes long.
+        from vectorlm.sampling.weights.arena import MappedArenas  # Imports torch, which takes seconds.
 
         return MappedArenas()
 
@@ -158,28 +157,28 @@ class HotSwap:
     def _prepare(
         self, model: Any, train_step: int, offered: Sequence[str]
     ) -> tuple[list[WeightSet], list[WeightSet] | None]:
-        """Return the model's weight sets, and those to be sent, once every rank knows that it can send its shards.
+        """Return the model's weight sets, and those to send, after every rank has checked that it can send its shards.
 
-        Nothing must be sent (None) where the engines hold `train_step`, and every rank's model is the one that was sent
-        and has not changed.
+        The second value is None if nothing must be sent: the engines hold `train_step`, and no rank's model has changed
+        since.
         """
-        from vectorlm.sampling.transport import open_transport, pull_obstacle
+        from vectorlm.sampling.transport import open_transport, pull_obstacle, weight_sets_of
         from vectorlm.sampling.weights.module_source import warn_of_rounded_positions
 
         sets: list[WeightSet] = []
 
         def look() -> tuple[int, bool, str | None, list[SetState]]:
-            sets.extend(self._weight_sets(model))
+            sets.extend(weight_sets_of(model, self._topology, self._arenas, self._settings.lora_mode))
             is_as_sent = self._is_as_sent(model, train_step, sets)
             obstacle = pull_obstacle(sets, offered, self._topology) if self._transport is None else None
-            return train_step, is_as_sent, obstacle, [self._state(each) for each in sets]
+            return train_step, is_as_sent, obstacle, [self._state(weight_set) for weight_set in sets]
 
         answers = self._engine_ranks.on_all_ranks("update", look)
         if any(step != train_step for step, _, _, _ in answers):
             self._engine_ranks.check_same_args("update", train_step, f"train_step={train_step}")
         if all(is_as_sent for _, is_as_sent, _, _ in answers):
             return sets, None
-        names = [each.name for each in sets]
+        names = [weight_set.name for weight_set in sets]
         if any([state.name for state in states] != names for _, _, _, states in answers):
             raise WeightMismatch("the model has active adapters on some ranks and none on others.")
         if self._transport is None:
@@ -188,16 +187,16 @@ class HotSwap:
             self._transport = open_transport(
                 self._settings.transport, offered, obstacles, self._topology, self._arenas
             )
-        crossing, to_open = [], []
-        for index, each in enumerate(sets):
+        changed, to_open = [], []
+        for index, weight_set in enumerate(sets):
             on_ranks = [states[index] for _, _, _, states in answers]
             num_held = sum(state.is_held for state in on_ranks)
             if not all(state.fits for state in on_ranks):
-                self._connect(each)
+                self._connect(weight_set)
             if num_held < len(on_ranks):
-                crossing.append(each)
+                changed.append(weight_set)
             if not all(state.is_open for state in on_ranks) or 0 < num_held < len(on_ranks):
-                to_open.append(each)
+                to_open.append(weight_set)
         if to_open:
             try:
                 self._open(to_open)
@@ -207,53 +206,58 @@ class HotSwap:
                 self._transport = open_transport("auto", offered, [str(error)], self._topology, self._arenas)
                 if self._topology.is_main:
                     text = (
-                        f"the weights cross by the transport {self._transport.name}, and not by pull: {error}"
+                        f"weights are sent with transport={self._transport.name!r} instead of 'pull': {error}"
                     )
                     warnings.warn(text, stacklevel=5)
                 self._layouts.clear()
-                for each in crossing:
-                    self._connect(each)
-                self._open(crossing)
-        return sets, crossing
+                for weight_set in changed:
+                    self._connect(weight_set)
+                self._open(changed)
+        return sets, changed
 
     def _is_as_sent(self, model: Any, train_step: int, sets: Sequence[WeightSet]) -> bool:
-        """Whether the engines hold this rank's `model`, as it is now, under this step."""
+        """Return whether the engines hold this rank's `model`, unchanged, under this step."""
+        from vectorlm.sampling.transport import changes_of
+
         sent = self._sent
         if sent is None or sent.train_step != train_step or sent.model() is not model:
             return False
         if isinstance(model, WeightSource) and not (self._verify and hasattr(model, "inspect")):
-            # Nothing shows whether its weights have changed.
+            # Changes of its weights cannot be detected.
             return False
-        if [each.name for each in sets] != [*sent.fingerprints] or not all(map(self._fits, sets)):
+        if [weight_set.name for weight_set in sets] != [*sent.fingerprints] or not all(map(self._fits, sets)):
             return False
         if self._verify:
-            # Reads the weights: what is written through ``.data`` counts no operation.
-            found = {each.name: self._inspection(each, check_finite=False).sums for each in sets}
-            changed = [name for name, sums in found.items() if sums != sent.sums.get(name)]
+            # By their bytes: a write through ``.data`` does not change a tensor's version.
+            changed = [
+                weight_set.name
+                for weight_set in sets
+                if self._inspection(weight_set, check_finite=False).sums != sent.sums.get(weight_set.name)
+            ]
             sent.fingerprints.update(dict.fromkeys(changed))
             is_as_sent = not changed
         else:
-            is_as_sent = sent.changes == _changes(model)
+            is_as_sent = sent.changes == changes_of(model)
         if not is_as_sent:
             warnings.warn(
-                f"the weights have changed since they were sent as step {train_step}, but the step has not: they are "
-                "sent again, and tokens of both carry this version. Pass another step.",
+                f"train_step={train_step} was sent before with other weights: they are sent again, and tokens of both "
+                "have this version. Pass another step after each change.",
                 stacklevel=8,
             )
         return is_as_sent
 
     def _inspect(self, weight_sets: Sequence[WeightSet]) -> Mapping[str, Inspection]:
-        """Look at the weights on all ranks before any is written; raise what is wrong, return what this rank's are."""
+        """Check the weights on all ranks before any is sent; return the inspections of this rank's shards."""
         if not (self._verify or self._settings.check_finite):
             return {}
 
         def look() -> list[Inspection]:
-            return [self._inspection(each, self._settings.check_finite) for each in weight_sets]
+            return [self._inspection(weight_set, self._settings.check_finite) for weight_set in weight_sets]
 
         by_rank = self._engine_ranks.on_all_ranks("inspect the weights", look)
         for of_ranks in zip(*by_rank, strict=True):
             require_sound(of_ranks)
-        names = (each.name for each in weight_sets)
+        names = (weight_set.name for weight_set in weight_sets)
         return dict(zip(names, by_rank[self._topology.rank], strict=True))
 
     def _inspection(self, weight_set: WeightSet, check_finite: bool) -> Inspection:
@@ -262,19 +266,8 @@ class HotSwap:
             return Inspection({}, ())
         return inspect(self._layouts[weight_set.name], self._verify, check_finite)
 
-    def _weight_sets(self, model: Any) -> Sequence[WeightSet]:
-        """Wrap `model` in the sources that send it; they check that this rank can send its shards."""
-        from vectorlm.sampling.weights.lora_source import lora_weight_sets
-        from vectorlm.sampling.weights.module_source import ModuleSource
-
-        if isinstance(model, WeightSource):
-            return [WeightSet(BASE, model)]
-        if adapter_prefixes(model):
-            return lora_weight_sets(model, self._topology, self._arenas, self._settings.lora_mode)
-        return [WeightSet(BASE, ModuleSource(model, self._topology, self._arenas))]
-
     def _fits(self, weight_set: WeightSet) -> bool:
-        """Return whether the engines are connected for these tensors; other base tensors raise."""
+        """Return whether the engines are connected for these tensors; raise if the base has other tensors."""
         if weight_set.name not in self._layouts:
             return False
         slots = self._layouts[weight_set.name].slots
@@ -294,7 +287,7 @@ class HotSwap:
         return SetState(name, is_held=False, fits=fits, is_open=is_open)
 
     def _connect(self, weight_set: WeightSet) -> None:
-        """Have the first engine of each node make an arena for the set, if there is one, and the others open it."""
+        """Let the first engine of each node create an arena for the set, and the other engines open it."""
         name, manifest = weight_set.name, tuple(weight_set.source.manifest())
         arena_bytes = self._chosen_transport.arena_bytes
         first = self._engine_ranks.first_of_node
@@ -308,67 +301,70 @@ class HotSwap:
         self._layouts[name] = layout
 
     def _open(self, weight_sets: Sequence[WeightSet]) -> None:
-        """Make every rank ready to send, and open in the engines of each node what its ranks export."""
+        """Make every rank ready to send, and let the engines of each node open the exports of its ranks."""
 
         def check_and_open() -> list[Sequence[Export]]:
-            for each in weight_sets:
-                require_same(each.source.manifest(), self._layouts[each.name].slots)
-            return [self._chosen_transport.open(each, self._layouts[each.name]) for each in weight_sets]
+            layouts = [self._layouts[weight_set.name] for weight_set in weight_sets]
+            for weight_set, layout in zip(weight_sets, layouts, strict=True):
+                require_same(weight_set.source.manifest(), layout.slots)
+            return list(map(self._chosen_transport.open, weight_sets, layouts))
 
-        self._opened -= {each.name for each in weight_sets}
+        names = {weight_set.name for weight_set in weight_sets}
+        self._opened -= names
         near = self._near(self._while_engines_live("open the transport", check_and_open))
-        for each, *exports in zip(weight_sets, *near, strict=True):
-            command = messages.OpenHandles(each.name, [export for theirs in exports for export in theirs])
-            if command.exports:
-                self._ask_engines("open the handles", command)
-        self._opened |= {each.name for each in weight_sets}
+        for weight_set, *by_rank in zip(weight_sets, *near, strict=True):
+            if exports := [export for exports in by_rank for export in exports]:
+                self._ask_engines("open the handles", messages.OpenHandles(weight_set.name, exports))
+        self._opened |= names
 
     def _publish_rounds(self, weight_sets: Sequence[WeightSet]) -> list[int]:
-        """Let all ranks send their rows; return the sums over this node's ranks, which send a whole model together.
+        """Let all ranks send their rows; return the checksums, each the sum over this node's ranks.
 
-        The engines copy all rounds but the last, which they load with `FinishUpdate`. A set of fewer rounds is not
-        written to again.
+        The ranks of a node send a whole model together. The engines copy every round but the last, which they load
+        with `FinishUpdate`. A set with fewer rounds is not written to again.
         """
-        rounds = {each.name: self._layouts[each.name].rounds() for each in weight_sets}
-        found: dict[str, list[int]] = {each.name: [] for each in weight_sets}
+        rounds = {weight_set.name: self._layouts[weight_set.name].rounds() for weight_set in weight_sets}
+        found: dict[str, list[int]] = {name: [] for name in rounds}
         num_rounds = max(map(len, rounds.values()), default=1)
         for number in range(num_rounds):
             now = [
-                (each, rounds[each.name][number]) for each in weight_sets if number < len(rounds[each.name])
+                (weight_set, rounds[weight_set.name][number])
+                for weight_set in weight_sets
+                if number < len(rounds[weight_set.name])
             ]
             sums = self._while_engines_live("publish weights", functools.partial(self._publish, now))
-            for (each, _), *parts in zip(now, *self._near(sums), strict=True):
-                found[each.name] += [sum(rows) % 2**64 for rows in zip(*parts, strict=True)]
+            for (weight_set, _), *parts in zip(now, *self._near(sums), strict=True):
+                found[weight_set.name] += [sum(rows) % 2**64 for rows in zip(*parts, strict=True)]
             self._look_at_arenas(now)
             if number + 1 < num_rounds:
-                names = (each.name for each, _ in now if number + 1 < len(rounds[each.name]))
+                names = (name for name, of_set in rounds.items() if number + 1 < len(of_set))
                 self._ask_engines("copy a round", messages.CopyRound(dict.fromkeys(names, number)))
-        return [total for each in weight_sets for total in found[each.name]]
+        return [total for totals in found.values() for total in totals]
 
     def _look_at_arenas(self, now: Sequence[tuple[WeightSet, Layout]]) -> None:
-        """Look for numbers that are not finite in what sources that cannot be inspected have written."""
-        unseen = [(each, layout) for each, layout in now if not hasattr(each.source, "inspect")]
+        """Check the written tensors for NaN and infinity, for sources without `inspect`."""
+        unseen = [layout for weight_set, layout in now if not hasattr(weight_set.source, "inspect")]
         if not (unseen and self._settings.check_finite):
             return
 
         def look() -> None:
-            for _, layout in unseen:
+            for layout in unseen:
                 finite = FiniteCheck()
                 for name, place in self._arenas.slots_of(layout).items():
                     finite.look_at(name, place, place.dtype)
                 if wrong := finite.wrong():
                     raise NonFiniteWeights(
-                        f"{len(wrong)} tensors were written with NaN or infinity: {shortened(wrong)}. The engine "
-                        "samples nothing until the next update; check_finite=False lets them in."
+                        f"check_finite=True: {len(wrong)} tensors have NaN or infinity: {shortened(wrong)}. The engine "
+                        "samples nothing until the next update. check_finite=False allows them."
                     )
 
         self._engine_ranks.on_engine_ranks("look at the arenas", look)
 
     def _publish(self, now: Sequence[tuple[WeightSet, Layout]]) -> list[Sequence[int]]:
-        """Send this rank's rows of one round; return their checksums by weight set, if updates are verified."""
+        """Send this rank's rows of one round; return their checksums by weight set, empty without verification."""
         found = []
-        for each, layout in now:
-            sums = self._chosen_transport.publish(each, layout, self._verify)
+        for weight_set, layout in now:
+            sums = self._chosen_transport.publish(weight_set, layout, self._verify)
             if len(sums) != len(layout.slots) * self._verify:
                 raise WeightMismatch(
                     f"publish returned {len(sums)} checksums for {len(layout.slots)} tensors."
@@ -377,39 +373,29 @@ class HotSwap:
         return found
 
     def _while_engines_live(self, place: str, work: Callable[[], Any]) -> list[Any]:
-        """Do `work` on every rank; where an arena was gone, let the rank of its engine say how that ended."""
+        """Do `work` on every rank; if an arena is gone, let the rank of its engine raise how the engine ended."""
         try:
             return self._engine_ranks.on_all_ranks(place, work)
         except EngineDied:
-            # Any command would do: the arena goes when its engine does, and its rank may hear of it a moment later.
+            # Any command raises the reason: the arena vanishes with its engine, a moment before its rank notices.
             self._ask_engines(place, messages.BeginUpdate("keep"))
             raise
 
     def _ask_engines(self, place: str, command: Any, ranks: tuple[int, ...] | None = None) -> list[Any]:
         """Send a command to all engines, or those of `ranks`; return their answers on every rank."""
-        return self._engine_ranks.on_engine_ranks(place, lambda: self._call(command), ranks)
-
-    def _call(self, command: Any) -> Any:
-        assert self._channel is not None
-        return self._channel.call(command, self._settings.timeout_s)
+        channel: Any = self._channel
+        timeout_s = self._settings.timeout_s
+        return self._engine_ranks.on_engine_ranks(place, lambda: channel.call(command, timeout_s), ranks)
 
     def _near(self, of_ranks: Sequence[Any]) -> Sequence[Any]:
-        """Return the part of this node's ranks."""
+        """Return the values of this node's ranks."""
         per_node = self._topology.local_world_size
         return of_ranks[self._topology.node * per_node :][:per_node]
 
 
 def _reference(model: Any) -> Callable[[], Any]:
-    """Return a call that gives the model while it lives."""
+    """Return a function that returns the model while it is alive."""
     try:
         return weakref.ref(model)
-    except TypeError:  # A source with slots, say.
+    except TypeError:  # A source with slots, for example.
         return lambda: model
-
-
-def _changes(model: Any) -> dict[int, int]:
-    """Return, by tensor, a number that grows with every change in place; nothing for other sources."""
-    tensors = list(getattr(model, "parameters", list)())
-    tensors += persistent_buffers(model).values() if hasattr(model, "named_modules") else ()
-    # An operation on a DTensor counts on the DTensor alone, one on its shard on the shard alone.
-    return {id(each): each._version + getattr(each, "_local_tensor", each)._version for each in tensors}

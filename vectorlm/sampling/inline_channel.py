@@ -1,4 +1,4 @@
-"""An engine in the calling rank's process."""
+"""The channel to an engine in the calling rank's process."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vectorlm.errors import EngineDied, EngineTimeout
+from vectorlm.ranks.engine_ranks import CallResult, capture, results_or_first_error
 from vectorlm.ranks.wait import report_wait
 from vectorlm.sampling import messages
-from vectorlm.sampling.sampler.scheduler import Scheduler, open_backend, portable, ready
+from vectorlm.sampling.sampler.scheduler import SAMPLER, Scheduler, open_backend, ready
 
 
 class InlineChannel:
-    """The channel to an engine in the calling rank's process: it samples only while somebody asks for answers."""
+    """A `messages.Channel` to an engine in the calling process, which samples only inside `advance` and `answer`."""
 
     def __init__(self, start: messages.Start, while_waiting: Callable[[], None] = lambda: None) -> None:
-        """Build the backend, whose error is answer 0. `while_waiting` is called between two slices."""
+        """Build the backend; an error is the answer to command 0. `while_waiting` is called between two steps."""
         self._while_waiting = while_waiting
         self._count = itertools.count()
-        self._answers: dict[int, messages.Answer | messages.Failed] = {}
+        self._answers: dict[int, CallResult] = {}
         self._tell: dict[int, messages.TakeAnswer] = {}
         self._taken_back: list[int] = []
         self._moved_at = time.monotonic()
         self._scheduler: Scheduler | None = None
         began = time.perf_counter()
         number = next(self._count)
-        try:
+
+        def build() -> messages.Ready:
             with report_wait("waiting for the engine"):
                 backend = open_backend(start)
             self._scheduler = Scheduler(backend, start.model)
-            self._answers[number] = messages.Answer(ready(backend, time.perf_counter() - began))
-        except Exception as error:
-            self._answers[number] = messages.Failed(portable(error))
+            return ready(backend, time.perf_counter() - began)
+
+        self._answers[number] = capture(build, SAMPLER)
 
     def send(self, command: Any) -> int:
-        """Carry out a command; a `Generate` is only queued."""
+        """Carry out a command; queue a `Generate`."""
         if self._scheduler is None:
             raise EngineDied("the engine is closed, or was never built.")
         self._abort()
@@ -46,13 +48,13 @@ class InlineChannel:
         return number
 
     def ask(self, commands: Sequence[messages.Generate], tell: messages.TakeAnswer) -> list[int]:
-        """Carry out commands; `advance` tells their answers."""
+        """Queue commands; `advance` passes their answers to `tell`."""
         numbers = [self.send(command) for command in commands]
         self._tell |= dict.fromkeys(numbers, tell)
         return numbers
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
-        """Sample for a slice, and go on while there is time and `until()` does not hold."""
+        """Sample for one step, and go on until `until()` holds or the time is over."""
         self._abort()
         deadline_s = time.monotonic() + timeout_s
         while self._scheduler is not None and self._scheduler.busy:
@@ -70,7 +72,7 @@ class InlineChannel:
             self._tell.pop(number)(number, self._answers.pop(number))
 
     def has_answer(self, number: int, silence_s: float) -> bool:
-        """Return whether the answer is there; raise where nothing would bring it."""
+        """Return whether the answer is there; raise if it cannot come."""
         if number not in self._answers:
             self._require_progress("sampling", silence_s)
         return number in self._answers
@@ -82,18 +84,15 @@ class InlineChannel:
                 raise EngineTimeout(f"the engine is still {waiting_for}.")
             self._require_progress(waiting_for, silence_s)
             self.advance()
-        message = self._answers.pop(number)
-        if isinstance(message, messages.Failed):
-            raise message.error
-        return message.value
+        return results_or_first_error([self._answers.pop(number)])[0]
 
     def _require_progress(self, waiting_for: str, silence_s: float) -> None:
         if self._scheduler is None:
             raise EngineDied(f"the engine was closed while {waiting_for}.")
         if not self._scheduler.busy:
             raise EngineTimeout(
-                f"the engine stands still while {waiting_for}: an update was begun and never finished. Update again; "
-                "the requests then go on."
+                f"the engine is paused while {waiting_for}: an earlier update() did not finish. Call update() again; "
+                "pending requests then continue."
             )
         if time.monotonic() - self._moved_at > silence_s:
             raise EngineTimeout(f"the engine has sampled nothing for {silence_s:g} s while {waiting_for}.")
@@ -103,7 +102,7 @@ class InlineChannel:
         return self.answer(self.send(command), silence_s, f"answering {type(command).__name__}")
 
     def cancel(self, number: int) -> None:
-        """Abort a `Generate`, at the next call: a handle may be collected in the middle of a step."""
+        """Abort a `Generate` at the next call, because a handle may be collected in the middle of a step."""
         self._taken_back.append(number)
 
     def _abort(self) -> None:
@@ -114,7 +113,7 @@ class InlineChannel:
                 self._scheduler.carry_out(number, messages.Abort(number))
 
     def close(self) -> None:
-        """End the backend and let go of it."""
+        """End the backend."""
         if self._scheduler is not None:
             self._scheduler.close()
             self._scheduler = None

@@ -1,8 +1,8 @@
-"""What a rank and its engine say to each other, and the channel they say it through.
+"""Messages between a rank and its engine, and the channel that carries them.
 
-Commands are numbered, and an answer has the number of its command: the answer to a command that was interrupted is
-never taken for the answer to a later one. An empty message without a number, about once a second while the engine
-works, is a sign of life.
+Commands are numbered, and an answer has the number of its command, so the late answer to an interrupted command is
+never taken for the answer to a later one. While the engine works it sends an empty message without a number about once
+a second.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from vectorlm.errors import EngineError
+from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.sampling.contract import RequestOutput
 from vectorlm.sampling.weights.plan import TensorSpec
 from vectorlm.types import Completion, InFlight
@@ -42,16 +43,16 @@ class Ready:
     load_s: float
     max_num_seqs: int
     transports: Sequence[str] = ("push",)
-    """The ways in which it takes weights."""
+    """The transports that it supports."""
     tokenizer: Any = None
-    """What encodes its prompts, if that is not the tokenizer of the model's folder."""
+    """The tokenizer for its prompts; None for that of the model's folder."""
     warning: str = ""
-    """What the user must know of the weights that it samples from before the first update."""
+    """A warning about the weights before the first update; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class Generate:
-    """Sample completions of these prompts; the answer is what `packed` unpacks."""
+    """Sample completions of these prompts; the answer is the result of `pack`."""
 
     prompts: Sequence[Sequence[int]]
     sampling_params: Any
@@ -59,12 +60,12 @@ class Generate:
     as_request_outputs: bool
     """Whether to answer with vLLM's own objects instead of Completions."""
     is_streamed: bool = False
-    """Whether a `Part` comes before the answer whenever tokens were sampled, from backends that can."""
+    """Whether to send a `Part` whenever tokens were sampled, if the backend supports it."""
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Forget the `Generate` with this number; neither command is answered."""
+    """Cancel the `Generate` with this number; neither command gets an answer."""
 
     generate: int
 
@@ -78,12 +79,12 @@ class Connect:
     """The arena of another engine of this node, to be shared; None creates one."""
     weight_set: str = "base"
     arena_bytes: int | None = None
-    """The most that the arena may take; None for all that the set needs, 0 for none: `OpenHandles` follows."""
+    """Largest size of the arena; None for the size of the set, 0 for no arena (`OpenHandles` follows)."""
 
 
 @dataclass(frozen=True)
 class OpenHandles:
-    """Open what the ranks of this node export: each update pulls its weights out of there. The answer is None."""
+    """Open the exports of this node's ranks, from which each update pulls its weights. The answer is None."""
 
     weight_set: str
     exports: Sequence[Export]
@@ -91,34 +92,34 @@ class OpenHandles:
 
 @dataclass(frozen=True)
 class BeginUpdate:
-    """Sample nothing until `FinishUpdate`: the ranks are about to write weights. The answer is None."""
+    """Stop sampling until `FinishUpdate`, because the ranks write weights. The answer is None."""
 
     in_flight: InFlight = "refuse"
 
 
 @dataclass(frozen=True)
 class RequireWhole:
-    """Fail if the engine has failed in an earlier step. The answer is None."""
+    """Fail if the engine failed in an earlier step. The answer is None."""
 
 
 @dataclass(frozen=True)
 class CopyRound:
-    """Every rank has written these rounds, by weight set; copy them before the next ones. The answer is None."""
+    """Copy these rounds, by weight set, which every rank has written. The answer is None."""
 
     rounds: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class FinishUpdate:
-    """Every rank has written the last round: load the new weights. The answer is `Updated`."""
+    """Load the new weights, of which every rank has written the last round. The answer is `Updated`."""
 
     version: int
     checksums: Sequence[int] | None
     """Of all written tensors, one weight set after the other; None to skip the proof."""
     weight_sets: tuple[str, ...] = ("base",)
-    """What was written, `base` before `adapter`."""
+    """The written sets, `base` before `adapter`."""
     may_hold_nan: bool = False
-    """Whether nobody has looked for numbers that are not finite."""
+    """Whether the weights were not checked for NaN and infinity."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Updated:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Free the memory of what is True. The answer is None."""
+    """Free the memory of the parts that are True. The answer is None."""
 
     weights: bool
     kv_cache: bool
@@ -140,7 +141,7 @@ class Sleep:
 
 @dataclass(frozen=True)
 class WakeUp:
-    """Take back the memory of what is True. The answer is None."""
+    """Take back the memory of the parts that are True. The answer is None."""
 
     weights: bool
     kv_cache: bool
@@ -152,28 +153,14 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the command returned."""
-
-    value: Any = None
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The command raised, with the engine's traceback in the text; the engine lives on."""
-
-    error: Exception
-
-
-@dataclass(frozen=True)
 class Part:
-    """What was sampled since the last part, without the prompt; the answer, which follows, is the whole."""
+    """The tokens since the last part, without the prompt; the answer that follows holds the whole completion."""
 
     completion: Completion
 
 
-TakeAnswer = Callable[[int, Answer | Failed | Part], None]
-"""Gets the parts of the answer to the command with this number, and then the answer."""
+TakeAnswer = Callable[[int, CallResult | Part], None]
+"""Receives the number of a command and a part of its answer, or its result."""
 
 
 class Channel(Protocol):
@@ -183,28 +170,28 @@ class Channel(Protocol):
         """Send a command and return its number, under which `answer` waits; raises `EngineDied`."""
 
     def ask(self, commands: Sequence[Generate], tell: TakeAnswer) -> list[int]:
-        """Send commands of which the engine begins none before it has all; return their numbers.
+        """Send commands that the engine starts together; return their numbers.
 
-        `tell` gets each answer and its parts: from another thread, or of an inline engine inside `advance`. Raises
+        `tell` receives the parts and the answers, in another thread or, for an inline engine, inside `advance`. Raises
         `EngineDied`.
         """
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
-        """Wait until `until()` holds, `timeout_s` at most; an inline engine samples meanwhile, a slice at least."""
+        """Wait until `until()` holds, at most `timeout_s`; an inline engine samples meanwhile, at least one step."""
 
     def has_answer(self, number: int, silence_s: float) -> bool:
-        """Return whether `answer` would not wait; raises as `answer` does where the answer will not come."""
+        """Return whether the answer is there; raise as `answer` does if it will not come."""
 
     def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
         """Wait for the answer to command `number` and return its value, once.
 
-        `deadline_s` is when to stop waiting although the engine works, as ``time.monotonic`` counts; `waiting_for` is
-        what the engine does, for the error text. Raises `EngineDied`; `EngineTimeout` when one of the two limits has
-        passed (the command goes on); or what the engine raised.
+        `deadline_s` is the time of ``time.monotonic`` at which to stop waiting for a working engine; `waiting_for`
+        describes the engine's work in errors. Raises `EngineDied`, `EngineTimeout` after one of the two limits (the
+        command goes on), or the engine's error.
         """
 
     def call(self, command: Any, silence_s: float) -> Any:
-        """Send a command and return the value of its answer; raises as `answer` does."""
+        """Send a command and return its answer; raises as `answer` does."""
 
     def cancel(self, number: int) -> None:
         """Abort the `Generate` with this number, and drop its answer."""
@@ -216,24 +203,24 @@ class Channel(Protocol):
 def pack(outputs: Sequence[RequestOutput], as_request_outputs: bool) -> np.ndarray:
     """Return the completions of each prompt, or vLLM's own objects, as uint8.
 
-    Each prompt is a pickle of its own, so that a rank reads those of its prompts alone. The completions are tuples of
-    Python's numbers: as fast as arrays, and a backend may answer with numbers of any kind.
+    Each prompt has a separate pickle, so that a rank unpickles its own prompts only. The completions are tuples of
+    Python numbers, which are as fast as arrays and accept any kind of number from a backend.
 
     Raises:
-        EngineError: vLLM's objects are asked for, and another backend has answered.
+        EngineError: The caller wants vLLM's objects, but another backend has answered.
     """
     if as_request_outputs and any(output.raw is None for output in outputs):
         raise EngineError(
-            "this inference engine has no vllm.RequestOutput objects: call sample instead of generate."
+            "generate() needs vLLM, because it returns vllm.RequestOutput objects: call sample() instead."
         )
     rows = [output.raw if as_request_outputs else _plain(output.completions) for output in outputs]
     return np.frombuffer(pickle.dumps([pickle.dumps(row) for row in rows]), np.uint8)
 
 
 def unpack(packed: np.ndarray, first: int = 0, last: int | None = None) -> list[Any]:
-    """Return what `pack` was given for prompts `first` to `last` (exclusive)."""
+    """Return the outputs of the prompts `first` to `last` (exclusive)."""
     rows = [pickle.loads(row) for row in pickle.loads(packed.tobytes())[first:last]]
-    return [[Completion(*each) for each in row] if isinstance(row, list) else row for row in rows]
+    return [[Completion(*fields) for fields in row] if isinstance(row, list) else row for row in rows]
 
 
 def _plain(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
@@ -241,11 +228,11 @@ def _plain(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
     return [
         (
             prompt,
-            tuple(map(int, each.token_ids)),
-            tuple(map(float, each.sampler_logprobs)),
-            tuple(map(int, each.versions)),
-            each.text,
-            each.finish_reason,
+            tuple(map(int, completion.token_ids)),
+            tuple(map(float, completion.sampler_logprobs)),
+            tuple(map(int, completion.versions)),
+            completion.text,
+            completion.finish_reason,
         )
-        for each in completions
+        for completion in completions
     ]

@@ -1,4 +1,4 @@
-"""An engine in a sampler process: start it, talk to it, notice when it is gone."""
+"""The channel to an engine in a separate sampler process, which it starts, supervises and ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,26 +26,36 @@ from typing import Any, TextIO
 import psutil
 
 from vectorlm.errors import EngineDied, EngineError, EngineTimeout
-from vectorlm.ranks.process_end import how_it_ended, require_own_process, write_fault
-from vectorlm.ranks.topology import Topology
+from vectorlm.ranks.engine_ranks import CallResult
+from vectorlm.ranks.process_end import (
+    how_it_ended,
+    require_own_process,
+    without_tracker_warnings,
+    write_fault,
+)
+from vectorlm.ranks.topology import Topology, bounded_spin, on_loopback
 from vectorlm.ranks.wait import report_wait
 from vectorlm.sampling import messages
-from vectorlm.sampling.environment import sampler_environment
 
 POLL_S = 0.5
 ASLEEP_S = 5.0
-"""A thread that ticks every `POLL_S` and has not for this long was stopped with its process."""
+"""If a thread that ticks every `POLL_S` has not ticked for this long, the process was stopped."""
 KEPT_LINES = 40
 GRACE_S = 2.0
-"""How long the caller may fail to notice a dead sampler before the rank is ended."""
+"""Time for the caller to notice a dead sampler before the rank is ended, in seconds."""
+PACKAGE = str(Path(__file__).parent.parent)
+CORES_VARIABLE = "VECTORLM_SAMPLER_CORES"
+"""Cores that only the sampler process uses; not set if it shares the ranks' cores."""
+TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "SLURM_STEP_")
 
 
 class ProcessChannel:
-    """Keeps `vectorlm.sampling.messages.Channel` with a sampler process.
+    """A `vectorlm.sampling.messages.Channel` to a sampler process.
 
     The process is a fresh interpreter, neither a fork nor a multiprocessing child: the trainer's ``__main__`` is not
-    imported again, and nothing that vLLM does to its process reaches the trainer. Two threads move the messages, so
-    that a Ctrl-C, which only the main thread gets, never leaves half a message in the socket.
+    imported again, and vLLM cannot change the trainer's process. Two threads move the messages, so that a Ctrl-C, which
+    reaches only the main thread, never leaves half a message in the socket.
     """
 
     def __init__(
@@ -72,9 +82,9 @@ class ProcessChannel:
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._news = threading.Condition()
-        self._answers: dict[int, messages.Answer | messages.Failed] = {}
+        self._answers: dict[int, CallResult] = {}
         self._awaited: dict[int, float] = {}
-        """When each command was sent that still has no answer."""
+        """The times at which commands without an answer were sent."""
         self._tell: dict[int, messages.TakeAnswer] = {}
         self._heard_at = self._ticked_at = time.monotonic()
         self._is_cut = False
@@ -93,7 +103,7 @@ class ProcessChannel:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # Ctrl-C is for the launcher, which ends the ranks; the sampler ends with its rank.
+            # The launcher handles Ctrl-C and ends the ranks; the sampler ends with its rank.
             start_new_session=True,
         )
         theirs.close()
@@ -116,19 +126,19 @@ class ProcessChannel:
         if self._is_cut:
             raise self._death()
         number = next(self._count)
-        # Not in the sending thread: what cannot be pickled is the caller's error. Apart from the number: what the
-        # sampler cannot read is then an answer.
+        # Pickled here, so that the caller gets the error, and apart from the number, so that the sampler can answer a
+        # command that it cannot unpickle.
         message = pickle.dumps((number, pickle.dumps(command)))
         self._awaited[number] = time.monotonic()
         self._outbox.put(message)
         return number
 
     def ask(self, commands: Sequence[messages.Generate], tell: messages.TakeAnswer) -> list[int]:
-        """Send commands as one message; the receiving thread tells their answers."""
+        """Send commands as one message; the receiving thread passes their answers to `tell`."""
         require_own_process(self._pid)
         numbers = [next(self._count) for _ in commands]
         message = pickle.dumps(
-            [(number, pickle.dumps(each)) for number, each in zip(numbers, commands, strict=True)]
+            [(number, pickle.dumps(command)) for number, command in zip(numbers, commands, strict=True)]
         )
         with self._news:
             if not self._is_cut:
@@ -139,13 +149,13 @@ class ProcessChannel:
         raise self._death()
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
-        """Wait: the process works by itself."""
+        """Wait; the process samples by itself."""
         require_own_process(self._pid)
         with self._news:
             self._news.wait_for(until, timeout_s)
 
     def has_answer(self, number: int, silence_s: float) -> bool:
-        """Return whether the answer is there; raise where the sampler is dead or silent."""
+        """Return whether the answer is there; raise if the sampler is dead or silent."""
         require_own_process(self._pid)
         with self._news:
             if number not in self._answers:
@@ -153,7 +163,7 @@ class ProcessChannel:
             return number in self._answers
 
     def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
-        """Wait for an answer; rank 0 says so where the engine takes long to start."""
+        """Wait for an answer; rank 0 prints a line if the engine takes long to start."""
         require_own_process(self._pid)
         is_start = number == 0 and self._topology.is_main
         with report_wait(self._start_is, is_on=is_start, detail=self._size), self._news:
@@ -165,10 +175,13 @@ class ProcessChannel:
                 left = POLL_S if deadline_s is None else min(POLL_S, deadline_s - now)
                 if not self._news.wait(left):
                     self._while_waiting()
-            message = self._answers.pop(number)
-        if isinstance(message, messages.Failed):
-            raise self._explained(message.error) if number == 0 else message.error
-        return message.value
+            value, error = self._answers.pop(number)
+        if error is None:
+            return value
+        if number == 0 and self._num_workers > 1:
+            # vLLM says only that a worker could not start; the worker printed why.
+            raise EngineError(f"{error}\n{self._last_output()}")
+        raise error
 
     def call(self, command: Any, silence_s: float) -> Any:
         """Send a command and wait for its answer."""
@@ -182,17 +195,17 @@ class ProcessChannel:
     def cancel(self, number: int) -> None:
         """Abort a `Generate`, and drop its answer."""
         if self._pid != os.getpid():
-            return  # The lock may be held for ever by a thread that the fork does not have.
+            return  # In a fork, the lock may belong to a thread that the fork does not have.
         with self._news:
             self._awaited.pop(number, None)
             self._answers.pop(number, None)
             self._tell.pop(number, None)
         if not self._is_cut:
-            # It is never answered.
+            # An `Abort` gets no answer.
             self._awaited.pop(self.send(messages.Abort(number)), None)
 
     def close(self) -> None:
-        """End the sampler process and remove what it left."""
+        """End the sampler process and remove its files."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -220,12 +233,12 @@ class ProcessChannel:
                 self._connection.send_bytes(message)
 
     def _receive_all(self) -> None:
-        """Keep every answer that is still awaited."""
+        """Store the answers that somebody waits for."""
         try:
             while True:
                 has_news = self._connection.poll(POLL_S)
                 with self._news:
-                    # After Ctrl-Z and `fg` the silence of that time was this process's own.
+                    # After Ctrl-Z and `fg`, this process was silent and not the sampler.
                     if self._slept():
                         self._heard_at = time.monotonic()
                     self._ticked_at = time.monotonic()
@@ -250,10 +263,10 @@ class ProcessChannel:
                 self._is_cut = True
                 self._news.notify_all()
             for number, tell in self._tell.items():
-                tell(number, messages.Failed(self._death()))
+                tell(number, (None, self._death()))
 
     def _size(self) -> str:
-        """Say how much memory the process holds: it grows while weights are read."""
+        """Return the memory of the process as text; it grows while weights are read."""
         try:
             return f"process {self.pid} holds {psutil.Process(self.pid).memory_info().rss / 2**30:.1f} GiB"
         except psutil.Error:
@@ -263,13 +276,13 @@ class ProcessChannel:
         return time.monotonic() - self._ticked_at > ASLEEP_S
 
     def _require_life(self, number: int, silence_s: float, waiting_for: str) -> None:
-        """Raise where the sampler is dead, or has said nothing for `silence_s` since it was sent the command."""
+        """Raise if the sampler is dead, or was silent for `silence_s` since the command was sent."""
         if self._is_cut:
             raise self._death()
         sent_at = self._awaited.get(number, math.inf)
         if not self._slept() and time.monotonic() - max(sent_at, self._heard_at) > silence_s:
             raise EngineTimeout(
-                f"the sampler process (pid {self.pid}) said nothing for {silence_s:g} s while {waiting_for}.\n"
+                f"the sampler process (pid {self.pid}) sent nothing for {silence_s:g} s while {waiting_for}.\n"
                 f"{self._last_output()}"
             )
 
@@ -281,17 +294,13 @@ class ProcessChannel:
         how = "closed its connection" if code is None else how_it_ended(code)
         return EngineDied(f"the sampler process (pid {self.pid}) {how}.\n{self._last_output()}")
 
-    def _explained(self, error: Exception) -> Exception:
-        """Add what the workers of a parallel engine printed: vLLM says only that one could not start."""
-        return EngineError(f"{error}\n{self._last_output()}") if self._num_workers > 1 else error
-
     def _last_output(self) -> str:
         if not self._lines:
             return "It printed nothing."
         return "Its last output:\n" + "".join(f"  {line}" for line in self._lines)
 
     def _keep_output(self, log: TextIO | None) -> None:
-        """Read all that the sampler prints, or its pipe would fill up and stop it."""
+        """Read the sampler's output; a full pipe would stop it."""
         assert self._process.stdout is not None
         with log or contextlib.nullcontext():
             for line in self._process.stdout:
@@ -303,7 +312,7 @@ class ProcessChannel:
                         log.flush()
 
     def _end_rank_with_sampler(self) -> None:
-        """End a supervised rank when its sampler dies while the rank is busy elsewhere: nobody else would notice."""
+        """End a supervised rank if its sampler dies while the rank is busy and does not notice."""
         self._process.wait()
         if self._closing.wait(GRACE_S):
             return
@@ -312,24 +321,91 @@ class ProcessChannel:
         os._exit(1)
 
 
-_PACKAGE = str(Path(__file__).parent.parent)
-
-
 def let_go_of_last_error() -> None:
-    """Empty this library's frames in the last error that an interactive Python showed; a debugger keeps the caller's.
+    """Clear this library's frames in the last error of an interactive Python; the user's frames stay for a debugger.
 
-    An interrupted `engine.sample` leaves the engine in such a frame, and so a sampler process that would outlive the
-    cell's next run.
+    Such a frame keeps the engine of an interrupted call, and its sampler process, alive during the next cell.
     """
     trace = getattr(sys, "last_traceback", None)
     if trace is None:
         return
-    # Errors shown earlier are garbage, but in cycles with their frames.
+    # Earlier errors are garbage, but in reference cycles with their frames.
     gc.collect()
     for frame, _ in traceback.walk_tb(trace):
-        if frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_code.co_filename.startswith(PACKAGE):
             with contextlib.suppress(RuntimeError):  # It is running.
                 frame.clear()
-                # Python 3.11 and 3.12 keep a copy of the locals once they are read (IPython does); reading again
-                # updates it.
+                # Python 3.11 and 3.12 keep a copy of locals that were read, as IPython does; reading again updates it.
                 _ = frame.f_locals
+
+
+def sampler_environment(
+    trainer: Mapping[str, str],
+    scratch: str,
+    topology: Topology,
+    ranks_per_engine: int | None = None,
+    num_workers: int = 1,
+    devices: Sequence[int] | None = None,
+    dtype: str = "auto",
+) -> dict[str, str]:
+    """Return the sampler's environment: the trainer's without its rank, plus defaults that start vLLM fast.
+
+    The user's values win, except for vLLM's single-process mode, and except OMP_NUM_THREADS=1 under torchrun, which
+    sets it for several ranks: the ranks wait while the sampler works. Engines of one node, and the workers of a
+    parallel engine, share its cores. On CUDA an engine computes on its first visible devices, which are those of its
+    ranks or `devices`; it sees the other ranks' devices to pull weights from them.
+    """
+    kept = {
+        name: value
+        for name, value in trainer.items()
+        if name not in TRAINER_VARIABLES and not name.startswith(TRAINER_PREFIXES)
+    }
+    if (
+        "TORCHELASTIC_RUN_ID" in trainer
+        and topology.local_world_size > 1
+        and kept.get("OMP_NUM_THREADS") == "1"
+    ):
+        del kept["OMP_NUM_THREADS"]
+    defaults = vllm_variables(trainer, on_cpu=not topology.is_cuda)
+    of_engine = ranks_per_engine or topology.local_world_size
+    if topology.is_cuda:
+        own = range(topology.local_rank, topology.local_rank + of_engine) if devices is None else devices
+        places = list(dict.fromkeys([*own, *range(topology.local_world_size)]))
+        visible = kept.get("CUDA_VISIBLE_DEVICES")
+        names = range(max(places) + 1) if visible is None else visible.split(",")
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[place]) for place in places)
+        # FlashInfer compiles for minutes at the first start, needs nvcc, and does not speed up dense 16-bit models.
+        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        if dtype in ("float32", "float"):
+            # Triton's attention, the only one for float32, would use TF32.
+            defaults["TRITON_F32_DEFAULT"] = "ieee"
+    else:
+        num_cores = len(os.sched_getaffinity(0)) * of_engine // topology.local_world_size
+        if devices is not None:
+            num_cores = len(devices)
+            kept[CORES_VARIABLE] = ",".join(map(str, devices))
+        defaults["OMP_NUM_THREADS"] = str(max(1, num_cores // num_workers))
+    library = str(Path(__file__).parents[2])
+    path = os.pathsep.join([library, kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else [library])
+    forced = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Spawned workers import the sampler's main module first (see `start_worker`).
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # Killed workers leave their queues.
+        **without_tracker_warnings(kept),
+        "PYTHONPATH": path,
+        "TMPDIR": scratch,
+    }
+    return {**defaults, **kept, **forced}
+
+
+def vllm_variables(environment: Mapping[str, str], on_cpu: bool) -> dict[str, str]:
+    """Return vLLM's default variables in a sampler and a server; the user's values win."""
+    of_cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"} if on_cpu else {}
+    return {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        **on_loopback(),
+        **bounded_spin(environment),
+        **of_cpu,
+    }

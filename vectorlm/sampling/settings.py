@@ -1,4 +1,4 @@
-"""The settings of a sampling engine; the config nests them in its section ``train_parameters.sampler``."""
+"""Settings of a sampling engine; a config has them in the section ``train_parameters.sampler``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ Transports = Literal["auto", "push", "bucketed", "pull"]
 LoraMode = Literal["auto", "adapter", "merged"]
 Channels = Literal["process", "inline"]
 EngineDtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    also_written({"half": "float16", "float": "float32"}),
+    Literal["auto", "float32", "bfloat16", "float16"], also_written({"half": "float16", "float": "float32"})
 ]
 
 OF_VLLM = ReadIf(
@@ -23,17 +22,17 @@ OF_VLLM = ReadIf(
     "Leave it out: other engines have arguments of their own.",
 )
 DEVICE_SHARE = 0.35
-"""What an engine takes of a device's memory, which it has to share with the trainer."""
+"""Default share of a device's memory for an engine, which shares the device with the trainer."""
 WITH_LORA = ReadIf("train_parameters.lora_peft_config")
 
 
 BUCKET_BYTES = 512 << 20
-"""Size of the arena that the transport `bucketed` fills in rounds; a larger tensor makes it as large as that."""
+"""Size of the arena that the transport `bucketed` fills in rounds, or of the largest tensor if that is larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How an engine samples and takes over new weights."""
+    """Settings for sampling and for updates of the engine's weights."""
 
     gpu_memory_utilization: Annotated[Fraction, OF_VLLM] = DEVICE_SHARE
     """Share of each device's memory that the engine may use."""

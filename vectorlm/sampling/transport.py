@@ -1,28 +1,31 @@
-"""How weights get from the ranks into the engines: pushed through shared memory, in one round or several, or pulled."""
+"""Transports of weights from ranks to engines: pushed through shared memory, in one or several rounds, or pulled."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
-from vectorlm.sampling.contract import WeightSet
-from vectorlm.sampling.settings import BUCKET_BYTES
+from vectorlm.sampling.contract import WeightSet, WeightSource
+from vectorlm.sampling.settings import BUCKET_BYTES, LoraMode
 from vectorlm.sampling.weights.arena import MappedArenas
 from vectorlm.sampling.weights.exports import Export, ExportedRows
+from vectorlm.sampling.weights.lora_source import lora_weight_sets
+from vectorlm.sampling.weights.model_tensors import adapter_prefixes, persistent_buffers
 from vectorlm.sampling.weights.module_source import ModuleSource
-from vectorlm.sampling.weights.plan import Layout
+from vectorlm.sampling.weights.plan import BASE, Layout
 
-FOREIGN = "the weights come from a WeightSource of your own, and only modules can be pulled from"
+FOREIGN = "the weights come from a WeightSource of your own, and engines can pull from modules only"
 EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
 class Push:
-    """Every rank writes its rows into an arena that engines map; a small arena is filled in rounds."""
+    """A transport by a file that engines map: every rank writes its rows, in rounds if the file is small."""
 
     def __init__(self, arenas: MappedArenas, arena_bytes: int | None) -> None:
         """Write through `arenas`, into at most `arena_bytes` at a time; None for all that a weight set needs."""
@@ -35,7 +38,7 @@ class Push:
         return True
 
     def open(self, weight_set: WeightSet, layout: Layout) -> Sequence[Export]:
-        """Map the arena; other sources map it themselves."""
+        """Map the arena; a user's source maps it by itself."""
         if isinstance(weight_set.source, ModuleSource):
             self._arenas.slots_of(layout)
         return ()
@@ -46,7 +49,7 @@ class Push:
 
 
 class Pull:
-    """Every rank exports its rows once, where they lie; at each update the engines copy them into their parameters."""
+    """A transport by memory handles: every rank exports its rows once, and engines copy from them at each update."""
 
     name = "pull"
     arena_bytes = 0
@@ -56,17 +59,17 @@ class Pull:
         self._exported: dict[str, ExportedRows] = {}
 
     def is_current(self, weight_set: WeightSet) -> bool:
-        """Whether the rows still lie where they were exported."""
+        """Return whether the exported memory still holds the rows."""
         exported = self._exported.get(weight_set.name)
         return exported is not None and exported.are_current(_source(weight_set).writes)
 
     def open(self, weight_set: WeightSet, layout: Layout) -> Sequence[Export]:
-        """Export the rows; what was exported before may then be freed."""
+        """Export the rows; the memory of earlier exports may then be freed."""
         self._exported[weight_set.name] = exported = ExportedRows(_source(weight_set).writes, layout)
         return exported.exports
 
     def publish(self, weight_set: WeightSet, layout: Layout, with_checksums: bool) -> Sequence[int]:
-        """Compute what has to be computed, and wait for the device: the engine reads next, in another process."""
+        """Compute the rows that are not stored as such, and wait for the device, because another process reads next."""
         sums = self._exported[weight_set.name].publish(_source(weight_set), layout, with_checksums)
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
@@ -77,6 +80,27 @@ Transport = Push | Pull
 """One rank's part in sending weight sets; `vectorlm.sampling.hot_swap.HotSwap` makes the calls on all ranks."""
 
 
+def weight_sets_of(
+    model: Any, topology: Topology, arenas: MappedArenas, lora_mode: LoraMode
+) -> Sequence[WeightSet]:
+    """Return the weight sets of `model`; their sources check that this rank can send its shards."""
+    if isinstance(model, WeightSource):
+        return [WeightSet(BASE, model)]
+    if adapter_prefixes(model):
+        return lora_weight_sets(model, topology, arenas, lora_mode)
+    return [WeightSet(BASE, ModuleSource(model, topology, arenas))]
+
+
+def changes_of(model: Any) -> dict[int, int]:
+    """Return a number per tensor that grows with every in-place change; nothing for other sources."""
+    tensors = list(getattr(model, "parameters", list)())
+    tensors += persistent_buffers(model).values() if hasattr(model, "named_modules") else ()
+    # An operation on a DTensor counts only there, and one on its local shard only on the shard.
+    return {
+        id(tensor): tensor._version + getattr(tensor, "_local_tensor", tensor)._version for tensor in tensors
+    }
+
+
 def open_transport(
     setting: str,
     offered: Sequence[str],
@@ -84,10 +108,10 @@ def open_transport(
     topology: Topology,
     arenas: MappedArenas,
 ) -> Transport:
-    """Resolve `auto`, given what engines offer and what `pull_obstacle` says on each rank; make this rank's transport.
+    """Return this rank's transport; `obstacles` holds the result of `pull_obstacle` on each rank.
 
-    On CUDA `auto` pulls, or pushes in rounds. On CPU, where an engine may compute with the arena itself, it pushes at
-    once. Raises `ConfigError` where `setting` is impossible; the text says why.
+    On CUDA `auto` pulls, or else pushes in rounds. On CPU, where an engine may compute with the arena itself, it pushes
+    in one round. Raises `ConfigError` if `setting` is impossible; the text says why.
     """
     obstacle = next(filter(None, obstacles), None)
     if setting == "auto" and topology.is_cuda:
@@ -105,25 +129,23 @@ def open_transport(
 
 
 def pull_obstacle(weight_sets: Sequence[WeightSet], offered: Sequence[str], topology: Topology) -> str | None:
-    """Say why the engines cannot pull from this rank, if they cannot."""
+    """Return why the engines cannot pull from this rank; None if they can."""
     if "pull" not in offered:
         return "the engine does not offer it"
-    sources = [each.source for each in weight_sets]
-    if not all(isinstance(source, ModuleSource) for source in sources):
+    if not all(isinstance(weight_set.source, ModuleSource) for weight_set in weight_sets):
         return FOREIGN
-    if any(
-        write.rows.dtype == torch.uint8 for each in weight_sets for write in _source(each).writes.values()
-    ):
-        return "the trainer holds no memory of its quantised weights as the engine takes them"
+    rows = [write.rows for weight_set in weight_sets for write in _source(weight_set).writes.values()]
+    if any(tensor.dtype == torch.uint8 for tensor in rows):
+        return "the trainer stores its weights quantised, and the engine needs them dequantised"
     if not topology.is_cuda:
         return None
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if EXPANDABLE.search(os.environ.get(variable, "")):
-            return f"{variable} sets expandable_segments, whose memory has no handles; leave that out"
-    if any(not write.rows.is_cuda for each in weight_sets for write in _source(each).writes.values()):
+            return f"{variable} sets expandable_segments, whose memory has no handles; remove that option"
+    if not all(tensor.is_cuda for tensor in rows):
         return "the trainer keeps weights on the host (CPUOffloadPolicy)"
     here = torch.device(topology.device).index
-    # A rank for each of the first devices; others that it sees read nothing.
+    # The ranks of this node use the first devices; further visible devices read nothing.
     others = [index for index in range(topology.local_world_size) if index != here]
     if far := [index for index in others if not torch.cuda.can_device_access_peer(index, here)]:
         return f"device {far[0]} cannot reach device {here}"

@@ -1,4 +1,4 @@
-"""Proof that an engine which somebody else runs holds a model's weights."""
+"""Proof that a vLLM server or another trainer's engine holds a model's weights."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from vectorlm.sampling.weights.plan import TensorSpec
 from vectorlm.sampling.weights.receive import WorkerSums, require_same_weights, tensor_sum
 
 SENT_DTYPES = ("float32", "bfloat16", "float16")
-"""What an engine may hold a tensor in."""
+"""Dtypes in which an engine may hold a tensor."""
 
 EXTENSION = "vectorlm.sampling.backends.server.extension.ServerExtension"
 HOW = f"start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
 
 ROWS, ROW_TOKENS = 4, 64
-"""The texts that a server without checksums is asked about: tokens drawn at random, so that many embeddings count."""
+"""Number and length of the texts for a server without checksums; random tokens use many embeddings."""
 
 ROUNDINGS = 4.0
-"""The distance of log-probabilities, in roundings to bfloat16, from which on they are of other weights."""
+"""Largest difference of log-probabilities of equal weights, in units of the rounding to bfloat16."""
 
 
 def verify_server(url: str, load: Callable[[], torch.nn.Module]) -> str:
-    """Prove that a vLLM server holds the weights of a whole transformers model; return how it was proven.
+    """Prove that a vLLM server holds the weights of a whole transformers model; return a description of the proof.
 
-    `load` returns the model, once the server has answered. Checksums of all tensors prove it where the server has our
-    extension; elsewhere the log-probabilities of some texts are compared, which show no change smaller than rounding.
+    `load` is called after the server has answered, and returns the model. If the server has our extension, checksums of
+    all tensors are compared; otherwise log-probabilities of some texts, which show no change smaller than rounding.
     ``VECTORLM_SERVER_TOKEN`` holds the server's token or API key.
 
     Raises:
@@ -44,17 +44,17 @@ def verify_server(url: str, load: Callable[[], torch.nn.Module]) -> str:
         EngineError: The server does not answer.
     """
     server = ScoringServer(url, token_variable=TOKEN_VARIABLE)
-    room = server.max_model_len()
+    max_tokens = server.max_model_len()
     model = load()
     if adapter_prefixes(model):
         raise ConfigError(
-            "the model has adapters, which would not be compared: return model.merge_and_unload() instead."
+            "the model has adapters, which cannot be compared: return model.merge_and_unload() instead."
         )
     manifest, tensors = manifest_of(model), trainer_tensors(model)
     try:
         held = server.parameter_sums(manifest)
         if held is None:
-            return _by_logprobs(server, model, min(ROW_TOKENS, room - 1))
+            return _by_logprobs(server, model, min(ROW_TOKENS, max_tokens - 1))
         dtypes = require_same_weights(manifest, lambda name, dtype: tensor_sum(tensors[name], dtype), held)
     except WeightMismatch as error:
         raise type(error)(f"at {url}: {error}") from error
@@ -71,7 +71,7 @@ def _by_logprobs(server: ScoringServer, model: Any, num_tokens: int) -> str:
     there = torch.tensor(server.logprobs(ids.tolist()))[:, 1:]
     model.eval()
     exact, rounded = (_logprobs(model.to(dtype), ids) for dtype in (torch.float32, torch.bfloat16))
-    distance, rounding = ((exact - each).abs().mean().item() for each in (there, rounded))
+    distance, rounding = ((exact - other).abs().mean().item() for other in (there, rounded))
     found = (
         f"the log-probabilities of {there.numel()} tokens differ by {distance:.2g} in the mean, where rounding to "
         f"bfloat16 makes {rounding:.2g}"
@@ -88,7 +88,7 @@ def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def verify_each_sync(trainer: Any) -> None:
-    """Have a trainer of TRL (1.16) prove after each weight sync that vLLM holds what was sent; call it before training.
+    """Let a TRL trainer (1.16) prove after each weight sync that vLLM holds the sent weights; call it before training.
 
     >>> verify_each_sync(trainer)  # doctest: +SKIP
 
@@ -105,7 +105,7 @@ def verify_each_sync(trainer: Any) -> None:
     sent: dict[str, tuple[TensorSpec, dict[str, int]]] = {}
 
     def noted() -> Iterator[tuple[str, torch.Tensor]]:
-        """Note what passes on its way: adapters are merged into the weights only for so long."""
+        """Note the tensors as they are sent: adapters are merged into the weights only during a sync."""
         sent.clear()
         for name, tensor in iterate():
             sums = {dtype: tensor_sum(tensor, dtype) for dtype in SENT_DTYPES}

@@ -22,7 +22,7 @@ from vectorlm.rl.rollouts.sampler import GroupSampler, Task
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.reinforcement import reinforce
-from vectorlm.sampling.fake_engine import FakeEngine
+from vectorlm.sampling.inline_engines import FakeEngine
 from vectorlm.types import Completion, PromptRecord
 
 ANSWER = """\\boxed{7} <answer>3 + 4</answer> 7 {"name": "x"}

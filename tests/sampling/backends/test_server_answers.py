@@ -294,11 +294,7 @@ def test_after_a_call_without_an_answer_the_server_is_not_waited_for_again(serve
 
 
 def test_the_server_gets_less_patience_than_the_sampler_process_so_that_the_error_names_it():
-    assert with_deadlines({"url": "u"}, 10.0, 60.0) == {
-        "url": "u",
-        "silence_s": 9.0,
-        "start_timeout_s": 30.0,
-    }
+    assert with_deadlines({"url": "u"}, 10.0, 60.0) == {"url": "u", "silence_s": 9.0, "start_timeout_s": 30.0}
     assert with_deadlines({"silence_s": 3.0}, 10.0, 1800.0)["silence_s"] == 3.0
 
 

@@ -14,11 +14,10 @@ from vectorlm.sampling.backends import scripted
 from vectorlm.sampling.backends.generation import Parameters, SequenceState
 from vectorlm.sampling.backends.scripted import Scripted
 from vectorlm.sampling.engine import SamplingEngine
-from vectorlm.sampling.fake_engine import FakeEngine
 from vectorlm.sampling.handle import BatchHandle
-from vectorlm.sampling.hf_engine import HFEngine
 from vectorlm.sampling.hot_swap import HotSwap
 from vectorlm.sampling.inline_channel import InlineChannel
+from vectorlm.sampling.inline_engines import FakeEngine, HFEngine
 from vectorlm.sampling.sampler import scheduler
 from vectorlm.sampling.sampler.scheduler import Scheduler, SleepState
 from vectorlm.sampling.testing import CHECKS, EngineUnderTest, answers, run_checks

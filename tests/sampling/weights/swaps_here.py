@@ -7,8 +7,7 @@ from receivers_here import receivers_of
 from torch import nn
 
 from vectorlm.ranks.collectives import Collectives
-from vectorlm.ranks.engine_ranks import EngineRanks
-from vectorlm.sampling import messages
+from vectorlm.ranks.engine_ranks import EngineRanks, results_or_first_error
 from vectorlm.sampling.hot_swap import HotSwap
 from vectorlm.sampling.sampler.scheduler import Scheduler
 from vectorlm.sampling.settings import EngineSettings
@@ -97,10 +96,8 @@ class Engine:
 
     def call(self, command, silence_s):
         self.commands.append(type(command).__name__)
-        ((_, answer),) = self.scheduler.carry_out(0, command)
-        if isinstance(answer, messages.Failed):
-            raise answer.error
-        return answer.value
+        ((_, result),) = self.scheduler.carry_out(0, command)
+        return results_or_first_error([result])[0]
 
     def load(self, version, checksums, weight_sets, recompute):
         return self.receivers.load(version, checksums, weight_sets)

@@ -354,4 +354,4 @@ def test_what_speaks_against_pulling_on_cuda(monkeypatch):
     on_host = WeightSet("base", ModuleSource(Model(), CUDA))
     assert obstacle([on_host]) == "the trainer keeps weights on the host (CPUOffloadPolicy)"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
-    assert "sets expandable_segments, whose memory has no handles" in obstacle()
+    assert "expandable_segments" in obstacle()

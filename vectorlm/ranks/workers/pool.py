@@ -1,4 +1,4 @@
-"""A rank's workers: started when they are needed, ended when they are late, replaced when they are gone."""
+"""A rank's pool of worker processes: started on demand, ended if late, replaced if lost."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 from vectorlm.errors import WorkerLost, WorkersDied
 from vectorlm.ranks.process_end import how_it_ended, require_own_process
-from vectorlm.ranks.workers.worker import END, ERROR, HEADER, frame
+from vectorlm.ranks.workers.supervisor import END, ERROR, HEADER, frame
 
 MAX_DEATHS = 3
 MAX_AUTO_SIZE = 8
 DRAIN_S = 0.5
-"""How long the last answers of a dead worker may take to arrive."""
+"""Time for the last answers of a dead worker to arrive, in seconds."""
 CLOSE_S = 5.0
 LOST = "lost"
 Result = TypeVar("Result")
@@ -37,9 +37,9 @@ class Worker:
     def __init__(self, pool: WorkerPool, pid: int, streams: Streams) -> None:
         self.pid = pid
         self.loss: WorkerLost | None = None
-        """Why it is gone."""
+        """The error of a lost worker; None while it works."""
         self.is_shared = False
-        """Whether a job that is given up leaves it to the others, which asynchronous generators allow."""
+        """Whether it runs many asynchronous jobs, so that a cancelled job must not end it."""
         self._pool = pool
         self._reader, self._writer = streams
         self._numbers = itertools.count()
@@ -53,22 +53,22 @@ class Worker:
         return self.loss is None and not self._jobs
 
     async def run(self, function: str, *arguments: Any, limit_s: float | None = None) -> AsyncIterator[Any]:
-        """Call ``function(*arguments)`` in the worker, and yield what the generator that it returns yields.
+        """Call ``function(*arguments)`` in the worker, and yield the values of the generator that it returns.
 
         Args:
             function: Its name, like ``package.module:NAME``.
-            *arguments: They and the values must pickle.
-            limit_s: Longest time from one value to the next, in seconds; the first one may take as long as it likes.
+            *arguments: Its arguments; they and the values must pickle.
+            limit_s: Longest time between two values, in seconds; the first value has no limit.
 
         Raises:
-            WorkerLost: The process was too late and was ended, or has ended.
+            WorkerLost: The process ended, or was ended because it was late.
         """
         if self.loss is not None:
             raise self.loss
         message = frame((number := next(self._numbers), function, pickle.dumps(arguments)))
         queue = self._jobs[number] = asyncio.Queue[tuple[str, Any]]()
         self._writer.write(message)
-        has_begun, is_over, limit = False, False, None
+        has_value, is_over, limit = False, False, None
         try:
             while True:
                 try:
@@ -82,31 +82,31 @@ class Worker:
                     return
                 if is_over:
                     raise value
-                if has_begun:
+                if has_value:
                     self._pool.deaths = 0
-                has_begun, limit = True, limit_s
+                has_value, limit = True, limit_s
                 yield value
         finally:
             del self._jobs[number]
             if not is_over and self.is_shared and self.loss is None:
                 self._writer.write(frame((number, "", b"")))
             elif not is_over:
-                # It goes on with what nobody waits for.
-                self._pool.end(self, "its job was given up")
+                # It would go on with a job that nobody waits for.
+                self._pool.end(self, "its job was cancelled")
 
     async def ask(self, function: str, *arguments: Any) -> Any:
-        """Do what `run` does with a generator of one value, and return the value."""
-        (value,) = [each async for each in self.run(function, *arguments)]
+        """Call `run` with a generator of one value, and return the value."""
+        (value,) = [value async for value in self.run(function, *arguments)]
         return value
 
     async def ended(self, code: int) -> None:
-        """Take note that the process has ended, once its last answers are read."""
+        """Read the last answers of an ended process, then mark it as lost."""
         await asyncio.wait([self._reading], timeout=DRAIN_S)
         hint = ", as the kernel does when memory runs out" if code == -9 else ""
         self.lose(f"its process {how_it_ended(code)}{hint}")
 
     def lose(self, reason: str) -> None:
-        """Let every job fail."""
+        """Mark the worker as lost, and fail its jobs."""
         if self.loss is None:
             self.loss = WorkerLost(reason)
             self._reading.cancel()
@@ -137,10 +137,10 @@ class WorkerPool:
     """
 
     def __init__(self, size: int, log_path: Path | None = None) -> None:
-        """Start the supervisor; what workers print goes to `log_path`, or to this process's own output."""
+        """Start the supervisor; workers print to `log_path`, or to the output of this process."""
         self.size = size
         self.deaths = 0
-        """Workers that ended by themselves since the last answer of any worker."""
+        """Number of workers that crashed since the last answer of any worker."""
         self._last_death = ""
         self._pid, self._log_path = os.getpid(), log_path
         self._free = asyncio.Semaphore(size)
@@ -156,7 +156,7 @@ class WorkerPool:
 
     @staticmethod
     def auto_size(num_ranks: int = 1) -> int:
-        """Return the share that one of `num_ranks` has of the cores, at least 2 and at most `MAX_AUTO_SIZE`."""
+        """Return one rank's share of the cores, from 2 to `MAX_AUTO_SIZE`."""
         return min(max(len(os.sched_getaffinity(0)) // num_ranks, 2), MAX_AUTO_SIZE)
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -166,10 +166,10 @@ class WorkerPool:
 
     @contextlib.asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
-        """Lend a worker; one that is given back before its job has ended is ended.
+        """Lend a worker; end it if the block ends before its job.
 
         Raises:
-            WorkersDied: The last workers have died one after the other.
+            WorkersDied: `MAX_DEATHS` workers crashed without an answer in between.
         """
         async with self._free:
             while self._idle and self._idle[-1].loss is not None:
@@ -181,7 +181,7 @@ class WorkerPool:
                 if worker.is_idle:
                     self._idle.append(worker)
                 else:
-                    self.end(worker, "its job was given up")
+                    self.end(worker, "its job was cancelled")
 
     async def start_shared(self) -> Worker:
         """Start a worker for many asynchronous jobs at a time, beside the `size` others; the pool ends it."""
@@ -223,8 +223,8 @@ class WorkerPool:
         while True:
             if self.deaths >= MAX_DEATHS:
                 raise WorkersDied(
-                    f"{self.deaths} workers died one after the other, without an answer between them; the last: "
-                    f"{self._last_death}. What they printed is in {self._log_path or 'the output of this process'}."
+                    f"{self.deaths} workers died without an answer in between; the last: {self._last_death}. "
+                    f"Read their output in {self._log_path or 'the output of this process'}."
                 )
             if self._control is None:
                 self._start_supervisor()
@@ -240,25 +240,25 @@ class WorkerPool:
     def _start_supervisor(self) -> None:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
-        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         with theirs:
             descriptor = theirs.fileno()
             arguments = [str(descriptor), str(self._pid), str(self._log_path or "")]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "vectorlm.ranks.workers.supervisor", *arguments],
-                # The cores are the ranks'.
+                # The ranks need the cores.
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
-                # Ctrl-C is for the ranks; the supervisor ends with its rank.
+                # The ranks handle Ctrl-C; the supervisor ends with its rank.
                 start_new_session=True,
             )
-        # Not before there is one: whoever needs a worker tries again.
+        # Set after the start: callers that need a worker try again.
         self._control = control
         self._loop.add_reader(control, self._hear)
 
     def _hear(self) -> None:
-        """Read what the supervisor says; without it, no worker is left."""
+        """Read a message of the supervisor; if it has ended, all workers are lost."""
         assert self._control is not None
         assert self._process is not None
         try:
@@ -306,7 +306,7 @@ class WorkerPool:
 
 
 async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return what coroutines return; the first that raises ends the others."""
+    """Run coroutines and return their results; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]

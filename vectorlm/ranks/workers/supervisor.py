@@ -1,74 +1,86 @@
-"""The process that forks a rank's workers, ends them with all that they started, and keeps what they print.
+"""The supervisor process of a rank's workers, and the loop of a worker.
 
-`WorkerPool` starts it as ``python -m vectorlm.ranks.workers.supervisor <socket> <parent> <log>``. It imports no code
-of the user's, so it has one thread, and a fork of it costs milliseconds.
+`WorkerPool` starts it as ``python -m vectorlm.ranks.workers.supervisor <socket> <parent> <log>``. It forks workers,
+ends them with all their children, and logs their output. It imports no user code, so it has one thread, and forks in
+milliseconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
+import faulthandler
+import inspect
 import io
 import os
+import pickle
 import selectors
 import signal
 import socket
+import struct
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-# For the workers: what is imported here is there in every fork.
-from vectorlm.ranks.workers import worker
+from vectorlm.errors import VectorLMError
+from vectorlm.plugin import load_plugin, raised_at
 
+HEADER = struct.Struct(">Q")
+STACK_SIGNAL = signal.SIGUSR1
+VALUE, END, ERROR = "value", "end", "error"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.25
 END_WITHIN_S = 3.0
 STACK_S = 0.1
-"""Time for a worker that hangs to write where it is."""
+"""Time for a hanging worker to write its stack, in seconds."""
 MAX_LOG_BYTES = 16 * 2**20
-"""When the log reaches half of this, it becomes ``<log>.1``, in place of the one before."""
+"""When the log reaches half of this size, it replaces ``<log>.1``."""
 MAX_LINE_BYTES = 2**16
-"""What is printed without an end of line is written as a line of this length."""
+"""Output without line ends is split into lines of this length."""
 OOM_SCORE = "800"
-"""Where memory runs out, the kernel ends a worker and not the rank."""
+"""If memory runs out, the kernel ends a worker and not the rank."""
 
 
 class OutputLog:
-    """A file that takes what workers print, without limit, and keeps the last of it."""
+    """A log file of limited size that keeps the last output of the workers."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: io.FileIO | None = None
 
     def write(self, data: bytes) -> None:
-        """Append to the file, which is made now if nothing was printed before."""
+        """Append to the file; the first write creates it."""
         if self._file is None:
             self._file = self._path.open("ab", buffering=0)
         if self._file.tell() + len(data) > MAX_LOG_BYTES // 2:
             self._file.close()
-            # Another rank may have moved it a moment ago.
+            # Another rank may have moved it.
             with contextlib.suppress(FileNotFoundError):
                 self._path.replace(f"{self._path}.1")
             self._file = self._path.open("ab", buffering=0)
-        with contextlib.suppress(OSError):  # A full disk is found by whoever writes something that matters.
+        with contextlib.suppress(OSError):  # A full disk is reported by more important writers.
             self._file.write(data)
 
 
 class Supervisor:
-    """Forks, ends and reaps workers as the pool asks, until the pool's process is gone."""
+    """The loop that forks, ends and reaps workers for the pool, until the pool's process is gone."""
 
     def __init__(self, control: socket.socket, log: OutputLog | None) -> None:
         self._control, self._log = control, log
         self._selector = selectors.DefaultSelector()
         self._workers: set[int] = set()
         self._printed: dict[int, tuple[int, bytearray]] = {}
-        """Where to read what workers print, their pids, and lines that they have begun."""
+        """For the output pipe of each worker: its pid, and its incomplete last line."""
 
     def run(self, parent_pid: int) -> None:
         """Serve until `parent_pid` closes the socket or is gone; end all workers then."""
-        # What a worker leaves behind becomes a child of this process, and is ended with it.
+        # Processes that a worker leaves behind become children of this process, and end with it.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         woken, wake = os.pipe()
         os.set_blocking(woken, False)
@@ -88,7 +100,7 @@ class Supervisor:
                 if self._control in ready and not self._obey():
                     break
         except ConnectionError:
-            pass  # Nobody is left to tell.
+            pass  # The pool is gone.
         finally:
             self._end_all()
             for output in list(self._printed):
@@ -124,7 +136,7 @@ class Supervisor:
             if self._log is not None:
                 os.dup2(printed, 1)
                 os.dup2(printed, 2)
-            worker.serve(socket.socket(fileno=descriptor))
+            serve(socket.socket(fileno=descriptor))
         finally:
             os._exit(0)
 
@@ -132,8 +144,8 @@ class Supervisor:
         if pid not in self._workers:
             return
         with contextlib.suppress(psutil.Error, ProcessLookupError):
-            # faulthandler writes the stack, also from inside a call of C code.
-            os.kill(pid, worker.STACK_SIGNAL)
+            # faulthandler writes the stack, even from inside C code.
+            os.kill(pid, STACK_SIGNAL)
             time.sleep(STACK_S)
             family = psutil.Process(pid).children(recursive=True)
             os.killpg(pid, signal.SIGKILL)
@@ -142,7 +154,7 @@ class Supervisor:
                     process.kill()
 
     def _reap(self) -> None:
-        """Collect what has ended, and end what a worker has left in its process group."""
+        """Reap ended workers, and end the rest of their process groups."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -151,7 +163,7 @@ class Supervisor:
             if ended is None:
                 return
             if ended.si_pid in self._workers:
-                # Before it is reaped, as its number may be another process's afterwards.
+                # Before it is reaped: afterwards another process may get its number.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(ended.si_pid, signal.SIGKILL)
             _, status = os.waitpid(ended.si_pid, 0)
@@ -171,19 +183,19 @@ class Supervisor:
             time.sleep(0.01)
 
     def _keep_output(self, output: int, is_last: bool = False) -> None:
-        """Log whole lines of a worker, after its pid; the pipe is closed at its end, or with what `is_last`."""
-        pid, begun = self._printed[output]
+        """Log the lines of a worker with its pid; close the pipe at its end, or if `is_last`."""
+        pid, line = self._printed[output]
         with contextlib.suppress(BlockingIOError):
             while data := os.read(output, 2**16):
-                begun += data
-                *lines, begun[:] = begun.split(b"\n")
-                if len(begun) > MAX_LINE_BYTES:
-                    lines.append(begun[:])
-                    begun.clear()
+                line += data
+                *lines, line[:] = line.split(b"\n")
+                if len(line) > MAX_LINE_BYTES:
+                    lines.append(line[:])
+                    line.clear()
                 self._log_lines(pid, lines)
             is_last = True
         if is_last:
-            self._log_lines(pid, [begun] if begun else [])
+            self._log_lines(pid, [line] if line else [])
             self._selector.unregister(output)
             os.close(output)
             del self._printed[output]
@@ -191,6 +203,77 @@ class Supervisor:
     def _log_lines(self, pid: int, lines: list[bytearray]) -> None:
         if self._log is not None and lines:
             self._log.write(b"".join(b"[%d] %s\n" % (pid, line) for line in lines))
+
+
+def frame(value: Any) -> bytes:
+    """Return a message as bytes, preceded by its length."""
+    data = pickle.dumps(value)
+    return HEADER.pack(len(data)) + data
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer requests until the pool is gone; an answer has the number of its request.
+
+    Generators run one after the other, asynchronous ones at the same time. A request without a function name cancels
+    the request with its number.
+    """
+    faulthandler.register(STACK_SIGNAL, all_threads=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    pid, loop = os.getpid(), asyncio.new_event_loop()
+    loop.add_reader(connection, loop.stop)
+    tasks: dict[int, asyncio.Task[None]] = {}
+
+    def send(number: int, kind: str, value: Any = None) -> None:
+        if os.getpid() != pid:
+            os._exit(0)  # This is a fork that the user's code made.
+        try:
+            connection.sendall(frame((number, kind, value)))
+        except ConnectionError:
+            os._exit(0)  # The pool is gone.
+
+    @contextmanager
+    def reported(number: int) -> Iterator[None]:
+        try:
+            yield
+        except VectorLMError as error:
+            send(number, ERROR, error)
+        except BaseException as error:
+            send(number, ERROR, RuntimeError(raised_at(error)))
+
+    async def carry_out(number: int, values: AsyncIterator[Any]) -> None:
+        with reported(number):
+            async for value in values:
+                send(number, VALUE, value)
+            send(number, END)
+        del tasks[number]
+
+    def read(size: int) -> bytes:
+        data = b""
+        # A signal may cut a read short.
+        while len(data) < size and (more := connection.recv(size - len(data), socket.MSG_WAITALL)):
+            data += more
+        return data
+
+    while True:
+        if tasks:
+            # Stops at a request, because synchronous functions may run their own loop.
+            loop.run_forever()
+        if not (header := read(HEADER.size)):
+            return
+        number, name, arguments = pickle.loads(read(*HEADER.unpack(header)))
+        if not name:
+            if number in tasks:
+                tasks[number].cancel()
+            continue
+        with reported(number):
+            function, given = load_plugin(name), pickle.loads(arguments)
+            if inspect.isasyncgenfunction(function):
+                tasks[number] = loop.create_task(carry_out(number, function(*given)))
+                continue
+            for value in function(*given):
+                send(number, VALUE, value)
+            send(number, END)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vectorlm.rl.agents.session import RequestError, Session, Turn, spoken
 from vectorlm.rl.environments.tools import CALL_ID_LENGTH
 from vectorlm.sampling.backends.generation import DEFAULTS, NEUTRAL
-from vectorlm.sampling.local_requests import Hear
+from vectorlm.sampling.handle import Hear
 from vectorlm.types import Completion
 
 MAX_ANSWERS = 64

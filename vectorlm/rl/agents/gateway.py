@@ -21,7 +21,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from vectorlm.errors import VectorLMError
-from vectorlm.ranks.placement import LOOPBACK
+from vectorlm.ranks.topology import LOOPBACK
 from vectorlm.rl.agents.forms import ChatRequest, Events, Form, TextRequest, TokenRequest, explained
 from vectorlm.rl.agents.session import RequestError, Session, Turn
 from vectorlm.types import Completion

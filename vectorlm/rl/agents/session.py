@@ -18,7 +18,7 @@ from vectorlm.errors import RolloutError, VectorLMError
 from vectorlm.rl.environments.tools import message_of, parse_calls
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.rollouts.sampler import Ask
-from vectorlm.sampling.local_requests import Hear
+from vectorlm.sampling.handle import Hear
 from vectorlm.types import Completion, PromptRecord
 
 FOLLOWED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}

@@ -13,7 +13,7 @@ from typing import Any
 from vectorlm.data.encoding import encode
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.rl.rollouts.sampler import GroupSampler, SampledGroup, Task
-from vectorlm.sampling.local_requests import Hear, LocalRequests
+from vectorlm.sampling.handle import Hear, LocalRequests
 from vectorlm.types import Completion, Prompt
 
 Outcome = SampledGroup | Exception

@@ -18,7 +18,7 @@ from vectorlm.ranks.workers.pool import together
 from vectorlm.rl.environments.hosted import HostedEnvironment
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.sampling.local_requests import Hear
+from vectorlm.sampling.handle import Hear
 from vectorlm.types import Completion, Prompt, PromptRecord, RewardResult
 
 

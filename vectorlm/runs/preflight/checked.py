@@ -15,7 +15,7 @@ from vectorlm.data.source import load_saved
 from vectorlm.data.summary import Summary, steps_per_epoch
 from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, DatasetError
-from vectorlm.ranks.placement import without_gc
+from vectorlm.ranks.topology import without_gc
 from vectorlm.rl.rewards.registry import RESERVED
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse

@@ -8,8 +8,7 @@ from typing import Any
 import psutil
 
 from vectorlm.errors import ConfigError
-from vectorlm.ranks.placement import tensor_parallel_size
-from vectorlm.ranks.topology import has_gpu
+from vectorlm.ranks.topology import has_gpu, tensor_parallel_size
 from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.settings import CPU_PASS_TOKENS
 from vectorlm.runs.config.schema import Config, SamplerSettings, TrainSettings

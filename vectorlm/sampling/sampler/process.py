@@ -1,4 +1,4 @@
-"""The sampler process: a backend, its step loop, and the commands that arrive between two steps.
+"""The sampler process: a loop that steps a backend and carries out commands between two steps.
 
 `ProcessChannel` starts it as ``python -m vectorlm.sampling.sampler.process <descriptor> <parent> <scratch>``.
 
@@ -19,20 +19,21 @@ from typing import Any
 
 from vectorlm.errors import EngineError
 from vectorlm.plugin import is_plugin, load_plugin
-from vectorlm.ranks.placement import set_affinity, without_gc
+from vectorlm.ranks.engine_ranks import portable
 from vectorlm.ranks.process_end import follow_parent, remove_folder
+from vectorlm.ranks.topology import set_affinity, without_gc
 from vectorlm.sampling import messages
 from vectorlm.sampling.contract import BACKENDS
-from vectorlm.sampling.environment import CORES_VARIABLE
-from vectorlm.sampling.sampler.scheduler import Scheduler, open_backend, portable, ready
+from vectorlm.sampling.process_channel import CORES_VARIABLE
+from vectorlm.sampling.sampler.scheduler import SAMPLER, Scheduler, open_backend, ready
 
 ALIVE_EVERY_S = 1.0
 BACKEND_VARIABLE = "VECTORLM_SAMPLER_BACKEND"
-"""Tells spawned processes which backend they belong to."""
+"""The backend, for spawned processes."""
 
 
 def call_hook(inference: str, name: str, *args: Any) -> None:
-    """Call a function of the backend's module, or of the module of a class that it derives from, if there is one."""
+    """Call the function `name` of the backend's module, or of a base class's module, if it exists."""
     plugin = BACKENDS.get(inference, inference)
     if not is_plugin(plugin):
         return  # `open_backend` refuses such a name.
@@ -42,13 +43,6 @@ def call_hook(inference: str, name: str, *args: Any) -> None:
         if hook is not None:
             hook(*args)
             return
-
-
-def _unreadable(error: Exception) -> EngineError:
-    return EngineError(
-        f"the sampler process cannot read this call: {type(error).__name__}: {error}. It imports no script or "
-        "notebook, so prompts and sampling parameters may not have types that are defined there."
-    )
 
 
 def serve(connection: Connection, scratch: str) -> None:
@@ -62,13 +56,13 @@ def serve(connection: Connection, scratch: str) -> None:
             call_hook(start.inference, "prepare_process", scratch)
             backend = open_backend(start)
     except Exception as error:
-        connection.send((number, messages.Failed(portable(error))))
-        # Rank 0 might see the end of this process before the answer: stay until it says Stop.
+        connection.send((number, (None, portable(error, SAMPLER))))
+        # Stay until `Stop`: rank 0 might see the end of this process before the answer.
         while not isinstance(pickle.loads(connection.recv()[1]), messages.Stop):
             pass
         return
     scheduler = Scheduler(backend, start.model)
-    connection.send((number, messages.Answer(ready(backend, time.perf_counter() - began))))
+    connection.send((number, (ready(backend, time.perf_counter() - began), None)))
     last_sign = time.monotonic()
     while True:
         while not scheduler.busy or connection.poll():
@@ -77,7 +71,11 @@ def serve(connection: Connection, scratch: str) -> None:
                 try:
                     command = pickle.loads(message)
                 except Exception as error:
-                    connection.send((number, messages.Failed(portable(_unreadable(error)))))
+                    text = (
+                        f"the sampler process cannot read this call: {type(error).__name__}: {error}. It imports no "
+                        "script or notebook: use no types from there in prompts and sampling parameters."
+                    )
+                    connection.send((number, (None, EngineError(text))))
                     continue
                 if isinstance(command, messages.Stop):
                     scheduler.close()
@@ -97,12 +95,12 @@ def run(arguments: list[str]) -> None:
     if cores := os.environ.get(CORES_VARIABLE):
         set_affinity([int(core) for core in cores.split(",")])
     follow_parent(parent, scratch)
-    # If the other end is gone, nobody is left to tell.
+    # If the other end is gone, nobody reads the error.
     with Connection(descriptor) as connection, contextlib.suppress(EOFError, ConnectionError):
         serve(connection, scratch)
     # Rank 0 removes this too, unless it was killed.
     remove_folder(Path(scratch))
-    # vLLM's own teardown can take seconds and has nothing to save.
+    # vLLM's teardown can take seconds and saves nothing.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,33 +1,36 @@
-"""The rules of an engine: what may be asked of its backend, and when. One copy for every backend and channel."""
+"""The order of calls to a backend: which command is allowed when, for every backend and channel."""
 
 from __future__ import annotations
 
 import inspect
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.ranks.engine_ranks import CallResult, capture, portable
 from vectorlm.sampling import messages
 from vectorlm.sampling.arguments import one_each
-from vectorlm.sampling.contract import BACKENDS, Backend, RequestOutput
+from vectorlm.sampling.contract import BACKENDS, AnswerRules, Backend, RequestOutput
 from vectorlm.sampling.messages import pack
-from vectorlm.sampling.sampler.answers import AnswerRules
 from vectorlm.settings import nearest
 from vectorlm.types import InFlight
 
 BREAK_S = 0.01
-"""A shorter break between two steps does not cut a busy span in two."""
+"""Steps with a shorter break between them count as one busy span."""
 
 PARTS = ("weights", "kv_cache")
-"""What can sleep by itself; vLLM's own names for the two."""
+"""The parts of an engine that can sleep, by vLLM's names."""
 
 Parts = frozenset[str]
-Numbered = tuple[int, messages.Answer | messages.Failed]
-"""A message for the command with this number."""
+Numbered = tuple[int, CallResult]
+"""The result of the command with this number."""
+SAMPLER = "the sampler process"
 NumberedPart = tuple[int, messages.Part]
 
 
@@ -54,7 +57,7 @@ def open_backend(start: messages.Start) -> Backend:
 
 
 def ready(backend: Backend, load_s: float) -> messages.Ready:
-    """Return what the ranks must know of a backend that was built in `load_s` seconds."""
+    """Describe a backend that was built in `load_s` seconds to the ranks."""
     return messages.Ready(
         backend.receiver,
         load_s,
@@ -63,14 +66,6 @@ def ready(backend: Backend, load_s: float) -> messages.Ready:
         getattr(backend, "tokenizer", None),
         getattr(backend, "warning", ""),
     )
-
-
-def portable(error: BaseException) -> Exception:
-    """Return an error that unpickles without vLLM, with this process's traceback in its text."""
-    if isinstance(error, VectorLMError):
-        return error
-    trace = "".join(traceback.format_exception(error))
-    return EngineError(f"{type(error).__name__}: {error}\n\nIn the sampler process:\n{trace}")
 
 
 def require_room_for_update(num_in_flight: int, in_flight: InFlight) -> None:
@@ -92,10 +87,10 @@ def require_room_for_sleep(num_in_flight: int) -> None:
 
 
 class SleepState:
-    """Keeps the order of sleeping, waking, updating and sampling, on CPU as on CUDA.
+    """The rules for sleeping, waking, updating and sampling, on CPU and CUDA alike.
 
-    A part that sleeps frees its device memory and loses what it held: the KV cache comes back empty, the weights come
-    back as garbage that may not be sampled from before an update has filled them.
+    A sleeping part frees its device memory and loses its content: the KV cache comes back empty, and the weights are
+    garbage until the next update.
     """
 
     def __init__(self, free: Callable[[Parts, Parts], None], take_back: Callable[[Parts], None]) -> None:
@@ -106,7 +101,7 @@ class SleepState:
         """The parts that sleep."""
 
     def sleep(self, parts: Parts, num_requests: int) -> None:
-        """Put `parts` to sleep that are awake; refused while requests run."""
+        """Put those of `parts` to sleep that are awake; raises while requests run."""
         require_room_for_sleep(num_requests)
         if not (new := parts - self.asleep):
             return
@@ -121,27 +116,25 @@ class SleepState:
             raise
 
     def wake_up(self, parts: Parts) -> None:
-        """Wake those of `parts` that sleep; if that fails they sleep on, and may be woken again."""
+        """Wake those of `parts` that sleep; after an error they sleep on, and the call may be repeated."""
         if due := parts & self.asleep:
             self._take_back(due)
             self.asleep -= due
 
     def finish_update(self) -> None:
-        """Take note that the weights hold what was sent."""
+        """Note that the weights were loaded."""
         self._weights_are_lost = False
 
     def check_sampling(self) -> None:
-        """Raise `EngineError` if the engine has nothing to sample with; the text says what to call."""
+        """Raise `EngineError` if a part sleeps or the weights are lost; the text says what to call."""
         if self.asleep:
             parts = sorted(self.asleep, key=PARTS.index)
             calls = f"wake_up({', '.join(f'{part}=True' for part in parts)})"
             if self._weights_are_lost:
                 calls += " and update()"
-            raise EngineError(f"the engine sleeps ({' and '.join(parts)}): call {calls} before sampling.")
+            raise EngineError(f"the engine is asleep ({' and '.join(parts)}): call {calls} before sampling.")
         if self._weights_are_lost:
-            raise EngineError(
-                "the engine's weights slept and hold nothing since: call update() before sampling."
-            )
+            raise EngineError("the engine lost its weights while it slept: call update() before sampling.")
 
 
 @dataclass
@@ -151,9 +144,9 @@ class _Batch:
     command: messages.Generate
     sampling_params: list[Any]
     num_loads: int
-    """How many weights the engine had held when it was submitted."""
+    """Number of loads of weights before it was submitted."""
     outputs: dict[str, RequestOutput | None] = field(default_factory=dict)
-    """By name, in the order of the prompts; None for what is in flight."""
+    """By name, in the order of the prompts; None for requests in flight."""
     error: Exception | None = None
     """The first error, which ends the whole batch."""
 
@@ -167,7 +160,7 @@ class _Batch:
 
 
 class Scheduler:
-    """Drives one `Backend`: carries out commands between two of its steps, and says what to answer."""
+    """The driver of one `Backend`: it carries out commands between two steps, and returns their results."""
 
     def __init__(self, backend: Backend, model: str | None = None) -> None:
         """Drive `backend`, which was built for the folder `model`."""
@@ -184,7 +177,7 @@ class Scheduler:
         self._update: messages.BeginUpdate | None = None
         self._paused_at = 0.0
         self._obstacle: Exception | None = None
-        """Why nothing may be sampled: the last update failed, or the engine did."""
+        """The error that blocks sampling: of the last update, or of a step."""
         self._is_broken = False
         self._lost: list[Numbered] = []
 
@@ -194,28 +187,25 @@ class Scheduler:
         return self._update is None and bool(self._batches)
 
     def carry_out(self, number: int, command: Any) -> list[Numbered]:
-        """Carry out one command; return its answer, unless it has none yet, and those of requests that it lost."""
-        try:
-            match command:
-                case messages.Generate():
-                    self._generate(number, command)
-                    return []
-                case messages.Abort():
-                    self._abort(command.generate)
-                    return []
-            answer: messages.Answer | messages.Failed = messages.Answer(self._value_of(command))
-        except Exception as error:
-            answer = messages.Failed(portable(error))
+        """Carry out one command; return its result, if it has one already, and the errors of requests that it ended."""
+        if isinstance(command, messages.Abort):
+            self._abort(command.generate)
+            return []
+        result = capture(lambda: self._value_of(number, command), SAMPLER)
+        if isinstance(command, messages.Generate) and result[1] is None:
+            return []
         lost, self._lost = self._lost, []
-        return [*lost, (number, answer)]
+        return [*lost, (number, result)]
 
-    def _value_of(self, command: Any) -> Any:
+    def _value_of(self, number: int, command: Any) -> Any:
         backend: Any = self._backend
         match command:
+            case messages.Generate():
+                self._generate(number, command)
             case messages.Connect():
-                # Loaders that are recorded may write, if only zeros behind the last row of a vocabulary.
+                # A recorded loader may write to the weights: zeros behind the last row of a vocabulary, for example.
                 self._sleep_state.wake_up(frozenset({"weights"}))
-                # A backend that takes whole arenas alone need not know of others.
+                # A backend without rounds has no such argument.
                 more = {} if command.arena_bytes is None else {"arena_bytes": command.arena_bytes}
                 return backend.connect(command.manifest, command.arena_path, command.weight_set, **more)
             case messages.OpenHandles():
@@ -238,14 +228,17 @@ class Scheduler:
         return None
 
     def step(self) -> Sequence[Numbered | NumberedPart]:
-        """Let the backend sample for a moment; return parts of answers, and the answers that are complete."""
+        """Let the backend sample for a moment; return parts of answers, then the results of complete batches."""
         start = time.perf_counter()
         try:
             outputs = self._backend.poll()
         except Exception as error:
             return self._give_up(error)
         finally:
-            self._note_busy(start, time.perf_counter())
+            end = time.perf_counter()
+            if self._busy and start - self._busy[-1][1] < BREAK_S:
+                start = self._busy.pop()[0]
+            self._busy.append((start, end))
         progress = getattr(self._backend, "progress", None)
         if outputs or progress != self._progress:
             self.has_progressed, self._progress = True, progress
@@ -256,19 +249,20 @@ class Scheduler:
             elif (number := int(output.name.partition("-")[0])) in self._batches:
                 parts.append((number, messages.Part(output.completions[0])))
         ended = [number for number, batch in self._batches.items() if batch.has_ended]
-        return [*parts, *((number, self._answer(self._batches.pop(number))) for number in ended)]
+        results = [capture(partial(self._answer, self._batches.pop(number)), SAMPLER) for number in ended]
+        return [*parts, *zip(ended, results, strict=True)]
 
     def close(self) -> None:
         """End the backend."""
         self._backend.close()
 
     def _require_whole(self) -> None:
-        """Raise where the backend has failed for good."""
+        """Raise if the backend failed in an earlier step."""
         if self._is_broken and self._obstacle is not None:
             raise self._obstacle
 
     def _take(self, output: RequestOutput) -> None:
-        """Give an output to its batch; one for a batch that was cancelled or has ended is dropped."""
+        """Store an output in its batch; drop it if the batch was cancelled or has ended."""
         number, _, index = output.name.partition("-")
         batch = self._batches.get(int(number)) if number.isdecimal() else None
         if batch is not None and output.name in batch.outputs:
@@ -277,17 +271,16 @@ class Scheduler:
             batch.outputs[output.name] = output
             batch.error = batch.error or output.error
         elif batch is not None or not number.isdecimal() or int(number) > self._newest:
-            for each in self._batches.values():
-                each.error = each.error or self._rules.unknown(output.name)
+            for running in self._batches.values():
+                running.error = running.error or self._rules.unknown(output.name)
 
     def _generate(self, number: int, command: messages.Generate) -> None:
-        """Queue the prompts of one command: all of them, or none if one is refused."""
+        """Queue the prompts of one command: all of them, or none if one is invalid."""
         if self._obstacle is not None:
             raise self._obstacle
         if self._update is not None:
             raise EngineError(
-                "an update is in progress, or was begun and never finished: wait for it, or update again, before "
-                "sampling."
+                "an update() is in progress or did not finish: wait for it, or call update() again, before sampling."
             )
         self._sleep_state.check_sampling()
         params = one_each(command.sampling_params, len(command.prompts))
@@ -299,11 +292,11 @@ class Scheduler:
         elif command.is_streamed:
             submit = getattr(self._backend, "submit_streamed", submit)
         try:
-            for index, (prompt, each) in enumerate(zip(command.prompts, params, strict=True)):
+            for index, (prompt, own_params) in enumerate(zip(command.prompts, params, strict=True)):
                 name = f"{number}-{index}"
                 self._rules.check_prompt(index, prompt)
                 try:
-                    submit(name, prompt, each)
+                    submit(name, prompt, own_params)
                 except VectorLMError:
                     raise
                 except Exception as error:
@@ -320,12 +313,12 @@ class Scheduler:
             self._backend.cancel(batch.unfinished)
 
     def _give_up(self, error: Exception) -> list[Numbered]:
-        """Fail every request after a step that raised: nobody knows the backend's state from here on."""
+        """Fail every request after a step that raised: the state of the backend is unknown."""
         self._is_broken = True
         self._obstacle = EngineError(
             f"the engine failed in an earlier step and must be started again: {error}"
         )
-        failed: list[Numbered] = [(number, messages.Failed(portable(error))) for number in self._batches]
+        failed: list[Numbered] = [(number, (None, portable(error, SAMPLER))) for number in self._batches]
         self._batches.clear()
         return failed
 
@@ -362,29 +355,21 @@ class Scheduler:
         return messages.Updated(load_s, stall_s, busy)
 
     def _fail_update(self, error: BaseException) -> None:
-        """Fail the requests in flight: nobody knows which weights they would go on with."""
+        """Fail the requests in flight: the weights that they would go on with are unknown."""
         if not self._is_broken:
-            interrupted = EngineError("a weight update was interrupted: update again before sampling.")
+            interrupted = EngineError("an update() was interrupted: call update() again before sampling.")
             self._obstacle = error if isinstance(error, Exception) else interrupted
         for number in list(self._batches):
             self._abort(number)
-            self._lost.append((number, messages.Failed(EngineError(f"a weight update failed: {error}"))))
+            self._lost.append((number, (None, EngineError(f"a weight update failed: {error}"))))
 
-    def _answer(self, batch: _Batch) -> messages.Answer | messages.Failed:
-        try:
-            if batch.error is not None:
-                self._backend.cancel(batch.unfinished)
-                raise batch.error
-            outputs = [output for output in batch.outputs.values() if output is not None]
-            self._rules.check(batch.command.prompts, batch.sampling_params, outputs, batch.num_loads)
-            return messages.Answer(pack(outputs, batch.command.as_request_outputs))
-        except Exception as error:
-            return messages.Failed(portable(error))
-
-    def _note_busy(self, start: float, end: float) -> None:
-        if self._busy and start - self._busy[-1][1] < BREAK_S:
-            start = self._busy.pop()[0]
-        self._busy.append((start, end))
+    def _answer(self, batch: _Batch) -> np.ndarray:
+        if batch.error is not None:
+            self._backend.cancel(batch.unfinished)
+            raise batch.error
+        outputs = [output for output in batch.outputs.values() if output is not None]
+        self._rules.check(batch.command.prompts, batch.sampling_params, outputs, batch.num_loads)
+        return pack(outputs, batch.command.as_request_outputs)
 
 
 def _parts_of(command: messages.Sleep | messages.WakeUp) -> Parts:

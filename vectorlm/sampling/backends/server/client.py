@@ -14,7 +14,7 @@ import aiohttp
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, VectorLMError
 from vectorlm.ranks.engine_ranks import results_or_first_error
 from vectorlm.sampling.backends.server.extension import result_from_wire, to_wire
-from vectorlm.sampling.sampler.answers import FINISH_REASONS
+from vectorlm.sampling.contract import FINISH_REASONS
 from vectorlm.sampling.weights.plan import TensorSpec
 from vectorlm.sampling.weights.receive import WorkerSums
 from vectorlm.types import Completion

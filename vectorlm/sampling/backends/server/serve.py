@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from typing import Any
 
 from vectorlm.errors import ConfigError
-from vectorlm.ranks.placement import LOOPBACK
 from vectorlm.ranks.process_end import follow_parent
+from vectorlm.ranks.topology import LOOPBACK
 from vectorlm.sampling.backends.vllm import CPU_KV_CACHE_BYTES
 from vectorlm.sampling.backends.vllm.workers import remove_reduction_buffers
-from vectorlm.sampling.environment import vllm_variables
+from vectorlm.sampling.process_channel import vllm_variables
 
 PORT = 8000
 

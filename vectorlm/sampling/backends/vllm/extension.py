@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vectorlm.errors import EngineError, VectorLMError
-from vectorlm.ranks.engine_ranks import CallResult
+from vectorlm.ranks.engine_ranks import CallResult, capture
 from vectorlm.sampling.backends.vllm import packs_by_itself
 from vectorlm.sampling.backends.vllm.pack import (
     check_packed,
@@ -28,13 +26,7 @@ def as_call_result(method: Callable[..., Any]) -> Callable[..., CallResult]:
 
     @functools.wraps(method)
     def call(*args: Any) -> CallResult:
-        try:
-            return method(*args), None
-        except VectorLMError as error:
-            return None, error
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}\n\nIn the worker:\n{traceback.format_exc()}"
-            return None, EngineError(text)
+        return capture(lambda: method(*args), "the worker")
 
     return call
 
