@@ -27,8 +27,8 @@ from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.report.step_lines import json_text
+from vectorlm.rl.evaluation.grade import grade
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
-from vectorlm.rl.rewards.grade import grade
 from vectorlm.rl.rewards.registry import get_reward, short_name
 from vectorlm.runs.preflight.rewards import signature_problems
 from vectorlm.types import ENVIRONMENT, RewardResult
@@ -278,7 +278,7 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
     if engine_args["max_model_len"] == -1:
         from transformers import AutoConfig, AutoTokenizer
 
-        from vectorlm.rl.rewards.harness import context_length
+        from vectorlm.rl.evaluation.harness import context_length
 
         own = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
         engine_args["max_model_len"] = context_length(*own)
@@ -299,7 +299,7 @@ def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
-    from vectorlm.rl.rewards import harness
+    from vectorlm.rl.evaluation import harness
 
     logging.disable_progress_bar()
     model, adapter = require_model(args)

@@ -19,7 +19,7 @@ from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink, Sink
 from vectorlm.report.profile import ProfileSink, short_run
 from vectorlm.report.runs import save_start
 from vectorlm.report.trackers import Guarded, WandbSink, open_trackers
-from vectorlm.rl.rewards.evaluation import Evaluator, Play
+from vectorlm.rl.evaluation.evaluator import Evaluator, Play
 from vectorlm.rl.rewards.function import RewardFunction
 from vectorlm.rl.rewards.registry import short_name
 from vectorlm.runs.config.load import save_config
@@ -153,7 +153,7 @@ def _make_tasks(
     run: Run, turn: DeviceTurn, sampler: SamplerSettings, falling: dict[str, bool]
 ) -> Callable[[], dict[str, float]]:
     """Return what runs the harness's tasks on the engine, on all ranks alike, and notes in `falling` which fall."""
-    from vectorlm.rl.rewards import harness
+    from vectorlm.rl.evaluation import harness
 
     tasks = harness.load_tasks(sampler.evaluation.tasks, "train_parameters.sampler.tasks")
     longest = run.config.engine_arguments(run.topology.is_cuda).get("max_model_len")
