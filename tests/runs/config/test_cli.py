@@ -180,6 +180,6 @@ def test_letters_that_a_console_does_not_have_are_escaped(write_complete):
 def test_an_option_that_begins_with_the_home_folder_is_that_folder(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    monkeypatch.setattr("vectorlm.cli.plot.run", lambda args: seen.append(args.output) or 0)
+    monkeypatch.setattr("vectorlm.cli.report.plot_command", lambda args: seen.append(args.output) or 0)
     assert main(["plot", "run", "--output=~/curves.png"]) == 0
     assert seen == [tmp_path / "curves.png"]

@@ -27,7 +27,7 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm serve``."""
     parser.add_argument("--model", required=True, metavar="DIR", help="a folder written by save_pretrained")
     parser.add_argument("--host", default=LOOPBACK, help=f"the address to listen at; default {LOOPBACK}")
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Become the server that `add_arguments` describes; does not return unless something is wrong."""
+def serve_command(args: argparse.Namespace) -> int:
+    """Become the server that `add_serve_arguments` describes; does not return unless something is wrong."""
     require_token()
     if not {"--host", "--port"} & {each.partition("=")[0] for each in args.vllm_args}:
         _require_port(args.host, args.port)
