@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -119,9 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 1 (the run failed), 2 (the input was wrong) or 130 (Ctrl-C)."""
     given = sys.argv[1:] if argv is None else argv
     # A shell replaces ~ at the beginning of a word, not after an equals sign.
-    args = build_parser().parse_args(
-        [re.sub(r"^(--[\w-]+=)~(?=/|$)", rf"\1{Path.home()}", each) for each in given]
-    )
+    words = [re.sub(r"^(--[\w-]+=)~(?=/|$)", rf"\1{Path.home()}", word) for word in given]
+    args = build_parser([name for name in COMMANDS if name in words]).parse_args(words)
     return exit_code(lambda: args.run_command(args))
 
 
@@ -153,8 +152,11 @@ def at_interrupt(what_is_left: str) -> Iterator[None]:
         raise KeyboardInterrupt(what_is_left) from None
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser with every command; each sets `run_command` to its function."""
+def build_parser(names: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser with every command; `run_command` is the function of the parsed one.
+
+    Only the commands in `names` get their arguments: importing all modules takes a second.
+    """
     parser = argparse.ArgumentParser(
         prog="vectorlm",
         usage="vectorlm COMMAND ...",
@@ -172,6 +174,8 @@ def build_parser() -> argparse.ArgumentParser:
         command = added.add_parser(
             name, description=f"{what[0].upper()}{what[1:]}.", epilog=f"example: {example}"
         )
+        if name not in names:
+            continue
         home = import_module(module or f"vectorlm.cli.{name}")
         getattr(home, f"add_{name}_arguments")(command)
         command.set_defaults(run_command=getattr(home, f"{name}_command"))

@@ -93,6 +93,11 @@ def test_check_of_a_description_imports_neither_torch_nor_vllm(write_complete):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+def test_the_help_imports_no_command():
+    code = "import sys; from vectorlm.cli import main; main([]); sys.exit('vectorlm.runs' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
 def test_who_names_no_command_is_told_what_there_is(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
