@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from vectorlm.rl.prompts import PromptOrder
+from vectorlm.rl.rewards.scorer import GroupScorer
 from vectorlm.rl.rollout import RolloutGroup, kept_groups
 from vectorlm.rl.rollouts.sampler import SampledGroup, Task
-from vectorlm.rl.rollouts.scoring import GroupScorer
 from vectorlm.rl.rollouts.source import RolloutSource
 from vectorlm.rl.settings import AsyncSettings, CollectSettings
 from vectorlm.train.recorder import Timer

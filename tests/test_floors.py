@@ -119,7 +119,7 @@ def test_no_module_imports_itself_through_others():
         # In engine.py for an annotation alone.
         ("vllm", ("sampling/backends/", "sampling/weights/lora_receive.py", "sampling/engine.py")),
         ("wandb", ("report/metrics.py",)),
-        ("lm_eval", ("rl/rewards/harness.py", "rl/rewards/shape.py")),
+        ("lm_eval", ("rl/evaluation/harness.py", "rl/rewards/shape.py")),
     ],
 )
 def test_heavy_packages_are_imported_where_they_belong(package, homes):

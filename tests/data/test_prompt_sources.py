@@ -15,8 +15,8 @@ from vectorlm.data import prompts
 from vectorlm.data.encoding import asked, encode, encode_all
 from vectorlm.data.prompts import as_list, read_prompts
 from vectorlm.errors import DatasetError
-from vectorlm.rl.rewards import evaluation
-from vectorlm.rl.rewards.evaluation import Evaluator
+from vectorlm.rl.evaluation import evaluator as evaluation
+from vectorlm.rl.evaluation.evaluator import Evaluator
 from vectorlm.rl.rollouts.sampler import GroupSampler, Task
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.runs.preflight.resume import _digest

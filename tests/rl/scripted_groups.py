@@ -10,9 +10,8 @@ from vectorlm.data.encoding import encode
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.environments.environment import Player, make_environment
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rewards.scorer import RewardScorer
+from vectorlm.rl.rewards.scorer import GroupScorer, RewardScorer
 from vectorlm.rl.rollouts.sampler import GroupSampler
-from vectorlm.rl.rollouts.scoring import GroupScorer
 from vectorlm.rl.rollouts.source import RolloutSource
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.types import ENVIRONMENT, Completion, PromptRecord

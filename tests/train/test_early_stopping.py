@@ -138,7 +138,7 @@ def test_the_direction_of_a_metric_is_set_or_declared_and_not_guessed_for_reward
 
 
 def test_the_harness_says_which_metrics_fall():
-    harness = pytest.importorskip("vectorlm.rl.rewards.harness")
+    harness = pytest.importorskip("vectorlm.rl.evaluation.harness")
     found = {
         "results": {"task": {"alias": "task", "wer,none": 0.5, "acc,strict": 0.1, "odd,none": 0.0}},
         "higher_is_better": {"task": {"wer": False, "acc": True, "odd": None}},

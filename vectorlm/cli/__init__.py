@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -24,8 +24,10 @@ class Command(NamedTuple):
     """What it does, after "vectorlm COMMAND: "."""
     example: str
     module: str | None = None
-    """Has `add_arguments(parser)` and `run(args)`, which returns the exit code, and imports nothing heavy at its top;
-    ``vectorlm.cli.COMMAND`` where None."""
+    """The module with `add_COMMAND_arguments(parser)` and `COMMAND_command(args)`; None means ``vectorlm.cli.COMMAND``.
+
+    The command returns the exit code. The module imports nothing heavy at its top.
+    """
 
 
 COMMANDS = {
@@ -40,6 +42,7 @@ COMMANDS = {
     "check": Command(
         "check a config file without starting anything",
         "vectorlm check configs/countdown_sft.yaml --world_size 2",
+        "vectorlm.cli.run",
     ),
     "doctor": Command(
         "say whether a run would start on this machine, and what to do if not",
@@ -52,6 +55,7 @@ COMMANDS = {
     "preprocess": Command(
         "make a dataset as the config's dataset_preprocess section says",
         "vectorlm preprocess my.yaml --set dataset_preprocess.save_path=data/mine",
+        "vectorlm.cli.run",
     ),
     "model": Command(
         "fetch a model's folder from the Hugging Face Hub, or make it of a GGUF file",
@@ -68,6 +72,7 @@ COMMANDS = {
     "plot": Command(
         "draw the curves of runs, over each other",
         "vectorlm plot runs/countdown_sft runs/countdown_lora --output compared.png",
+        "vectorlm.cli.report",
     ),
     "report": Command(
         "make one HTML page of runs: settings, curves, samples, times",
@@ -84,6 +89,7 @@ COMMANDS = {
     "verify": Command(
         "prove that a running vLLM server holds a checkpoint",
         "vectorlm verify http://127.0.0.1:8000 runs/countdown_sft/final-model",
+        "vectorlm.cli.export",
     ),
     "serve": Command(
         "run a vLLM server whose weights a trainer on this machine can replace",
@@ -91,7 +97,7 @@ COMMANDS = {
         "vectorlm.sampling.backends.server.serve",
     ),
 }
-"""By name; adding a command is adding a line here, and a module."""
+"""By name; a new command needs a line here and two functions in its module."""
 
 INTERRUPTED, UNREAD = (128 + number for number in (signal.SIGINT, signal.SIGPIPE))
 """The exit codes after Ctrl-C, and where nobody reads the output any more, as shells have them."""
@@ -113,9 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 1 (the run failed), 2 (the input was wrong) or 130 (Ctrl-C)."""
     given = sys.argv[1:] if argv is None else argv
     # A shell replaces ~ at the beginning of a word, not after an equals sign.
-    args = build_parser().parse_args(
-        [re.sub(r"^(--[\w-]+=)~(?=/|$)", rf"\1{Path.home()}", each) for each in given]
-    )
+    words = [re.sub(r"^(--[\w-]+=)~(?=/|$)", rf"\1{Path.home()}", word) for word in given]
+    args = build_parser([name for name in COMMANDS if name in words]).parse_args(words)
     return exit_code(lambda: args.run_command(args))
 
 
@@ -147,8 +152,11 @@ def at_interrupt(what_is_left: str) -> Iterator[None]:
         raise KeyboardInterrupt(what_is_left) from None
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser with every command; each sets `run_command` to its function."""
+def build_parser(names: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser with every command; `run_command` is the function of the parsed one.
+
+    Only the commands in `names` get their arguments: importing all modules takes a second.
+    """
     parser = argparse.ArgumentParser(
         prog="vectorlm",
         usage="vectorlm COMMAND ...",
@@ -166,9 +174,11 @@ def build_parser() -> argparse.ArgumentParser:
         command = added.add_parser(
             name, description=f"{what[0].upper()}{what[1:]}.", epilog=f"example: {example}"
         )
+        if name not in names:
+            continue
         home = import_module(module or f"vectorlm.cli.{name}")
-        home.add_arguments(command)
-        command.set_defaults(run_command=home.run)
+        getattr(home, f"add_{name}_arguments")(command)
+        command.set_defaults(run_command=getattr(home, f"{name}_command"))
     parser.set_defaults(run_command=lambda args: _show_help(parser))
     return parser
 

@@ -92,12 +92,12 @@ class Package(NamedTuple):
     """The extra that asks for it; None is needed always."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm doctor``."""
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def doctor_command(args: argparse.Namespace) -> int:
     """Look at this machine, print the verdicts; 1 if something would stop every run."""
     if platform.system() != "Linux":
         raise LaunchError(

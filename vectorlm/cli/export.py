@@ -1,4 +1,4 @@
-"""``vectorlm export``: a checkpoint, or adapters, as a folder that Hugging Face libraries and vLLM load."""
+"""Checkpoints outside their run: ``vectorlm export`` and ``vectorlm verify``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Source:
         return load_config(self.run / "config.yaml").train_parameters.lora_peft_config is not None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm export``."""
     parser.add_argument(
         "source",
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def export_command(args: argparse.Namespace) -> int:
     """Export a model, and print its folder."""
     source = find_source(Path(args.source), best=args.best)
     if args.merge and not source.is_adapter:
@@ -185,3 +185,27 @@ def _load(source: Source) -> tuple[Any, Any]:
     described = json.loads((source.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     model = load_scorer(base, tokenizer) if described.get("task_type") == SCORES else load_model(base)
     return load_adapters(source.path, model), tokenizer
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``vectorlm verify``."""
+    parser.add_argument(
+        "address", metavar="ADDRESS", help="of a vLLM server, for example http://127.0.0.1:8000"
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a model's folder, LoRA adapters that it was merged with, a run's folder or one of its checkpoints",
+    )
+
+
+def verify_command(args: argparse.Namespace) -> int:
+    """Compare the server's weights with the checkpoint's, and print how it was proven that they are the same."""
+    source = find_source(Path(args.checkpoint))
+    url = args.address if "://" in args.address else f"http://{args.address}"
+    # This imports torch, which a wrong path is told without.
+    from vectorlm.sampling.verify import verify_server
+
+    proof = verify_server(url, lambda: load_source(source, merges=True)[0])
+    print(f"{url} and {source.path}: {proof}.")
+    return 0

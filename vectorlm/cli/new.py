@@ -15,7 +15,7 @@ TEMPLATE = Path(__file__).parent / "project"
 WORKFLOW = ".github/workflows/test.yml"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_new_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm new``."""
     parser.add_argument("path", metavar="DIR", help="the folder to make")
     parser.add_argument(
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def new_command(args: argparse.Namespace) -> int:
     """Make the folder and print what to do in it."""
     path = Path(args.path)
     if path.exists() and any(path.iterdir()):

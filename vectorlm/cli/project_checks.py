@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vectorlm.cli import model as model_command
+from vectorlm.cli.model import SMALL, model_command
 from vectorlm.data.encoding import chat_of, load_tokenizer
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError, EngineError, RankFailed
@@ -87,7 +87,7 @@ class ProjectUnderTest:
             tokenizer = load_tokenizer(self.config.model)
         except EngineError:
             small = self.folder / "smollm2"
-            model_command.run(Namespace(name=model_command.SMALL, path=str(small)))
+            model_command(Namespace(name=SMALL, path=str(small)))
             tokenizer = load_tokenizer(small)
         save_tiny_model(self.folder / "model", tokenizer)
         return self.folder / "model"

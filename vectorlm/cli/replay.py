@@ -33,7 +33,7 @@ OF_ROLLOUTS = {
 OF_METRICS = {"gradient norm": "policy/grad_norm", "loss": "policy/loss"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm replay``."""
     parser.add_argument("run", metavar="RUN", help="the output folder of a run of reinforcement learning")
     help_text = "the step to make again, from the checkpoint before it; the run needs rl.rollout.save_tokens"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bisect", metavar="OTHER_RUN", help=help_text)
 
 
-def run(args: argparse.Namespace) -> int:
+def replay_command(args: argparse.Namespace) -> int:
     """Return 0 if everything is as it was logged, or the runs agree, and else 1."""
     if (args.step is None) == (args.bisect is None):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""``vectorlm report``: one HTML page that shows runs."""
+"""Pictures of runs: ``vectorlm report`` and ``vectorlm plot``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import contextlib
 import time
 from pathlib import Path
 
+from vectorlm.errors import ConfigError
+
 EVERY_S = 5.0
 """With --follow, the page is written this often; less often where writing it takes long."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm report``."""
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the output_dir of a run")
     help_text = "the page (default report.html in the folder of the first run)"
@@ -20,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--follow", action="store_true", help=help_text)
 
 
-def run(args: argparse.Namespace) -> int:
+def report_command(args: argparse.Namespace) -> int:
     """Write the page and say where it is."""
     from vectorlm.report.page import write_page
     from vectorlm.report.runs import RunFolder
@@ -43,4 +45,30 @@ def run(args: argparse.Namespace) -> int:
         finally:
             # A page that nobody writes any more does not load itself again.
             write_page(runs, output)
+    return 0
+
+
+def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``vectorlm plot``."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the output_dir of a run")
+    help_text = "draw these metrics instead of the usual ones, for example train/loss,perf/mfu"
+    parser.add_argument("--metrics", metavar="A,B", default="", help=help_text)
+    help_text = "the picture (default plot.png)"
+    parser.add_argument("--output", metavar="FILE", type=Path, default=Path("plot.png"), help=help_text)
+
+
+def plot_command(args: argparse.Namespace) -> int:
+    """Draw the runs and say which settings differ."""
+    # These import matplotlib when they draw.
+    from vectorlm.report.plots import plot_runs
+    from vectorlm.report.runs import RunFolder, differences, names_of
+
+    runs = [RunFolder(path) for path in args.runs]
+    metrics = [name.strip() for name in args.metrics.split(",") if name.strip()]
+    if not plot_runs(runs, args.output, metrics):
+        raise ConfigError(f"{', '.join(names_of(runs))} logged nothing to draw. Wait for the first step.")
+    for name, values in differences(runs).items():
+        told = ", ".join(f"{run}: {value}" for run, value in zip(names_of(runs), values, strict=True))
+        print(f"{name} differs: {told}")
+    print(args.output)
     return 0

@@ -1,9 +1,11 @@
-"""``vectorlm run``, and the scripts that do the same: check a config, then train as it says."""
+"""Commands that take a config file: ``vectorlm run``, ``vectorlm check`` and ``vectorlm preprocess``."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -20,10 +22,14 @@ from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.accelerate import accelerate_overrides
-from vectorlm.runs.preflight.local_model import with_download
+from vectorlm.runs.preflight.checked import preflight
+from vectorlm.runs.preflight.local_model import missing_files, with_download
+from vectorlm.runs.preflight.memory import device_memory_bytes, memory_report
+from vectorlm.runs.preflight.memory_plan import GIB
+from vectorlm.runs.preflight.summary import summarise
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm run``."""
     add_path_argument(parser)
     add_override_arguments(parser)
@@ -31,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_profile_argument(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Check the config, then train on every rank: by rewards where it has a section ``rl``, else on text."""
     config = config_from_arguments(args)
     asked = accelerate_overrides(config, os.environ, args.world_size)
@@ -69,6 +75,82 @@ def run_script(section: str, description: str) -> None:
                 f"{args.yaml_path} has no section {section!r}: llama_example_mp.py trains on text (dataset), "
                 "rl_example_mp.py on rewards (rl). Name another file with --yaml_path."
             )
-        return run(args)
+        return run_command(args)
 
     sys.exit(exit_code(run_section))
+
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``vectorlm check``."""
+    parser.add_argument(
+        "--device_memory_gib",
+        type=_positive,
+        metavar="X",
+        help="plan for CUDA devices of X GiB; by default for those of this machine, or its CPU",
+    )
+    add_path_argument(parser)
+    add_override_arguments(parser)
+    add_memory_argument(parser)
+    help_text = "number of machines, each with the same number of ranks (default 1)"
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help=help_text)
+
+
+def check_command(args: argparse.Namespace) -> int:
+    """Check a config file and say what the run would do."""
+    checked = preflight(config_from_arguments(args), args.world_size, args.nnodes)
+    asked = args.device_memory_gib
+    device_bytes = device_memory_bytes() if asked is None else int(asked * GIB)
+    report = memory_report(
+        checked.config,
+        args.world_size,
+        device_bytes=device_bytes,
+        ranks_per_node=args.world_size // args.nnodes,
+    )
+    notes: list[str] = []
+    # A description alone is planned with.
+    if not missing_files(Path(checked.config.model)):
+        # It imports torch and transformers.
+        from vectorlm.runs.preflight.rehearsal import rehearse
+
+        notes = rehearse(checked.config)
+    print(f"{args.yaml_path}: ok")
+    print(summarise(checked, args.world_size, args.nnodes, notes))
+    print(report)
+    return 0
+
+
+def _positive(text: str) -> float:
+    """Read a finite number above 0; argparse names this function's argument where it raises."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
+    return number
+
+
+def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``vectorlm preprocess``."""
+    parser.add_argument("yaml_path", metavar="my.yaml", help="the config file")
+    add_override_arguments(parser)
+
+
+def preprocess_command(args: argparse.Namespace) -> int:
+    """Tokenise and pack a text dataset, and save it where training will look for it."""
+    # Training alone reads the section 'dataset', which may be incomplete until the datasets are made.
+    config = load_config(args.yaml_path, [*args.overrides, "dataset=null"])
+    settings = config.dataset_preprocess
+    if settings is None:
+        raise ConfigError(
+            f"{args.yaml_path} has no section dataset_preprocess: it says what to make, and from what."
+        )
+    from vectorlm.data.preprocess import preprocess
+    from vectorlm.train.load import load_tokenizer
+
+    config = with_download(config)
+    # Its default would leave the scratch folder behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with at_interrupt(f"{settings.save_path} is as it was before"):
+            summary = preprocess(settings, load_tokenizer(config.model), config.train_parameters.max_seq_len)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print(f"{settings.save_path}:\n{summary}")
+    return 0

@@ -24,7 +24,7 @@ FLAGS = ("max_tokens", "temperature", "n", "seed")
 MAX_TOKENS = 64
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm sample``."""
     add_sampling_arguments(parser)
     parser.add_argument(
@@ -66,7 +66,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def sample_command(args: argparse.Namespace) -> int:
     """Continue prompts with a model, and print the answers."""
     model, adapter = require_model(args)
     prompts = args.prompts

@@ -27,14 +27,14 @@ ALWAYS_SHOWN = ("reward/mean", "eval/accuracy")
 """Other metrics are left out while they are 0."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm watch``."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="the output_dir of a run")
     help_text = "print how the run is doing once, and end; the default where the output is not a terminal"
     parser.add_argument("--once", action="store_true", help=help_text)
 
 
-def run(args: argparse.Namespace) -> int:
+def watch_command(args: argparse.Namespace) -> int:
     """Show the run until it ends, or until Ctrl-C."""
     watched = RunFolder(args.folder)
     from rich.console import Console

@@ -23,7 +23,7 @@ from vectorlm.report.metrics import (
     short_run,
 )
 from vectorlm.report.runs import save_start
-from vectorlm.rl.rewards.evaluation import Evaluator, Play
+from vectorlm.rl.evaluation.evaluator import Evaluator, Play
 from vectorlm.rl.rewards.function import RewardFunction
 from vectorlm.rl.rewards.registry import short_name
 from vectorlm.runs.config.load import save_config
@@ -128,7 +128,7 @@ def _make_evaluator(
     run_tasks: Callable[[], dict[str, float]] | None = None
     timeout_s = sampler.engine.timeout_s
     if sampler.evaluation.tasks:
-        from vectorlm.rl.rewards import harness
+        from vectorlm.rl.evaluation import harness
 
         tasks = harness.load_tasks(sampler.evaluation.tasks, "train_parameters.sampler.tasks")
         longest = run.config.engine_arguments(run.topology.is_cuda).get("max_model_len")

@@ -33,12 +33,11 @@ from vectorlm.rl.prepare import correction_of
 from vectorlm.rl.prompts import Curriculum, Demonstrations, PromptMixture
 from vectorlm.rl.rewards.registry import COMPLETIONS, RewardSignature, get_reward, short_name
 from vectorlm.rl.rewards.reward_model import RewardModel
-from vectorlm.rl.rewards.scorer import RewardScorer
+from vectorlm.rl.rewards.scorer import GroupScorer, RewardScorer
 from vectorlm.rl.rollouts.logger import RolloutLogger
 from vectorlm.rl.rollouts.playing import Environments
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.replay import read_rollouts, replay_order
-from vectorlm.rl.rollouts.scoring import GroupScorer
 from vectorlm.rl.rollouts.source import RolloutSource
 from vectorlm.rl.settings import CPU_PASS_TOKENS, StepSettings
 from vectorlm.runs.config.schema import Config, RLSettings

@@ -93,6 +93,11 @@ def test_check_of_a_description_imports_neither_torch_nor_vllm(write_complete):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+def test_the_help_imports_no_command():
+    code = "import sys; from vectorlm.cli import main; main([]); sys.exit('vectorlm.runs' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
 def test_who_names_no_command_is_told_what_there_is(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
@@ -180,6 +185,6 @@ def test_letters_that_a_console_does_not_have_are_escaped(write_complete):
 def test_an_option_that_begins_with_the_home_folder_is_that_folder(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    monkeypatch.setattr("vectorlm.cli.plot.run", lambda args: seen.append(args.output) or 0)
+    monkeypatch.setattr("vectorlm.cli.report.plot_command", lambda args: seen.append(args.output) or 0)
     assert main(["plot", "run", "--output=~/curves.png"]) == 0
     assert seen == [tmp_path / "curves.png"]

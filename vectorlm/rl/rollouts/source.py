@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
+from vectorlm.rl.rewards.scorer import GroupScorer
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.sampler import Cohort, PendingGroup, Task
-from vectorlm.rl.rollouts.scoring import GroupScorer
 from vectorlm.rl.settings import AsyncSettings
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord

@@ -30,7 +30,7 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm serve``."""
     parser.add_argument("--model", required=True, metavar="DIR", help="a folder written by save_pretrained")
     parser.add_argument("--host", default=LOOPBACK, help=f"the address to listen at; default {LOOPBACK}")
@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Replace this process by the server that `add_arguments` describes; return only on an error."""
+def serve_command(args: argparse.Namespace) -> int:
+    """Replace this process by the server that `add_serve_arguments` describes; return only on an error."""
     require_token()
     if not {"--host", "--port"} & {argument.partition("=")[0] for argument in args.vllm_args}:
         _require_free_port(args.host, args.port)

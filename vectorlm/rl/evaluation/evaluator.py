@@ -10,8 +10,8 @@ from typing import Any
 
 from vectorlm.data.encoding import asked, shown_prompt
 from vectorlm.report.step_lines import StepLines, report_wait, sample_with_progress
+from vectorlm.rl.evaluation.grade import grade
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
-from vectorlm.rl.rewards.grade import grade
 from vectorlm.rl.rollout import Rollout, logged_means
 from vectorlm.train.handover import DeviceTurn
 from vectorlm.types import ENVIRONMENT, PromptRecord, RewardResult

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from vectorlm.rl.rewards.grade import grade
+from vectorlm.rl.evaluation.grade import grade
 from vectorlm.types import RewardResult
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from vectorlm.data.prompts import check_lengths, read_prompts
 from vectorlm.errors import DatasetError, RewardError
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.rewards.evaluation import Evaluator
+from vectorlm.rl.evaluation.evaluator import Evaluator
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.sampling.inline_engines import HFEngine
 from vectorlm.train.handover import DeviceTurn
