@@ -15,7 +15,7 @@ from vectorlm.ranks.engine_ranks import comparable
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.rl.agents.gateway import Gateway
 from vectorlm.rl.agents.session import Session
-from vectorlm.rl.environments import hosted
+from vectorlm.rl.environments import remote as hosted
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.sampler import Ask, GroupSampler, Task
