@@ -19,7 +19,7 @@ from report import write_result
 
 from vectorlm import SamplingEngine
 from vectorlm.ranks.workers.pool import WorkerPool
-from vectorlm.rl.environments.hosted import EnvironmentHost, HostedEnvironment
+from vectorlm.rl.environments.remote import EnvironmentWorkers, RemoteEnvironment
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.sampler import GroupSampler, Task
 from vectorlm.rl.settings import CollectSettings
@@ -70,13 +70,13 @@ def sampler(pool: WorkerPool, kind: str) -> GroupSampler:
         # About one token in sixteen ends a turn.
         sampling_params={"max_tokens": 16 * TOKENS, "stop_token_ids": list(range(8000 // TOKENS))},
     )
-    host = EnvironmentHost(f"{__file__}:{kind}", pool, 60.0)
+    host = EnvironmentWorkers(f"{__file__}:{kind}", pool, 60.0)
     return GroupSampler(
         settings=settings,
         seed=0,
         max_model_len=1024,
         tokenizer=Tokenizer(),
-        open_environment=functools.partial(HostedEnvironment, host),
+        open_environment=functools.partial(RemoteEnvironment, host),
     )
 
 

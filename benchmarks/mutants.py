@@ -31,7 +31,7 @@ SIZES = {"algorithms": 70, "sampling.weights": 55, "sampling.sampler": 40}
 SLOWER = {
     "algorithms": (
         *("tests/rl/test_prepare.py", "tests/rl/test_rl_correction.py", "tests/rl/test_rl_metrics.py"),
-        *("tests/rl/test_micro_batch.py", "tests/rl/test_replay.py"),
+        *("tests/rl/test_micro_batch.py", "tests/rl/rollouts/test_replay.py"),
     ),
     "sampling.weights": (
         *("tests/sampling/weights", "tests/runs/preflight"),

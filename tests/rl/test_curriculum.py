@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.batches import rollout_of
-from scripted_groups import Echo, make_source
+from kit.scripted_groups import Echo, make_source
 
 from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
 from vectorlm.rl.rollout import RolloutGroup

@@ -267,7 +267,7 @@ def _weighted_sums(
 def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
     """Return the answers to each question: one turn, or rollouts with the environment."""
     from vectorlm.rl.rollout import Rollout
-    from vectorlm.rl.rollouts.playing import Environments
+    from vectorlm.rl.rollouts.builder import SamplerBuilder
 
     model, adapter = require_model(args)
     if exam.environment is None or exam.collect is None:
@@ -289,7 +289,7 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
         own = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
         engine_args["max_model_len"] = context_length(*own)
     with open_engine(args.engine, model, adapter, engine_args) as opened, ExitStack() as stack:
-        environments = Environments(
+        environments = SamplerBuilder(
             {"": exam.environment},
             opened,
             copy.deepcopy(opened.tokenizer),

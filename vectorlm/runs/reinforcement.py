@@ -34,8 +34,8 @@ from vectorlm.rl.prompts import Curriculum, Demonstrations, PromptMixture
 from vectorlm.rl.rewards.registry import COMPLETIONS, RewardSignature, get_reward, short_name
 from vectorlm.rl.rewards.reward_model import RewardModel
 from vectorlm.rl.rewards.scorer import GroupScorer, RewardScorer
+from vectorlm.rl.rollouts.builder import SamplerBuilder
 from vectorlm.rl.rollouts.logger import RolloutLogger
-from vectorlm.rl.rollouts.playing import Environments
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.replay import read_rollouts, replay_order
 from vectorlm.rl.rollouts.source import RolloutSource
@@ -112,7 +112,7 @@ def _build(
     assert sampler is not None
     # Held-out questions without a source have the environment of prompts without one.
     names = {source: rl.collect.environment_of(source) for source in ("", *rl.by_source)}
-    environments = Environments(
+    environments = SamplerBuilder(
         {source: name for source, name in names.items() if name is not None},
         run.engine,
         # A copy: the actors encode in their own threads.
@@ -252,7 +252,7 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
     )
 
 
-def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Environments) -> RolloutSource:
+def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: SamplerBuilder) -> RolloutSource:
     seed = run.config.train_parameters.seed
     assert run.engine is not None
     replay = None

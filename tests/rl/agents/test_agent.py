@@ -4,7 +4,7 @@ import asyncio
 import re
 
 import pytest
-from gateway_client import Scripted
+from kit.gateway_client import Scripted
 from kit.letters import Letters
 from kit.pages import blocks
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from gateway_client import Scripted, session_of
+from kit.gateway_client import Scripted, session_of
 from kit.letters import Letters
 
 from vectorlm.errors import EngineError, RolloutError

@@ -8,7 +8,7 @@ import threading
 
 import httpx
 import pytest
-from gateway_client import Scripted, session_of
+from kit.gateway_client import Scripted, session_of
 from kit.letters import letter_tokenizer
 from kit.wild_texts import wild_texts
 from websockets.sync.server import serve
@@ -19,8 +19,8 @@ from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.report.step_lines import json_text
 from vectorlm.rl.agents.gateway import Gateway
 from vectorlm.rl.environments.environment import Player, Reply, to_reply
-from vectorlm.rl.environments.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.rl.environments.openenv import OpenEnv
+from vectorlm.rl.environments.remote import EnvironmentWorkers, RemoteEnvironment
 from vectorlm.rl.environments.tools import parse_calls
 from vectorlm.rl.rollouts.replay import record_of
 from vectorlm.rl.rollouts.sampler import GroupSampler, Task
@@ -164,13 +164,13 @@ def rollouts_of(make, tmp_path, engine, tokenizer, num_turns, max_model_len):
 
     async def run():
         with WorkerPool(2) as pool:
-            host = EnvironmentHost(f"{tmp_path}/acts.py:{make}", pool, 20.0)
+            host = EnvironmentWorkers(f"{tmp_path}/acts.py:{make}", pool, 20.0)
             sampler = GroupSampler(
                 settings=settings,
                 seed=0,
                 max_model_len=max_model_len,
                 tokenizer=tokenizer,
-                open_environment=lambda record: HostedEnvironment(host, record),
+                open_environment=lambda record: RemoteEnvironment(host, record),
             )
             return (await sampler.sample(Task(0, PromptRecord(ASKED)), engine.ask)).rollouts
 

@@ -21,7 +21,7 @@ from vectorlm.rl.environments.environment import (
     make_environment,
     to_reply,
 )
-from vectorlm.rl.environments.hosted import EnvironmentHost, HostedEnvironment
+from vectorlm.rl.environments.remote import EnvironmentWorkers, RemoteEnvironment
 from vectorlm.runs.preflight.environments import require_environment
 from vectorlm.types import PromptRecord
 
@@ -212,7 +212,7 @@ def play(kind, turns, timeout_s=20.0):
 
     async def rollout():
         with WorkerPool(2) as pool:
-            playing = HostedEnvironment(EnvironmentHost(kind, pool, timeout_s), record)
+            playing = RemoteEnvironment(EnvironmentWorkers(kind, pool, timeout_s), record)
             try:
                 asked = await playing.reset()
                 replies = [await playing.step(text) for text in turns]
@@ -288,7 +288,7 @@ class ChoosesInOneProcess:
 @pytest.mark.parametrize("kind", [Chooses, ChoosesLate, ChoosesInOneProcess])
 def test_the_policy_is_told_of_the_tools_that_the_environment_of_its_rollout_has(kind):
     async def rollout(host, number):
-        playing = HostedEnvironment(host, PromptRecord(ASKED, {"number": number}))
+        playing = RemoteEnvironment(host, PromptRecord(ASKED, {"number": number}))
         asked = await playing.reset()
         told = [each["function"]["name"] for each in asked["tools"]] if isinstance(asked, dict) else []
         calls = [{"name": name, "arguments": {"a": 3, "b": 1}} for name in ("add", "take")]
@@ -299,7 +299,7 @@ def test_the_policy_is_told_of_the_tools_that_the_environment_of_its_rollout_has
 
     async def rollouts():
         with WorkerPool(2) as pool:
-            host = EnvironmentHost(kind, pool, 20.0)
+            host = EnvironmentWorkers(kind, pool, 20.0)
             first = await rollout(host, 5)
             return [first, *await asyncio.gather(*(rollout(host, number) for number in (3, 4, 3)))]
 
@@ -312,8 +312,8 @@ def test_the_policy_is_told_of_the_tools_that_the_environment_of_its_rollout_has
 def test_tools_beside_a_prompt_without_a_template_are_refused_before_the_first_turn(prompt):
     async def rollout():
         with WorkerPool(1) as pool:
-            playing = HostedEnvironment(
-                EnvironmentHost(Chooses, pool, 20.0), PromptRecord(prompt, {"number": 3})
+            playing = RemoteEnvironment(
+                EnvironmentWorkers(Chooses, pool, 20.0), PromptRecord(prompt, {"number": 3})
             )
             try:
                 await playing.reset()
@@ -358,7 +358,7 @@ class Slow:
 
 def test_asynchronous_environments_are_waited_for_in_one_process():
     async def rollout(host):
-        playing = HostedEnvironment(host, PromptRecord(ASKED))
+        playing = RemoteEnvironment(host, PromptRecord(ASKED))
         await playing.reset()
         for _ in range(4):
             _, reply = await playing.step("0.2")
@@ -367,7 +367,7 @@ def test_asynchronous_environments_are_waited_for_in_one_process():
 
     async def rollouts():
         with WorkerPool(1) as pool:
-            host = EnvironmentHost(Slow, pool, 20.0)
+            host = EnvironmentWorkers(Slow, pool, 20.0)
             return await asyncio.gather(*(rollout(host) for _ in range(64)))
 
     # One after the other they would take 51 s.
@@ -377,8 +377,8 @@ def test_asynchronous_environments_are_waited_for_in_one_process():
 def test_an_asynchronous_call_that_is_cancelled_is_closed_and_leaves_the_others():
     async def rollouts():
         with WorkerPool(1) as pool:
-            host, record = EnvironmentHost(Slow, pool, 60.0), PromptRecord(ASKED)
-            first, second = HostedEnvironment(host, record), HostedEnvironment(host, record)
+            host, record = EnvironmentWorkers(Slow, pool, 60.0), PromptRecord(ASKED)
+            first, second = RemoteEnvironment(host, record), RemoteEnvironment(host, record)
             await asyncio.gather(first.reset(), second.reset())
             going_on = asyncio.create_task(second.step("1"))
             with pytest.raises(TimeoutError):
@@ -395,8 +395,8 @@ def test_an_asynchronous_call_that_is_cancelled_is_closed_and_leaves_the_others(
 def test_the_asynchronous_environment_that_is_late_is_the_one_that_is_named():
     async def rollouts():
         with WorkerPool(1) as pool:
-            host = EnvironmentHost(Slow, pool, 1.0)
-            games = [HostedEnvironment(host, PromptRecord(f"q{index}")) for index in range(3)]
+            host = EnvironmentWorkers(Slow, pool, 1.0)
+            games = [RemoteEnvironment(host, PromptRecord(f"q{index}")) for index in range(3)]
             await asyncio.gather(*(each.reset() for each in games))
             await together(each.step(text) for each, text in zip(games, ("0.9", "30", "0.9"), strict=True))
 
@@ -419,13 +419,13 @@ def test_a_call_that_is_cancelled_ends_its_worker():
 
     async def rollouts():
         with WorkerPool(1) as pool:
-            host, record = EnvironmentHost(Slow, pool, None), PromptRecord(ASKED)
-            first = HostedEnvironment(host, record)
+            host, record = EnvironmentWorkers(Slow, pool, None), PromptRecord(ASKED)
+            first = RemoteEnvironment(host, record)
             await first.reset()
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(first.step("slow"), 0.5)
             await first.close()
-            second = HostedEnvironment(host, record)
+            second = RemoteEnvironment(host, record)
             await second.reset()
             _, reply = await second.step("fast")
             await second.close()

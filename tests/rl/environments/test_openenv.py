@@ -9,8 +9,8 @@ import pytest
 from websockets.sync.server import serve
 
 from vectorlm.ranks.workers.pool import WorkerPool
-from vectorlm.rl.environments.hosted import EnvironmentHost, HostedEnvironment
 from vectorlm.rl.environments.openenv import OpenEnv
+from vectorlm.rl.environments.remote import EnvironmentWorkers, RemoteEnvironment
 from vectorlm.runs.preflight.environments import require_environment
 from vectorlm.types import PromptRecord
 
@@ -62,7 +62,7 @@ def test_an_episode_goes_over_the_socket_in_a_worker():
         columns = {"openenv_url": url, "openenv_reset": {"seed": 7}}
         record = PromptRecord([{"role": "user", "content": "Say it."}], columns)
         with WorkerPool(1) as pool:
-            playing = HostedEnvironment(EnvironmentHost(NAME, pool, 20.0), record)
+            playing = RemoteEnvironment(EnvironmentWorkers(NAME, pool, 20.0), record)
             try:
                 return await playing.reset(), [(await playing.step(text))[1] for text in turns]
             finally:

@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from gateway_client import Scripted
+from kit.gateway_client import Scripted
 from kit.letters import Letters
 from kit.pages import blocks
 from kit.rl_runs import config_of, lines, save_files

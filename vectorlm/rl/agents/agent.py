@@ -15,7 +15,7 @@ from vectorlm.ranks.engine_ranks import comparable
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.rl.agents.gateway import Gateway
 from vectorlm.rl.agents.session import Session
-from vectorlm.rl.environments import hosted
+from vectorlm.rl.environments import remote
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.sampler import Ask, GroupSampler, Task
@@ -91,7 +91,7 @@ class AgentHost:
         async with self._workers.worker() as worker:
             session.begin()
             found: tuple[float | None, dict[str, float]] = await worker.ask(
-                f"{hosted.__name__}:run_agent", self._run, self._gateway.url, session.key, row
+                f"{remote.__name__}:run_agent", self._run, self._gateway.url, session.key, row
             )
             return found
 

@@ -1,4 +1,4 @@
-"""What one rollout talks to between its turns: a tool, a game, a user."""
+"""Environments: the tools, games or simulated users that reply to a rollout's turns."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from vectorlm.rl.environments.tools import CALL_ID_LENGTH, call_tool, message_of
 from vectorlm.types import MAX_REWARD
 
 AGENT = "openai:"
-"""How ``rl.environment`` begins where it names an agent, which asks over HTTP."""
+"""Prefix of ``rl.environment`` if it names an agent, which sends requests over HTTP."""
 Message = Mapping[str, Any]
-"""A chat message: ``{"role", "content"}``, and ``tool_calls`` where the policy called tools."""
+"""A chat message: ``{"role", "content"}``, and ``tool_calls`` if the policy called tools."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment answers to a turn."""
+    """An environment's answer to a turn."""
 
     messages: str | Sequence[Message] = ()
-    """What the policy reads next. Messages go through the chat template; a text goes on in the policy's own turn."""
+    """Messages to append by the chat template; a text continues the policy's own turn."""
     reward: float | None = None
     """A reward for this turn."""
     done: bool = False
     """Whether the rollout has ended."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log; an evaluation counts an answer as right where `acc` is 1, if there is one."""
+    """Numbers to log; an evaluation counts an answer as correct if the metric `acc` is 1."""
 
 
 class Environment(Protocol):
-    """What one rollout talks to; each has an object of its own. Every method may be a coroutine function.
+    """The interface of an environment; every rollout gets its own instance. Every method may be a coroutine function.
 
-    It may have `tools`, functions with type hints and docstrings. The policy is told of them, and what it calls is
-    answered without `step`, which gets the messages that call none.
+    An environment may have `tools`: functions with type hints and docstrings. The chat template lists them, and calls
+    of the policy run them without `step`. `step` receives only messages without a call.
 
     Example:
         >>> class Guess:
@@ -53,20 +53,20 @@ class Environment(Protocol):
     """
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        """Begin with a prompt's columns; return messages to add to the prompt, or None."""
+        """Start with a prompt's columns; return messages to append to the prompt, or None."""
 
     def step(self, message: Message) -> Any:
         """Return a `Reply`, or its messages alone; None ends the rollout."""
 
     def close(self) -> Any:
-        """Let go of what the rollout held."""
+        """Release resources."""
 
 
 def to_reply(value: Any) -> Reply:
-    """Return what an environment answered as a `Reply`.
+    """Convert an environment's answer to a `Reply`.
 
     Raises:
-        TypeError: It is neither text nor messages, or a part of it has another type.
+        TypeError: The answer is neither text nor messages, or a field has the wrong type.
     """
     if value is None:
         return Reply(done=True)
@@ -74,29 +74,29 @@ def to_reply(value: Any) -> Reply:
     messages = [reply.messages] if isinstance(reply.messages, Mapping) else reply.messages
     if not isinstance(messages, str):
         is_list = isinstance(messages, Sequence) and not isinstance(messages, bytes)
-        if not is_list or not all(isinstance(each, Mapping) for each in messages):
+        if not is_list or not all(isinstance(message, Mapping) for message in messages):
             raise TypeError(
                 f"it returned {str(value)[:60]!r}, a {type(value).__name__}, and must return a text, messages, a Reply "
                 "or None; a reward and the end belong in Reply(messages, reward, done)"
             )
-        for each in messages:
-            # Of parts, or of calls alone, the chat template makes what it will, as of prompts.
-            is_content = isinstance(each.get("content"), str | list) or each.get("tool_calls")
-            if not isinstance(each.get("role"), str) or not is_content:
+        for message in messages:
+            # The chat template decides about lists of parts and messages of calls only, as for prompts.
+            is_content = isinstance(message.get("content"), str | list) or message.get("tool_calls")
+            if not isinstance(message.get("role"), str) or not is_content:
                 raise TypeError(
-                    f"it returned the message {str(each)[:60]}, which needs a `role` and a `content`"
+                    f"it returned the message {str(message)[:60]}, which needs a `role` and a `content`"
                 )
         messages = list(messages)
-    # It may repeat what the policy wrote.
+    # A reply may repeat the policy's text, which may hold lone surrogates.
     messages = escaped_halves(messages)
-    # Not by its truth: "False" is a text that is not empty.
+    # bool("False") is True.
     if reply.done not in (True, False, None):
         raise TypeError(f"it returned done={reply.done!r}, which must be True or False")
     return Reply(messages, to_reward(reply.reward), bool(reply.done), to_metrics(reply.metrics))
 
 
 def to_reward(value: Any) -> float | None:
-    """Return what an environment gave as a float, None where it is none; raise `TypeError` unless it is finite."""
+    """Convert a reward to a float, or None if there is none; raise `TypeError` unless it is finite."""
     number = None if value is None else _number("reward", value)
     if number is not None and not abs(number) <= MAX_REWARD:
         raise TypeError(f"it returned the reward {number}, which must be finite in float32")
@@ -104,7 +104,7 @@ def to_reward(value: Any) -> float | None:
 
 
 def to_metrics(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return what an environment measured as floats; raise `TypeError` for what is no number."""
+    """Convert metrics to floats; raise `TypeError` for a value that is not a number."""
     if not isinstance(values, Mapping):
         raise TypeError(f"it returned the metrics {str(values)[:60]}, which must be a mapping of numbers")
     return {str(name): _number(f"metric {name!r}", value) for name, value in values.items()}
@@ -120,24 +120,24 @@ def _number(what: str, value: Any) -> float:
 
 
 def kind_of(environment: Any, where: str) -> str:
-    """Return which form an environment has, or its class: ``step``, ``respond`` or ``trl``.
+    """Return the form of an environment or its class: ``step``, ``respond`` or ``trl``.
 
     Raises:
-        ConfigError: It has none.
+        ConfigError: It has none of these forms.
     """
     if callable(getattr(environment, "step", None)):
         return "step"
     if callable(getattr(environment, "respond", None)):
         return "respond"
     reset = getattr(environment, "reset", None)
-    # TRL gives it every column by name: a misspelt `step` beside reset(row) is no tool.
+    # TRL passes every column by name. This keeps a misspelt `step` beside reset(row) from becoming a tool.
     if (
         callable(reset)
         and {"prompt", inspect.Parameter.VAR_KEYWORD} & _parameters(reset)
         and trl_tools(environment)
     ):
         return "trl"
-    # It imports pydantic, which the workers do without.
+    # This imports pydantic, which the workers do not need.
     from vectorlm.settings import nearest
 
     others = [name for name in dir(environment) if not name.startswith("_")]
@@ -150,9 +150,9 @@ def kind_of(environment: Any, where: str) -> str:
 
 def _parameters(function: Callable[..., Any]) -> set[Any]:
     """Return the names and the kinds of a function's parameters."""
-    # What is called is the wrapper of a decorated function.
+    # A call of a decorated function calls its wrapper.
     parameters = inspect.signature(function, follow_wrapped=False).parameters
-    return {*parameters, *(each.kind for each in parameters.values())}
+    return {*parameters, *(parameter.kind for parameter in parameters.values())}
 
 
 def trl_tools(environment: Any) -> list[Callable[..., Any]]:
@@ -172,10 +172,10 @@ def tools_of(environment: Any, kind: str) -> list[Callable[..., Any]]:
 
 
 def make_environment(make: Callable[..., Any], columns: Mapping[str, Any]) -> Any:
-    """Call a class or a function with the columns that it names, or all of them where it takes ``**columns``."""
+    """Call a class or a function with the columns that it names, or with all if it takes ``**columns``."""
     parameters = inspect.signature(make).parameters.values()
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    names = {each.name for each in parameters}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
     return make(**{name: value for name, value in columns.items() if takes_all or name in names})
 
 
@@ -184,15 +184,38 @@ def is_asynchronous(environment: Any, where: str) -> bool:
     methods = (
         getattr(environment, name, None) for name in ("reset", "step", "respond", "close", "get_reward")
     )
-    calls = [each for each in methods if each is not None]
+    calls = [method for method in methods if method is not None]
     return all(
         map(inspect.iscoroutinefunction, (*calls, *tools_of(environment, kind_of(environment, where))))
     )
 
 
 async def value_of(found: Any) -> Any:
-    """Return what a method or a tool returned, or, from a coroutine function, what it returns in the end."""
+    """Return the result of a method or a tool; await it if it is awaitable."""
     return await found if inspect.isawaitable(found) else found
+
+
+class _Respond:
+    """The form `respond` as the form `step`."""
+
+    def __init__(self, environment: Any) -> None:
+        self._respond, self.tools = environment.respond, getattr(environment, "tools", ())
+
+    def step(self, message: Message) -> Any:
+        return self._respond(message["content"])
+
+
+class _TRL:
+    """TRL's form as the form `step`: a turn that calls no tool ends the rollout."""
+
+    def __init__(self, environment: Any) -> None:
+        self._reset, self.tools = environment.reset, trl_tools(environment)
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        return self._reset(**row)
+
+    def step(self, message: Message) -> None:
+        return None
 
 
 class Player:
@@ -201,64 +224,55 @@ class Player:
     def __init__(
         self, environment: Any, where: str, value_of: Callable[[Any], Awaitable[Any]] = value_of
     ) -> None:
-        """Take the object and its name; `value_of` waits for what its methods return."""
-        self._environment, self._kind, self._value_of = environment, kind_of(environment, where), value_of
+        """Take the object and its name; `value_of` awaits the results of its methods."""
+        forms: dict[str, Callable[[Any], Any]] = {"respond": _Respond, "trl": _TRL}
+        self._environment, self._value_of = environment, value_of
+        form = forms.get(kind_of(environment, where))
+        self._turns = environment if form is None else form(environment)
         self.tools = self._own_tools()
-        """What the policy may call, by name."""
+        """Tools that the policy may call, by name."""
         self._num_calls = 0
 
     async def reset(self, prompt: Any, columns: Mapping[str, Any]) -> Any:
-        """Return the whole prompt."""
-        whole = await self._begin(prompt, columns)
-        # TRL takes the methods of the object that it makes.
-        if self._kind != "trl":
-            self.tools = self._own_tools()
-        return whole
-
-    def _own_tools(self) -> dict[str, Callable[..., Any]]:
-        tools = tools_of(self._environment, self._kind)
-        return {getattr(tool, "__name__", str(tool)): tool for tool in tools}
-
-    async def _begin(self, prompt: Any, columns: Mapping[str, Any]) -> Any:
-        if self._kind == "respond" or not hasattr(self._environment, "reset"):
-            return prompt
-        row = {**columns, "prompt": prompt}
-        begin = self._environment.reset
-        added = await self._value_of(begin(**row) if self._kind == "trl" else begin(row))
+        """Return the prompt with the messages that the environment adds."""
+        added = None
+        if hasattr(self._turns, "reset"):
+            added = await self._value_of(self._turns.reset({**columns, "prompt": prompt}))
+        self.tools = self._own_tools()
         if added is None:
             return prompt
         if not is_messages(prompt):
-            raise TypeError("reset() adds to the prompt, which must be chat messages then")
-        if self._kind == "trl" and isinstance(added, str):
+            raise TypeError("reset() adds messages, so the prompt must be chat messages")
+        if isinstance(added, str) and isinstance(self._turns, _TRL):
             return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + added}]
         messages = to_reply(added).messages
         if isinstance(messages, str):
             raise TypeError("reset() returned a text, and must return messages or None")
         return [*prompt, *messages]
 
+    def _own_tools(self) -> dict[str, Callable[..., Any]]:
+        tools = getattr(self._turns, "tools", ())
+        return {getattr(tool, "__name__", str(tool)): tool for tool in tools}
+
     async def step(self, text: str) -> tuple[Message, Reply]:
-        """Return what the policy said as a message, and the reply."""
+        """Return the policy's turn as a message, and the reply to it."""
         text = escaped_halves(text)
         content, calls = parse_calls(text, list(self.tools)) if self.tools else (text, [])
-        # Of the order of the calls: the tokens of a run that is repeated are the same.
+        # Ids count the calls, so that a repeated run has the same tokens.
         calls = [
-            replace(each, id=str(self._num_calls + place).zfill(CALL_ID_LENGTH))
-            for place, each in enumerate(calls)
+            replace(call, id=str(self._num_calls + place).zfill(CALL_ID_LENGTH))
+            for place, call in enumerate(calls)
         ]
         self._num_calls += len(calls)
         message = message_of(content if calls else text, calls)
         if calls:
-            return message, Reply([await call_tool(each, self.tools, self._value_of) for each in calls])
-        if self._kind == "trl":
-            return message, Reply(done=True)
-        if self._kind == "respond":
-            return message, to_reply(await self._value_of(self._environment.respond(text)))
-        return message, to_reply(await self._value_of(self._environment.step(message)))
+            return message, Reply([await call_tool(call, self.tools, self._value_of) for call in calls])
+        return message, to_reply(await self._value_of(self._turns.step(message)))
 
     async def close(self) -> float | None:
-        """Close the environment; return the reward that one of TRL's form gives the whole rollout."""
+        """Close the environment; return the reward that TRL's form gives the whole rollout."""
         reward = None
-        if self._kind == "trl" and hasattr(self._environment, "get_reward"):
+        if isinstance(self._turns, _TRL) and hasattr(self._environment, "get_reward"):
             reward = await self._value_of(self._environment.get_reward())
         if hasattr(self._environment, "close"):
             await self._value_of(self._environment.close())

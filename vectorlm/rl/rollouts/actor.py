@@ -1,4 +1,4 @@
-"""Groups of rollouts, sampled beside the engine while the ranks do something else."""
+"""The thread that runs a rank's rollouts on its engine while the rank does other work."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from vectorlm.types import Completion, Prompt
 
 Outcome = SampledGroup | Exception
 CLOSE_S = 5.0
-"""Longest wait for the thread at the end."""
+"""Seconds to wait for the thread to end."""
 IDLE_S = 0.005
-"""How often a rank looks whether a rollout asks an engine that samples in the rank itself."""
+"""Seconds between two checks for new requests, if the engine samples in the rank itself."""
 
 
 class Actor:
     """An asyncio loop in a thread of a rank that owns an engine; every rollout is a coroutine in it.
 
-    Tasks are numbered in the order of their submission, on all ranks alike. An actor draws the number of the next one
-    as soon as it has room: rollouts that wait for their environment take none.
+    All ranks number the tasks in the order of submission. An actor draws the next number when it is below its
+    concurrency limit; rollouts that wait for their environment do not count towards the limit.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Actor:
         *,
         draw: Callable[[], int],
         tokenizer: Callable[[], Any],
-        room: Room,
+        limit: ConcurrencyLimit,
     ) -> None:
-        """Start the thread; `draw` returns the next task's number, and `room` says how many sequences ask at once."""
+        """Start the thread; `draw` returns the next task's number; `limit` bounds the sequences in the engine."""
         self._requests, self._sampler, self._draw, self._tokenizer = requests, sampler, draw, tokenizer
-        self._room = room
+        self._limit = limit
         self._tasks: dict[int, Task] = {}
         """Tasks that this actor has not drawn, by number; another may have."""
         self._num_submitted = 0
@@ -59,11 +59,11 @@ class Actor:
         self._thread.start()
 
     def submit(self, tasks: Mapping[int, Task], still_open: Collection[int], share: int) -> None:
-        """Add tasks to the queue; of those that are `still_open`, this actor has at most `share` at once."""
+        """Add tasks to the queue; this actor runs at most `share` of the tasks that are `still_open`."""
         self._loop.call_soon_threadsafe(self._extend, tasks, set(still_open), share)
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Forget tasks, whoever has them; their requests are taken back when this returns."""
+        """Cancel tasks on any rank; their requests are cancelled when this returns."""
         asyncio.run_coroutine_threadsafe(self._cancel(list(numbers)), self._loop).result()
         self._requests.forget()
 
@@ -84,10 +84,10 @@ class Actor:
                     self._news.wait(min(left_s, IDLE_S) if self._requests.is_inline else left_s)
 
     def take(self) -> tuple[dict[int, Outcome], tuple[int, ...]]:
-        """Return what has finished since the last call; the most rollouts in flight and asking, and the room."""
+        """Return new outcomes, and the maxima of rollouts in flight, of sequences in the engine and of the limit."""
         with self._news:
             outcomes, self._outcomes = self._outcomes, {}
-            most, self._most = self._most, (self._num_rollouts, self._num_asking, self._room.size)
+            most, self._most = self._most, (self._num_rollouts, self._num_asking, self._limit.size)
         return outcomes, most
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class Actor:
 
     def _count(self, num_asking: int) -> None:
         self._num_asking += num_asking
-        now = self._num_rollouts, self._num_asking, self._room.size
+        now = self._num_rollouts, self._num_asking, self._limit.size
         self._most = tuple(map(max, self._most, now))
 
     def _flush(self) -> None:
@@ -120,12 +120,12 @@ class Actor:
         self._begin_more()
 
     def _begin_more(self) -> None:
-        """Begin tasks while there is room for a whole group, or nothing else to do."""
+        """Start tasks while a whole group fits below the limit, or the engine is idle."""
         size = self._sampler.settings.group_size
-        self._room.is_short = False
+        self._limit.has_waiting = False
         while len(self._running) < self._share:
-            if self._num_asking and self._num_asking + size > self._room.size:
-                self._room.is_short = bool(self._tasks)
+            if self._num_asking and self._num_asking + size > self._limit.size:
+                self._limit.has_waiting = bool(self._tasks)
                 return
             if self._drawn is None:
                 self._drawn = self._draw()
@@ -133,7 +133,7 @@ class Actor:
                 return
             number, self._drawn = self._drawn, None
             if (task := self._tasks.pop(number, None)) is None:
-                # It was taken back.
+                # It was cancelled.
                 continue
             self._num_rollouts += size
             self._count(size)
@@ -150,8 +150,8 @@ class Actor:
             reserved = 0
             try:
                 completions = await self._ask(prompt, params, hear)
-                num_tokens = sum(len(each.token_ids) for each in completions)
-                self._room.answered(num_tokens, time.monotonic())
+                num_tokens = sum(len(completion.token_ids) for completion in completions)
+                self._limit.answered(num_tokens, time.monotonic())
                 return completions
             finally:
                 self._num_asking -= params["n"]
@@ -189,33 +189,33 @@ class Actor:
         for number in numbers:
             self._tasks.pop(number, None)
         running = [self._running[number] for number in numbers if number in self._running]
-        for each in running:
-            each.cancel()
+        for rollout in running:
+            rollout.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
 
 GROWTH, GAIN = 1.5, 1.1
-"""A larger room is tried by the first factor, and kept if the engine's rate grows by more than the second."""
+"""Factor by which the limit is raised, and factor of throughput above which the raise is kept."""
 MIN_ANSWERS, MIN_WINDOW_S = 64, 1.0
 MAX_REST = 16
 
 
-class Room:
-    """Grows as long as the engine's tokens per second do; measured while rollouts wait for room, in windows."""
+class ConcurrencyLimit:
+    """Concurrency limit for rollouts: raised while throughput keeps growing, measured in windows."""
 
     def __init__(self, size: int, most: int | None = None) -> None:
-        """Begin with `size` sequences; without `most` it stays so."""
+        """Start at `size` sequences and grow to at most `most`; None keeps `size`."""
         self.size, self._most = size, most
-        self.is_short = False
-        """Whether a group waits for room."""
+        self.has_waiting = False
+        """Whether a group waits for the limit; throughput is only measured then."""
         self._kept, self._kept_rate = size, 0.0
         self._rest = self._num_resting = 1
         """Windows from one attempt to the next, and those that are left."""
         self._begin(0.0)
 
     def answered(self, num_tokens: int, now_s: float) -> None:
-        """Take note of an answer of the engine."""
-        if self._most is None or not self.is_short:
+        """Count an answer of the engine; raise or lower the limit at the end of a window."""
+        if self._most is None or not self.has_waiting:
             self._begin(now_s)
             return
         self._num_answers += 1
@@ -228,7 +228,7 @@ class Room:
         self._begin(now_s)
 
     def _look(self, rate: float) -> None:
-        """Go on from the rate of a window."""
+        """Choose the next limit from a window's throughput."""
         if self.size == self._kept:
             self._kept_rate = rate
             self._num_resting -= 1

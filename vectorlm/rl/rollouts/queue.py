@@ -1,4 +1,4 @@
-"""The groups of rollouts in flight, as all ranks see them."""
+"""The queue of groups in flight, shared by all ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from vectorlm.rl.rollout import Rollout
-from vectorlm.rl.rollouts.actor import Actor, Outcome, Room
+from vectorlm.rl.rollouts.actor import Actor, ConcurrencyLimit, Outcome
 from vectorlm.rl.rollouts.sampler import GroupSampler, SampledGroup, Task
 from vectorlm.sampling.engine import WAIT_S, SamplingEngine
 
-FIRST_ROOM = 64
-"""Sequences that ask an engine at once where its rate says how many may."""
+FIRST_LIMIT = 64
+"""First concurrency limit of an engine whose limit follows its throughput."""
 MOST = ("in_flight", "asking", "room")
 
 
@@ -37,23 +37,23 @@ class GroupQueue:
         self._actor: Actor | None = None
         if engine.local is not None:
             # As many groups as it samples sequences: its batch stays full while a few of each group go on.
-            # What waits for an environment takes no room, so slow ones are made up for by more rollouts.
+            # A rollout that waits for an environment does not count: slow environments are balanced by more rollouts.
             asked, size = sampler.settings.rollouts_per_engine, sampler.settings.group_size
-            room = Room(max_num_seqs * size if asked == "auto" else asked)
+            limit = ConcurrencyLimit(max_num_seqs * size if asked == "auto" else asked)
             if asked == "auto" and (sampler.open_environment or sampler.agents):
-                # By its rate. Single turns repeat bit for bit, so nothing of theirs may depend on the machine's speed.
-                room = Room(max(min(max_num_seqs, FIRST_ROOM), size), max_num_seqs * size)
+                # It follows the throughput. Single turns must repeat bit for bit, so their limit is fixed.
+                limit = ConcurrencyLimit(max(min(max_num_seqs, FIRST_LIMIT), size), max_num_seqs * size)
             self._actor = Actor(
                 engine.local,
                 sampler,
                 draw=self._draw(f"rollouts of {engine.next_name()}"),
                 # A copy: the ranks' own thread may encode at the same time.
                 tokenizer=functools.cache(lambda: copy.deepcopy(engine.tokenizer)),
-                room=room,
+                limit=limit,
             )
 
     def submit(self, tasks: Sequence[Task]) -> Sequence[int]:
-        """Begin groups and return their numbers."""
+        """Submit groups and return their numbers."""
         numbers = range(self._num_submitted, self._num_submitted + len(tasks))
         self._num_submitted += len(tasks)
         self._open |= set(numbers)
@@ -105,7 +105,7 @@ class GroupQueue:
         return found
 
     def sample(self, tasks: Sequence[Task]) -> list[Sequence[Rollout]]:
-        """Return the rollouts of each group, in order; if one fails, the others are forgotten."""
+        """Return the rollouts of each group, in order; if one fails, the others are cancelled."""
         numbers = self.submit(tasks)
         found: dict[int, Sequence[Rollout]] = {}
         try:
@@ -117,18 +117,18 @@ class GroupQueue:
         return [found[number] for number in numbers]
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Forget groups in flight."""
+        """Cancel groups in flight."""
         self._open -= set(numbers)
         if numbers and self._actor is not None:
             self._actor.cancel(numbers)
 
     def metrics(self) -> dict[str, float]:
-        """Return the most rollouts at once: in flight, asking the engines, and that might have asked."""
+        """Return the maxima of rollouts in flight, of sequences in the engines and of the concurrency limits."""
         most, self._most = self._most, (0, 0, 0)
         return {f"rollout/{name}_max": float(each) for name, each in zip(MOST, most, strict=True)}
 
     def close(self) -> None:
-        """Forget everything; not a collective."""
+        """Cancel everything; not a collective."""
         if self._actor is not None:
             self._actor.close()
 

@@ -1,4 +1,4 @@
-"""The group of rollouts of one prompt, as a coroutine."""
+"""Sample the group of rollouts of one prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from vectorlm.data.encoding import asked, encode, encode_reply, is_messages, split_unfinished
 from vectorlm.errors import EngineError, RolloutError
 from vectorlm.ranks.workers.pool import together
-from vectorlm.rl.environments.hosted import HostedEnvironment
+from vectorlm.rl.environments.remote import RemoteEnvironment
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.sampling.handle import Hear
@@ -70,7 +70,7 @@ class GroupSampler:
     """Longest prompt and completion together, in tokens."""
     tokenizer: Any = None
     """What turns an environment's replies into tokens."""
-    open_environment: Callable[[PromptRecord], HostedEnvironment | None] | None = None
+    open_environment: Callable[[PromptRecord], RemoteEnvironment | None] | None = None
     """Opens the environment of each rollout; None, or what it returns for a prompt, for single turns."""
     agents: Mapping[str, Agent] = field(default_factory=dict)
     """What makes the rollouts of prompts of some sources, instead of an environment."""
@@ -115,7 +115,7 @@ class GroupSampler:
         params = {**self._params, "n": size, "seed": self._draw_seed(task.position)}
         return [Rollout.from_completion(record, each) for each in await ask(asked(record), params)]
 
-    async def _play(self, task: Task, index: int, environment: HostedEnvironment, ask: Ask) -> Rollout:
+    async def _play(self, task: Task, index: int, environment: RemoteEnvironment, ask: Ask) -> Rollout:
         """Return one rollout with an environment, which is closed in any case."""
         try:
             rollout = await self._turns(task, index, environment, ask)
@@ -126,7 +126,7 @@ class GroupSampler:
             raise
         return rollout.rewarded(await environment.close())
 
-    async def _turns(self, task: Task, index: int, environment: HostedEnvironment, ask: Ask) -> Rollout:
+    async def _turns(self, task: Task, index: int, environment: RemoteEnvironment, ask: Ask) -> Rollout:
         prompt = await environment.reset()
         seed = self._seed_of_turn(task.position, index, 0)
         try:
@@ -244,18 +244,18 @@ class PendingGroup:
 
 
 @dataclass(eq=False)
-class Cohort:
-    """Groups that a step began, and those that dynamic sampling began for the dropped ones of them.
+class StepGroups:
+    """The groups that a step submitted, and their replacements by dynamic sampling.
 
-    Dynamic sampling goes in rounds, each of as many groups as are missing. But a group is begun as soon as a later
-    round is certain to need it, while others of the rounds before are still in flight.
+    Dynamic sampling is defined in rounds; a round has as many groups as are missing. A group is submitted as soon as
+    a later round is certain to need it, while groups of earlier rounds are still in flight.
     """
 
     size: int
     """Groups of the first round."""
     max_rounds: int
     stored_share: float = 0.0
-    """Share of the groups of each round that are stored ones."""
+    """Share of stored groups in every round."""
     fresh: list[PendingGroup] = field(default_factory=list)
     stored: list[PendingGroup] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Where the rollouts of a step come from."""
+"""The source of a step's rollouts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
 from vectorlm.rl.rewards.scorer import GroupScorer
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.rollouts.queue import GroupQueue
-from vectorlm.rl.rollouts.sampler import Cohort, PendingGroup, Task
+from vectorlm.rl.rollouts.sampler import PendingGroup, StepGroups, Task
 from vectorlm.rl.settings import AsyncSettings
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
@@ -20,7 +20,7 @@ ONE_AFTER_THE_OTHER = AsyncSettings(max_staleness=0)
 
 
 class RolloutSource:
-    """Begins groups, and hands the finished ones to the steps; its calls are collective.
+    """Submits groups and hands finished ones to the steps; its calls are collective.
 
     A group that starts while the engine holds version v is trained on at step v + `max_staleness` at the latest, so no
     token of a batch is older. Finished groups are trained on, the oldest first; the others go on while the ranks
@@ -51,7 +51,7 @@ class RolloutSource:
         self._overlap = overlap or ONE_AFTER_THE_OTHER
         self._replayed_share = 0.0 if replay is None else replayed_share
         self._num_groups = self._settings.prompts_per_step
-        self._cohorts: list[Cohort] = []
+        self._steps: list[StepGroups] = []
         self._running: dict[int, PendingGroup] = {}
         """The groups in flight, by their numbers in the queue."""
         self._reissued: list[int] = []
@@ -97,7 +97,7 @@ class RolloutSource:
         # Checkpoints of earlier versions have none.
         if finished := state.get("finished"):
             groups = [PendingGroup.restored(each, self.prompts.at(each["position"])) for each in finished]
-            self._cohorts = [Cohort(len(groups), self._max_rounds, fresh=groups)]
+            self._steps = [StepGroups(len(groups), self._max_rounds, fresh=groups)]
 
     def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
         """Return the scored rollouts of `step`, and the groups that dynamic sampling dropped; the others go on.
@@ -109,8 +109,8 @@ class RolloutSource:
             RolloutError: An environment failed.
         """
         with timer.span("time/generate_s"):
-            room = (self._overlap.max_staleness + 1) * self._num_groups - len(self._pending())
-            self._cohorts.append(Cohort(room, self._max_rounds, self._replayed_share))
+            num_free = (self._overlap.max_staleness + 1) * self._num_groups - len(self._pending())
+            self._steps.append(StepGroups(num_free, self._max_rounds, self._replayed_share))
             self._begin(step)
             self._receive(0.0)
         while True:
@@ -131,7 +131,7 @@ class RolloutSource:
         for name, curriculum in self._curricula.items():
             curriculum.observe([each for each in found if each.source == name], self.prompts.position)
         self._cancel_late(step)
-        self._cohorts = [each for each in self._cohorts if not all(group.is_gone for group in each.needed())]
+        self._steps = [each for each in self._steps if not all(group.is_gone for group in each.needed())]
         return found
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -153,31 +153,31 @@ class RolloutSource:
 
     def _pending(self) -> list[PendingGroup]:
         """Return the groups in flight, and those that a step may train on."""
-        needed = (group for cohort in self._cohorts for group in cohort.needed())
+        needed = (group for step_groups in self._steps for group in step_groups.needed())
         return [group for group in needed if not (group.is_gone or group.is_dropped)]
 
     def _begin(self, step: int) -> None:
-        """Begin what the cohorts need and nobody has begun."""
+        """Submit the groups that the steps need and that are not submitted yet."""
         new: list[tuple[PendingGroup, Task]] = []
-        for cohort in self._cohorts:
-            num_fresh, num_stored = cohort.num_needed
-            for _ in range(num_fresh - len(cohort.fresh)):
+        for step_groups in self._steps:
+            num_fresh, num_stored = step_groups.num_needed
+            for _ in range(num_fresh - len(step_groups.fresh)):
                 position = self._reissued.pop(0) if self._reissued else self.prompts.position
                 self.prompts.position = max(self.prompts.position, position + 1)
-                cohort.fresh.append(PendingGroup(position, step))
-                new.append((cohort.fresh[-1], Task(position, self.prompts.at(position))))
-            for _ in range(num_stored - len(cohort.stored)):
+                step_groups.fresh.append(PendingGroup(position, step))
+                new.append((step_groups.fresh[-1], Task(position, self.prompts.at(position))))
+            for _ in range(num_stored - len(step_groups.stored)):
                 assert self.replay is not None
                 position = self.replay.position
                 (stored,) = self.replay.take(1)
-                cohort.stored.append(PendingGroup(position, step))
-                new.append((cohort.stored[-1], Task(position, stored[0].prompt_record, stored)))
+                step_groups.stored.append(PendingGroup(position, step))
+                new.append((step_groups.stored[-1], Task(position, stored[0].prompt_record, stored)))
         if new:
             numbers = self._groups.submit([task for _, task in new])
             self._running |= {number: group for (group, _), number in zip(new, numbers, strict=True)}
 
     def _receive(self, timeout_s: float) -> None:
-        """Take what has finished; wait until there may be enough."""
+        """Receive finished groups; wait until there may be enough."""
         num_missing = 1 if self._drops else self._num_groups - len(self._oldest_finished())
         for number, sampled in self._groups.poll(timeout_s, max(num_missing, 1)).items():
             self._running.pop(number).sampled = sampled
@@ -188,23 +188,23 @@ class RolloutSource:
             group.scored = scored
 
     def _leave(self, taken: Sequence[PendingGroup]) -> list[RolloutGroup]:
-        """Take groups out of their cohorts, and all that are dropped; return them in the order of the rounds."""
+        """Remove `taken` and dropped groups from their steps; return them in the order of the rounds."""
         leaving = []
-        for cohort in self._cohorts:
-            needed = list(cohort.needed())
+        for step_groups in self._steps:
+            needed = list(step_groups.needed())
             leaving += [each for each in needed if not each.is_gone and (each.is_dropped or each in taken)]
             if self.replay is not None:
-                self._put_back([each for each in cohort.fresh if each not in needed], self.prompts)
-                self._put_back([each for each in cohort.stored if each not in needed], self.replay)
+                self._put_back([each for each in step_groups.fresh if each not in needed], self.prompts)
+                self._put_back([each for each in step_groups.stored if each not in needed], self.replay)
         if self.replay is None:
-            # Steps that overlap take groups of several cohorts.
+            # With overlap, a step takes groups that several steps submitted.
             leaving.sort(key=lambda each: each.position)
         for each in leaving:
             each.is_gone = True
         return [each.scored for each in leaving if each.scored is not None]
 
     def _put_back(self, unneeded: Sequence[PendingGroup], order: PromptOrder[Any] | PromptMixture) -> None:
-        """Leave what no round needed after all to the next step."""
+        """Return unneeded prompts to the next step."""
         order.position -= len(unneeded)
         self._cancel(unneeded)
 
@@ -243,7 +243,7 @@ class RolloutSource:
         )
 
     def _cancel_late(self, step: int) -> None:
-        """Cancel what no later step may train on."""
+        """Cancel groups that are too old for any later step."""
         late = []
         if self._overlap.overdue == "drop":
             late = [each for each in self._pending() if each.version + self._overlap.max_staleness <= step]

@@ -3,7 +3,6 @@
 import asyncio
 
 from kit.letters import Letters
-
 from vectorlm.rl.agents.session import Session
 from vectorlm.types import Completion
 

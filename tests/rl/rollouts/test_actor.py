@@ -19,7 +19,7 @@ from vectorlm import FakeEngine
 from vectorlm.errors import EngineError, RolloutError
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.rl.environments.environment import Reply
-from vectorlm.rl.environments.hosted import EnvironmentHost, HostedEnvironment
+from vectorlm.rl.environments.remote import EnvironmentWorkers, RemoteEnvironment
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.sampler import GroupSampler, Task
 from vectorlm.rl.settings import CollectSettings
@@ -162,7 +162,7 @@ class Leaves:
 
 def fail_on_rank(topology, make):
     with WorkerPool(2) as pool, FakeEngine(say_done, topology=topology) as engine:
-        opened = functools.partial(HostedEnvironment, EnvironmentHost(make, pool, 1.0))
+        opened = functools.partial(RemoteEnvironment, EnvironmentWorkers(make, pool, 1.0))
         queue = GroupQueue(engine, sampler_of(open_environment=opened))
         try:
             return all_of(queue, queue.submit(tasks_of(2)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kit.batches import rollout_of
-from scripted_groups import Echo, make_source
+from kit.scripted_groups import Echo, make_source
 
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 from vectorlm.errors import RolloutError

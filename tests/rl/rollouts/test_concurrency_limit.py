@@ -4,20 +4,20 @@ import random
 
 import pytest
 
-from vectorlm.rl.rollouts.actor import Room
+from vectorlm.rl.rollouts.actor import ConcurrencyLimit
 
 TOKENS = 20
 
 
-def found(knee, most=10_000, noise=0.0, is_short=True, num_answers=60_000, first=64):
-    """Return the rooms that were tried beside an engine that samples `knee` sequences in the time of one."""
-    room, now_s, dice, sizes = Room(first, most), 0.0, random.Random(3), []
+def found(knee, most=10_000, noise=0.0, has_waiting=True, num_answers=60_000, first=64):
+    """Return the limits that were tried beside an engine that samples `knee` sequences in the time of one."""
+    limit, now_s, dice, sizes = ConcurrencyLimit(first, most), 0.0, random.Random(3), []
     for _ in range(num_answers):
-        room.is_short = is_short
-        rate = 10.0 * min(room.size, knee) * dice.uniform(1 - noise, 1 + noise)
+        limit.has_waiting = has_waiting
+        rate = 10.0 * min(limit.size, knee) * dice.uniform(1 - noise, 1 + noise)
         now_s += TOKENS / rate
-        room.answered(TOKENS, now_s)
-        sizes.append(room.size)
+        limit.answered(TOKENS, now_s)
+        sizes.append(limit.size)
     return sizes
 
 
@@ -30,6 +30,6 @@ def test_it_grows_until_the_rate_does_not(knee, noise):
 
 
 def test_it_stays_where_nothing_waits_for_it_and_within_its_bound():
-    assert set(found(700, is_short=False)) == {64}
+    assert set(found(700, has_waiting=False)) == {64}
     assert set(found(700, most=None)) == {64}
     assert max(found(700, most=100)) == 100

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kit.metrics_page import METRICS
-from scripted_groups import Echo, make_source
+from kit.scripted_groups import Echo, make_source
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.rl.metrics import rollout_metrics

@@ -21,7 +21,7 @@ from vectorlm.rl.environments.tools import identity_of, schemas_of
 from vectorlm.types import PromptRecord
 
 
-class EnvironmentHost:
+class EnvironmentWorkers:
     """Gives each rollout an environment, in a worker that no other rollout has meanwhile.
 
     Asynchronous ones are all in one worker.
@@ -65,10 +65,10 @@ class EnvironmentHost:
             return bool([value async for value in work][-1])
 
 
-class HostedEnvironment:
+class RemoteEnvironment:
     """The environment of one rollout; its calls may be awaited on any event loop."""
 
-    def __init__(self, host: EnvironmentHost, record: PromptRecord) -> None:
+    def __init__(self, host: EnvironmentWorkers, record: PromptRecord) -> None:
         """Begin with nothing: `reset` makes the environment."""
         self._host, self._record = host, record
         self._stack = AsyncExitStack()

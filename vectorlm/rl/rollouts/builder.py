@@ -1,4 +1,4 @@
-"""What makes rollouts with environments beside an engine, to train on or to evaluate."""
+"""Build samplers of rollouts with environments and agents, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.rl.environments.environment import AGENT
-from vectorlm.rl.environments.hosted import EnvironmentHost, HostedEnvironment
+from vectorlm.rl.environments.remote import EnvironmentWorkers, RemoteEnvironment
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.sampler import Agent, GroupSampler, Results, Task
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from vectorlm.sampling.engine import SamplingEngine
 
 MAX_ENVIRONMENTS = 64
-"""Environments at once beside an engine: each has a process of its own, forked from one without torch."""
+"""Maximum worker processes per engine; all are forked from a process without torch."""
 
 
-class Environments:
-    """The environments of a run, by the sources of their prompts; nothing on ranks without an engine."""
+class SamplerBuilder:
+    """Builds samplers with the environments and agents of a run; starts no workers on ranks without an engine."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class Environments:
         stack: ExitStack,
         log_path: Path | None = None,
     ) -> None:
-        """Take their names; `stack` closes them, and what their processes print goes to `log_path`."""
+        """Take the environments' names by prompt source; `stack` closes the workers, and they print to `log_path`."""
         self.names, self.engine, self.stack = names, engine, stack
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self._timeout_s = timeout_s
         self._agents: dict[str, str] = {}
-        self._hosts: dict[str, EnvironmentHost] = {}
+        self._hosts: dict[str, EnvironmentWorkers] = {}
         if not names or engine.local is None:
             return
         self._pool = stack.enter_context(WorkerPool(MAX_ENVIRONMENTS, log_path))
@@ -53,7 +53,7 @@ class Environments:
             if name.startswith(AGENT):
                 self._agents[source] = name.removeprefix(AGENT)
             else:
-                self._hosts[source] = EnvironmentHost(name, self._pool, timeout_s)
+                self._hosts[source] = EnvironmentWorkers(name, self._pool, timeout_s)
         if self._agents:
             from vectorlm.rl.agents.gateway import Gateway
 
@@ -68,7 +68,7 @@ class Environments:
         score: Callable[[Sequence[Rollout]], Awaitable[Results]] | None = None,
         is_trained_on: bool = True,
     ) -> GroupSampler:
-        """Return what samples groups, and has these environments played."""
+        """Return a sampler of groups that plays these environments."""
         agents: dict[str, Agent] = {}
         for source, name in self._agents.items():
             from vectorlm.rl.agents.agent import AgentHost
@@ -93,16 +93,16 @@ class Environments:
             score=score,
         )
 
-    def _open(self, record: PromptRecord) -> HostedEnvironment | None:
+    def _open(self, record: PromptRecord) -> RemoteEnvironment | None:
         host = self._hosts.get(record.source)
-        return None if host is None else HostedEnvironment(host, record)
+        return None if host is None else RemoteEnvironment(host, record)
 
     def player(
         self, settings: CollectSettings, sampling_params: Mapping[str, Any], seed: int
     ) -> Callable[[Sequence[PromptRecord]], list[Sequence[Rollout]]]:
-        """Return what plays held-out prompts with the sampling parameters of evaluations; all ranks call it alike.
+        """Return a function that plays held-out prompts with an evaluation's sampling parameters; it is collective.
 
-        The same prompts have the same seeds each time, drawn from `seed` where the parameters have none.
+        The same prompts get the same seeds in every evaluation, drawn from `seed` if the parameters have none.
         """
         others = {name: value for name, value in sampling_params.items() if name not in ("n", "seed")}
         settings = replace(settings, sampling_params=others, group_size=sampling_params.get("n") or 1)

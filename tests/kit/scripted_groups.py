@@ -5,7 +5,6 @@ import contextlib
 import functools
 
 from kit.letters import Letters
-
 from vectorlm.data.encoding import encode
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.environments.environment import Player, make_environment
