@@ -274,9 +274,7 @@ def test_a_missing_base_model_is_named(adapters, tmp_path, capsys):
             lambda: main(["export", str(path), "--merge"]),
         ):
             assert command() == 2
-            assert (
-                f"the base model '{base}' of the adapters in {path} is not on this" in capsys.readouterr().err
-            )
+            assert f"the base model '{base}' of the adapters in {path}" in capsys.readouterr().err
     (path / "adapter_config.json").write_text("{}")
     assert sample(path, "--engine", "hf") == 2
     assert f"{path}/adapter_config.json does not name a base model" in capsys.readouterr().err

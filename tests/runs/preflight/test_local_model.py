@@ -126,7 +126,7 @@ def test_adapters_are_their_base_and_their_options(model, write_config):
         (
             {"base_model_name_or_path": "no/such"},
             "seed=1",
-            "the base model 'no/such' of the adapters in trained is not",
+            "the base model 'no/such' of the adapters in trained",
         ),
         (
             {},

@@ -26,7 +26,7 @@ _REWARDS = {
     "code": f"{_HOME}.code:code",
     "countdown": f"{_HOME}.countdown:countdown_reward",
     "format": f"{_HOME}.shape:format",
-    "ifeval": f"{_HOME}.ifeval:ifeval",
+    "ifeval": f"{_HOME}.shape:ifeval",
     "json_schema": f"{_HOME}.shape:json_schema",
     "judge": f"{_HOME}.judge:judge",
     "length": f"{_HOME}.shape:length",
