@@ -254,9 +254,7 @@ def test_wrong_arguments_of_the_constructor_are_refused_at_once(folder, tmp_path
 
 
 @pytest.mark.parametrize("inference", ["vllm", "vectorlm.sampling.backends.vllm.backend:VLLM"])
-def test_vllm_in_the_process_of_a_rank_is_refused_by_name(folder, inference, monkeypatch):
-    # Tests that build an engine in this process may have left it.
-    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+def test_vllm_in_the_process_of_a_rank_is_refused_by_name(folder, inference):
     with (
         SamplingEngine(folder, inference=inference, channel="inline") as engine,
         pytest.raises(EngineError, match=r"channel='inline' does not work with vLLM.*channel='process'"),

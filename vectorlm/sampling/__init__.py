@@ -45,9 +45,9 @@ def LoRASamplingEngine(
     Raises:
         TypeError: An argument of VectorLM's class was removed.
     """
-    new = f"SamplingEngine(model, enable_lora=True, max_lora_rank={max_lora_rank})"
     from vectorlm.sampling.engine import SamplingEngine
 
+    new = f"SamplingEngine(model, enable_lora=True, max_lora_rank={max_lora_rank})"
     warnings.warn(f"LoRASamplingEngine is now {new}.", DeprecationWarning, stacklevel=2)
     for name in ("vllm_llm", "synchronization_barriers", "adapter_temp_folder"):
         if name in arguments:

@@ -1,7 +1,7 @@
 """Checks of every reward that the package brings: what it is shown, that it never raises, and that runs take it."""
 
 import asyncio
-import contextlib
+import functools
 import json
 import math
 
@@ -10,10 +10,11 @@ import yaml
 from kit.every_reward import COLUMNS, judge_server, spelled, written
 from kit.letters import Letters
 from kit.rank_processes import save_tiny_llama
+from kit.scripted_groups import Local
 from kit.sft_runs import lines
 
 from vectorlm.rl.agents.session import Session
-from vectorlm.rl.environments.environment import Player, Reply
+from vectorlm.rl.environments.environment import Reply
 from vectorlm.rl.rewards import code as limited
 from vectorlm.rl.rewards import registry
 from vectorlm.rl.rewards.function import shown
@@ -55,30 +56,9 @@ def completion_of(text):
     return Completion((1,), tuple(map(ord, text)), (-1.0,) * len(text), (0,) * len(text), text, "stop")
 
 
-class Local:
-    """An environment in this process."""
-
-    def __init__(self, environment):
-        self.player = Player(environment, "test")
-
-    async def reset(self):
-        return [{"role": "user", "content": "3 + 4?"}] if self.is_chat else "3 + 4?"
-
-    async def step(self, text):
-        return await self.player.step(text)
-
-    def naming(self, what):
-        return contextlib.nullcontext()
-
-    async def close(self):
-        return await self.player.close()
-
-
 def played(environment, *said, is_chat=True):
     """Return the rollout of a policy that says these texts, one in each turn."""
     left = iter(said)
-    local = Local(environment)
-    local.is_chat = is_chat
 
     async def ask(prompt, params, hear=None):
         return [completion_of(next(left))]
@@ -91,7 +71,7 @@ def played(environment, *said, is_chat=True):
         seed=0,
         max_model_len=10**6,
         tokenizer=Letters(),
-        open_environment=lambda record: local,
+        open_environment=functools.partial(Local, lambda: environment),
     )
     prompt = [{"role": "user", "content": "3 + 4?"}] if is_chat else "3 + 4?"
     return asyncio.run(sampler.sample(Task(0, PromptRecord(prompt, COLUMNS)), ask)).rollouts[0]

@@ -5,7 +5,6 @@ vllm 0.32. It answers every step with the same token, knows which memory is mapp
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future
 from typing import Any
 
@@ -37,8 +36,10 @@ class Later(Future):
 
 
 def idle_engine(folder: str, *, steps_ahead: bool = True, **engine_args: Any) -> Any:
-    """Build vLLM's engine for the model in `folder`; with `steps_ahead` it schedules asynchronously, as on CUDA."""
-    os.environ.update(VARIABLES)
+    """Build vLLM's engine for the model in `folder`; the caller has set `VARIABLES`.
+
+    With `steps_ahead` it schedules asynchronously, as on CUDA.
+    """
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.kv_cache_interface import FullAttentionSpec

@@ -1,7 +1,7 @@
 """What sleeps and waits on vLLM's real scheduler, with and without steps that are begun ahead of time as on CUDA."""
 
 import pytest
-from idle_executor import TOKEN, idle_engine
+from idle_executor import TOKEN, VARIABLES, idle_engine
 
 from vectorlm.errors import EngineError
 from vectorlm.sampling.backends.vllm.shim import CudaSleep, finish_steps, make_sampling_params
@@ -12,7 +12,10 @@ KV_CACHE, BOTH = frozenset({"kv_cache"}), frozenset({"weights", "kv_cache"})
 
 @pytest.fixture(scope="module", params=[True, False], ids=["ahead", "one by one"])
 def engine(request, folder):
-    return idle_engine(str(folder), steps_ahead=request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        yield idle_engine(str(folder), steps_ahead=request.param)
 
 
 def submit(engine, name, num_tokens):
