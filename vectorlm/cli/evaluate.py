@@ -323,7 +323,7 @@ def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 @dataclass(frozen=True)
 class Exam:
-    """What a model is asked, how it samples, and what scores its answers."""
+    """The questions, sampling parameters and rewards of an evaluation."""
 
     prompt_records: Sequence[PromptRecord] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -335,13 +335,13 @@ class Exam:
     at_k: Sequence[int] = ()
     """The k of pass@k and maj@k."""
     environment: str | None = None
-    """What plays the questions."""
+    """The environment of the questions."""
     collect: CollectSettings | None = None
     """How rollouts are made with it."""
     max_seq_len: int = -1
     """Longest prompt with its answer, where the engine's arguments have no max_model_len; -1 for the model's own."""
     seed: int = 0
-    """Where their seeds come from, if the sampling parameters have none."""
+    """The seed from which seeds are drawn if the sampling parameters have none."""
 
 
 def read_exam(args: argparse.Namespace) -> Exam:

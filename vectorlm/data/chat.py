@@ -247,7 +247,7 @@ def messages_of(name: str, value: Any) -> list[Message]:
 
 
 def messages_behind(name: str, prompt: Sequence[Message], messages: list[Message]) -> list[Message]:
-    """Return the messages after those of `prompt`, which `messages` may repeat."""
+    """Return the messages after the prompt's messages, which `messages` may repeat."""
     if messages[: len(prompt)] == prompt:
         return messages[len(prompt) :]
     first = messages[0] if messages else {}

@@ -28,7 +28,7 @@ PARQUET = ".parquet"
 PROMPT = "'prompt', which is a text, token ids or messages"
 RULE = f"every line must be a JSON object with a {PROMPT}."
 KEYS = {"prompt", "prompt_token_ids", "tools"}
-"""Keys of a prompt that is a mapping: those of vLLM's ``TextPrompt`` and ``TokensPrompt``, and `tools`."""
+"""Keys of a prompt that is a mapping: the keys of vLLM's ``TextPrompt`` and ``TokensPrompt``, and `tools`."""
 MAX_BYTES_IN_MEMORY = 2**28
 """Larger sources stay on the disk, and a row is read when it is needed."""
 

@@ -129,7 +129,7 @@ class Tokeniser:
         return (*columns, "tools", "weight") if self.is_chat else columns
 
     def map(self, path: Path) -> Dataset:
-        """Tokenise all rows to a file at `path`, in `num_proc` processes; its columns are those of `__call__`."""
+        """Tokenise all rows to a file at `path`, in `num_proc` processes; its columns are the keys of `__call__`."""
         from datasets import Features, Sequence, Value
 
         dataset = self.source.dataset.with_format(None)

@@ -17,7 +17,7 @@ from vectorlm.errors import ConfigError, LaunchError
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets for each rank; a process with all of them is a rank."""
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
-"""Ports at which the ranks of srun meet, below those of outgoing connections in Linux (32768 and up)."""
+"""Ports at which the ranks of srun meet, below Linux's ports for outgoing connections (32768 and up)."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class FanOut:
 class JsonlSink(AbstractContextManager[Any]):
     """Write one JSON line per call, ``{"step": 10, "train/loss": 2.31, …}``, on disk when the call returns.
 
-    NaN and infinity become null, because JSON has no form for them. The arguments are those of `StepLines`.
+    NaN and infinity become null, because JSON has no form for them. The arguments are the same as for `StepLines`.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None = None) -> None:

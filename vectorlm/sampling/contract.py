@@ -157,7 +157,7 @@ class Backend(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Optional: token ids are below it; without it, that of the model folder's config counts."""
+        """Optional: token ids are below it; without it, the vocabulary size in the model folder's config counts."""
 
     @property
     def tokenizer(self) -> Any:

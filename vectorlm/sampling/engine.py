@@ -236,7 +236,7 @@ class SamplingEngine:
     def generate(
         self, prompts: Sequence[Prompt] | str, sampling_params: Any = None, use_tqdm: bool = False
     ) -> list[vllm.RequestOutput]:
-        """Do what ``vllm.LLM.generate`` does, on every rank; arguments and errors are those of `sample`.
+        """Do what ``vllm.LLM.generate`` does, on every rank; arguments and errors are the same as for `sample`.
 
         Args:
             use_tqdm: Print on rank 0 how long it took; there is no progress bar.

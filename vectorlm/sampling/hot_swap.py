@@ -48,7 +48,7 @@ class SetState:
 
     name: str
     is_held: bool
-    """Whether the engines hold it as it is now."""
+    """Whether the engines hold the current version of the set."""
     fits: bool
     """Whether the engines are connected for its tensors."""
     is_open: bool

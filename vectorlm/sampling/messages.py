@@ -45,7 +45,7 @@ class Ready:
     transports: Sequence[str] = ("push",)
     """The transports that it supports."""
     tokenizer: Any = None
-    """The tokenizer for its prompts; None for that of the model's folder."""
+    """The tokenizer for its prompts; None uses the tokenizer in the model's folder."""
     warning: str = ""
     """A warning about the weights before the first update; empty if there is none."""
 
@@ -115,7 +115,7 @@ class FinishUpdate:
 
     version: int
     checksums: Sequence[int] | None
-    """Of all written tensors, one weight set after the other; None to skip the proof."""
+    """Checksums of all written tensors, one weight set after the other; None skips the proof."""
     weight_sets: tuple[str, ...] = ("base",)
     """The written sets, `base` before `adapter`."""
     may_hold_nan: bool = False
@@ -124,7 +124,7 @@ class FinishUpdate:
 
 @dataclass(frozen=True)
 class Updated:
-    """The engine holds the new weights; its numbers are those of `vectorlm.types.UpdateReport`."""
+    """The engine holds the new weights; its numbers are described in `vectorlm.types.UpdateReport`."""
 
     load_s: float
     stall_s: float

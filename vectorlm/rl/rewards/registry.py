@@ -15,7 +15,7 @@ from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.settings import nearest
 
 Reward = Callable[..., Any]
-"""``reward(completion, **columns)``: the columns are those of the prompt; 1.0 stands for a right answer.
+"""``reward(completion, **columns)``: the columns are the prompt's columns; 1.0 stands for a right answer.
 
 See `vectorlm.rl.rewards.runner` for the other forms that reinforcement learning takes.
 """

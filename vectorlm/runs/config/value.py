@@ -26,7 +26,7 @@ class Foreign(NamedTuple):
 
     @property
     def fix(self) -> str:
-        """What to write instead."""
+        """The setting to write instead."""
         *others, last = [f"'{place}'" for place in self.places] or [""]
         asked = f"{', '.join(others)} or {last}" if others else last
         return " ".join(part for part in (asked and f"Did you mean {asked}?", self.note) if part)
@@ -53,7 +53,7 @@ FOREIGN_VALUES: Mapping[str, str] = {
     "true": "group",
     "false": "none",
 }
-"""What values of other libraries are called here, where a setting has such a choice; the last two of scale_rewards."""
+"""Values that other libraries use for a choice, and our values; the last two belong to scale_rewards."""
 
 FOREIGN: Mapping[str, Foreign] = dict(
     _read(Path(__file__).with_name("foreign.txt").read_text(encoding="utf-8"))

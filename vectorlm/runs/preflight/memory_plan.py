@@ -353,7 +353,7 @@ def sequence_kv_bytes(demand: Demand, engine: EngineDemand) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a container allows; None is no limit."""
+    """The limit of the container; None if there is no limit."""
 
     memory_bytes: int | None = None
     cores: float | None = None

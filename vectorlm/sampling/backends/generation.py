@@ -52,7 +52,7 @@ class SequenceState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is complete or aborted."""
+        """Whether the sequence is complete or aborted."""
         return self.finish_reason is not None
 
     @property

@@ -53,7 +53,7 @@ class Transformers:
             dtype: The precision, such as ``bfloat16``.
             max_num_seqs: Largest number of completions in a batch.
             logprobs_mode: `processed_logprobs` returns log-probabilities of the sampling distribution, `raw_logprobs`
-                those of the model, before penalties, temperature and cuts.
+                the model's own, before penalties, temperature and cuts.
             max_model_len: Longest sequence, prompt and completion together, in tokens; the model's limit if omitted.
             device: The device of the model; if omitted the first CUDA device, else the CPU.
 

@@ -101,7 +101,7 @@ class SleepState:
         """The parts that sleep."""
 
     def sleep(self, parts: Parts, num_requests: int) -> None:
-        """Put those of `parts` to sleep that are awake; raises while requests run."""
+        """Put the awake `parts` to sleep; raises while requests run."""
         require_room_for_sleep(num_requests)
         if not (new := parts - self.asleep):
             return
@@ -116,7 +116,7 @@ class SleepState:
             raise
 
     def wake_up(self, parts: Parts) -> None:
-        """Wake those of `parts` that sleep; after an error they sleep on, and the call may be repeated."""
+        """Wake the sleeping `parts`; after an error they still sleep, and you may call again."""
         if due := parts & self.asleep:
             self._take_back(due)
             self.asleep -= due

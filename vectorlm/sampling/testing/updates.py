@@ -38,7 +38,7 @@ def an_update_brings_its_version_and_other_answers(subject: EngineUnderTest) -> 
 
 
 def an_updated_engine_answers_as_a_fresh_one(subject: EngineUnderTest) -> None:
-    """Tokens and log-probabilities equal those of an engine started with the new weights, bit for bit."""
+    """Tokens and log-probabilities equal the output of an engine started with the new weights, bit for bit."""
     if subject.fresh is None:
         return
     trained, plain = subject.models(20)
