@@ -65,7 +65,7 @@ def test_the_check_says_that_there_will_be_no_pictures(inputs, tmp_path, hidden,
 
 
 FINE_TUNING = """
-from vectorlm.runs.config import load_config
+from vectorlm.runs.config.load import load_config
 from vectorlm.runs.fine_tuning import finetune
 
 finetune(load_config(sys.argv[1], sys.argv[2:]))
@@ -99,7 +99,7 @@ def run_without(names, code, *arguments):
 
 RL = """
 from vectorlm import FakeEngine
-from vectorlm.runs.config import load_config
+from vectorlm.runs.config.load import load_config
 from vectorlm.runs.reinforcement import reinforce
 
 config = load_config(sys.argv[1], sys.argv[2:])

@@ -96,9 +96,8 @@ def engine_of(path: Path, device: Device) -> dict[str, object]:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from vectorlm.ranks.topology import Topology
+    from vectorlm.runs import start
     from vectorlm.runs.config.load import load_config
-    from vectorlm.runs.start import open_engine
-    from vectorlm.sampling import engine as engines
     from vectorlm.sampling.arguments import parallel_sizes
     from vectorlm.sampling.backends.vllm.shim import build_engine
 
@@ -112,16 +111,16 @@ def engine_of(path: Path, device: Device) -> dict[str, object]:
 
         def sleep(self, **parts): ...
 
-    engines.SamplingEngine, before = Asked, engines.SamplingEngine
+    start.SamplingEngine, before = Asked, start.SamplingEngine
     LLMEngine.from_engine_args = lambda arguments, context: built.append(
         arguments.create_engine_config(context)
     )
     try:
         config = load_config(path)
         with ExitStack() as stack:
-            open_engine(config, topology, stack)
+            start.open_engine(config, topology, stack)
     finally:
-        engines.SamplingEngine = before
+        start.SamplingEngine = before
     given = {name: each for name, each in asked.items() if name not in ("topology", "devices", "log_path")}
     sizes = parallel_sizes(given, topology, config.model)
     engines_of_node = sizes.pop("data_parallel_size")
