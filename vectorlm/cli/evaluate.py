@@ -30,7 +30,7 @@ from vectorlm.report.step_lines import json_text
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.rl.rewards.grade import grade
 from vectorlm.rl.rewards.registry import get_reward, short_name
-from vectorlm.runs.preflight.rewards import signature_problems
+from vectorlm.runs.preflight.user_code import signature_problems
 from vectorlm.types import ENVIRONMENT, RewardResult
 
 if TYPE_CHECKING:

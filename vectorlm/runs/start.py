@@ -33,9 +33,9 @@ from vectorlm.report.runs import START, RunFolder
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.preflight.checked import CheckedConfig, preflight
+from vectorlm.runs.preflight.dry_run import LEFTOVER, dry_run
 from vectorlm.runs.preflight.local_model import resolve_model
 from vectorlm.runs.preflight.memory import memory_report
-from vectorlm.runs.preflight.rehearsal import REHEARSAL, rehearse
 from vectorlm.runs.preflight.resume import settings_of_rank
 from vectorlm.runs.preflight.summary import notes_of
 from vectorlm.train.checkpoint.folder import held, naming_the_full_disk
@@ -252,9 +252,9 @@ def _look(
     report = memory_report(checked.config, topology.world_size, device_bytes=total, ranks_per_node=near)
     output = Path(config.train_parameters.output_dir)
     stack.enter_context(held(output))
-    for leftover in output.glob(f"{REHEARSAL}*"):  # Of a run that was killed at its start.
+    for leftover in output.glob(f"{LEFTOVER}*"):  # Of a run that was killed at its start.
         shutil.rmtree(leftover, ignore_errors=True)
-    notes = [f"  note: {note}" for note in (*notes_of(checked.config), *rehearse(checked.config))]
+    notes = [f"  note: {note}" for note in (*notes_of(checked.config), *dry_run(checked.config))]
     print(*notes, report, sep="\n", file=sys.stderr, flush=True)
     # Of an earlier run: `vectorlm watch` shows this one as starting until its models are loaded.
     (output / START).unlink(missing_ok=True)

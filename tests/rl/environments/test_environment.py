@@ -22,7 +22,7 @@ from vectorlm.rl.environments.environment import (
     to_reply,
 )
 from vectorlm.rl.environments.hosted import EnvironmentHost, HostedEnvironment
-from vectorlm.runs.preflight.environments import require_environment
+from vectorlm.runs.preflight.user_code import require_environment
 from vectorlm.types import PromptRecord
 
 # A worker need not import this file, and torch with it.

@@ -12,8 +12,8 @@ from vectorlm.errors import ConfigError
 from vectorlm.runs.config.load import load_config, save_config
 from vectorlm.runs.config.schema import SamplerSettings
 from vectorlm.runs.preflight.checked import preflight
-from vectorlm.runs.preflight.rewards import signature_problems
 from vectorlm.runs.preflight.settings import setting_problems
+from vectorlm.runs.preflight.user_code import signature_problems
 from vectorlm.types import PromptRecord
 
 CONFIG = RL.replace("[abc]", "questions.jsonl").replace("countdown: 1.0", '"rewards.py:reward": 1.0')

@@ -55,7 +55,9 @@ FOREIGN_VALUES: Mapping[str, str] = {
 }
 """What values of other libraries are called here, where a setting has such a choice; the last two of scale_rewards."""
 
-FOREIGN: Mapping[str, Foreign] = dict(_read(Path(__file__).with_name("foreign.txt").read_text(encoding="utf-8")))
+FOREIGN: Mapping[str, Foreign] = dict(
+    _read(Path(__file__).with_name("foreign.txt").read_text(encoding="utf-8"))
+)
 """By the name that somebody may write here; names that both sides use alike are left out."""
 
 

@@ -20,19 +20,25 @@ from vectorlm.rl.rewards.registry import RESERVED
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.config.value import raise_problems
-from vectorlm.runs.preflight.environments import call_notes, environment_problems, source_tools, tool_notes
 from vectorlm.runs.preflight.files import file_problems, package_problems
 from vectorlm.runs.preflight.local_model import description_of, own_length, resolve_model, vocab_size
 from vectorlm.runs.preflight.resume import Resumption, find_resumption
-from vectorlm.runs.preflight.rewards import reward_notes, reward_problems
-from vectorlm.runs.preflight.sampling import stop_problems
+from vectorlm.runs.preflight.sampling import PARAMETERS, stop_problems
 from vectorlm.runs.preflight.settings import setting_problems
+from vectorlm.runs.preflight.user_code import (
+    call_notes,
+    environment_problems,
+    reward_notes,
+    reward_problems,
+    source_tools,
+    tool_notes,
+)
 from vectorlm.settings import PromptSettings
 from vectorlm.types import PromptRecord
 
 ANSWER = "answer"
-NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
-"""The values of sampling parameters that change nothing."""
+ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters that generation_config.json may recommend."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +95,8 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         problems.append(str(error))
     if rl is not None:
         # These import torch, which the check of a config for fine-tuning does without.
-        from vectorlm.runs.preflight.rewards import check_teacher
         from vectorlm.runs.preflight.rl import rl_problems
+        from vectorlm.runs.preflight.teacher import check_teacher
 
         problems += [*rl_problems(config, rl), *environment_problems(rl, shown, held_out)]
         raise_problems(problems)
@@ -160,8 +166,8 @@ def _generation_notes(config: Config, max_tokens: float, is_evaluated: bool) -> 
             yield f"{path}.max_tokens={asked}: the context ends answers after {max_tokens} at most"
         left = {
             name: advice[name]
-            for name, neutral in NEUTRAL.items()
-            if name not in parameters and advice.get(name) not in (None, *neutral)
+            for name in ADVISED
+            if name not in parameters and advice.get(name) not in (None, *PARAMETERS[name].neutral)
         }
         # Silent: other tools take these over, and their answers would be others.
         if left and parameters.get("temperature") != 0:
