@@ -74,7 +74,7 @@ test-long: $(STAMP) ## run the tests that test-all leaves out
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
 gpu: $(STAMP) ## qualify a GPU machine, in 35 minutes on one GPU (ARGS="--only first", ARGS=--plan)
-	$(BIN)/python tests/gpu/qualify.py $(ARGS)
+	$(BIN)/python benchmarks/gpu/qualify.py $(ARGS)
 
 lint: $(STAMP) ## check style and types
 	$(BIN)/ruff check .

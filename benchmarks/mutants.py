@@ -26,18 +26,18 @@ VERSION = "3.8.1"
 TOOL = ROOT / "build" / f"mutmut-{VERSION}"
 TREE = ROOT / "mutants"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
-SIZES = {"algorithms": 70, "weights": 55, "engine": 40}
-"""Mutants to draw from each room; of the engine's, only the scheduler is mutated."""
+SIZES = {"algorithms": 70, "sampling.weights": 55, "sampling.sampler": 40}
+"""Mutants to draw from each package; in `sampling.sampler` only the scheduler is mutated."""
 SLOWER = {
     "algorithms": (
         *("tests/rl/test_prepare.py", "tests/rl/test_rl_correction.py", "tests/rl/test_rl_metrics.py"),
         *("tests/rl/test_micro_batch.py", "tests/rl/test_replay.py"),
     ),
-    "weights": (
+    "sampling.weights": (
         *("tests/sampling/weights", "tests/runs/preflight"),
         *("tests/sampling/test_hf_engine.py", "tests/sampling/test_hot_swap.py"),
     ),
-    "engine": (
+    "sampling.sampler": (
         "tests/sampling/testing/test_contract.py",
         "tests/sampling/test_hf_engine.py",
         "-k",
@@ -154,7 +154,7 @@ def main() -> None:
     changes = {name: change(name, places) for name in sorted(mutants - refused)}
     drawn: dict[str, str] = {}
     for room, size in SIZES.items():
-        of_room = [name for name in changes if name.split(".")[1] == room]
+        of_room = [name for name in changes if name.startswith(f"vectorlm.{room}.")]
         # By what it changes: other code, changed elsewhere, leaves the draw as it is.
         of_room.sort(key=lambda name: hashlib.sha256(f"{given.seed} {changes[name]}".encode()).digest())
         drawn.update(dict.fromkeys(of_room[:size], room))
@@ -184,7 +184,7 @@ def main() -> None:
     rows = []
     for room, count in counts.items():
         killed, noticeable = count["killed"] + count["timed_out"], count.total() - count["equivalent"]
-        row = {"room": "scheduler" if room == "engine" else room, "mutants": count.total()}
+        row = {"room": room, "mutants": count.total()}
         row |= {outcome: count[outcome] for outcome in ("killed", "timed_out", "equivalent", "survived")}
         rows.append(row | {"killed_%": round(100 * killed / noticeable, 1)})
     setting = {

@@ -40,11 +40,11 @@ class Result:
     tables: tuple[Table, ...] = ()
 
 
-_SAMPLING = ("vectorlm/engine", "vectorlm/backends/vllm")
+_SAMPLING = ("vectorlm/sampling",)
 _LEARNING = ("vectorlm/rl", "vectorlm/algorithms", "vectorlm/train")
 RESULTS = {
     "async": Result(
-        code=(*_LEARNING, *_SAMPLING, "vectorlm/rollouts", "benchmarks/async.py"),
+        code=(*_LEARNING, *_SAMPLING, "benchmarks/async.py"),
         tables=(
             Table(
                 "Time of a step, and until the reward is there: mean (range) of the seeds",
@@ -78,7 +78,7 @@ RESULTS = {
         ),
     ),
     "before_after": Result(
-        code=(*_SAMPLING, "vectorlm/weights", "benchmarks/before_after.py"),
+        code=(*_SAMPLING, "benchmarks/before_after.py"),
         tables=(
             Table(
                 "Sampling, swaps and dynamic sampling of two commits, and bare vLLM (medians of three "
@@ -87,7 +87,7 @@ RESULTS = {
         ),
     ),
     "broadcast": Result(
-        code=("vectorlm/engine", "vectorlm/ranks", "benchmarks/broadcast.py"),
+        code=("vectorlm/sampling", "vectorlm/ranks", "benchmarks/broadcast.py"),
         tables=(
             Table(
                 "512 completions of 256 tokens with log-probabilities given to two ranks (median of 9)",
@@ -138,7 +138,7 @@ RESULTS = {
         ),
     ),
     "environments": Result(
-        code=("vectorlm/rollouts", "vectorlm/workers", "benchmarks/environments.py"),
+        code=("vectorlm/rl", "vectorlm/ranks/workers", "benchmarks/environments.py"),
     ),
     "faults": Result(
         code=("vectorlm", "benchmarks/faults.py", "benchmarks/fault_kinds.py"),
@@ -149,10 +149,10 @@ RESULTS = {
         ),
     ),
     "gpu": Result(
-        code=("vectorlm", "tests/gpu"),
+        code=("vectorlm", "benchmarks/gpu"),
     ),
     "hot_swap": Result(
-        code=(*_SAMPLING, "vectorlm/weights", "benchmarks/hot_swap.py"),
+        code=(*_SAMPLING, "benchmarks/hot_swap.py"),
         tables=(
             Table(
                 "One hot swap of 142 MB, beside one memcpy of the same bytes (median of 25, taken in turn)",
@@ -160,7 +160,7 @@ RESULTS = {
         ),
     ),
     "learned_reward": Result(
-        code=(*_LEARNING, "vectorlm/rewards", "benchmarks/learned_reward.py", "benchmarks/near_reward.py"),
+        code=(*_LEARNING, "benchmarks/learned_reward.py", "benchmarks/near_reward.py"),
         tables=(
             Table(
                 "What the gold rule and the reward model say of held-out answers, and the KL divergence from the start "
@@ -250,7 +250,7 @@ RESULTS = {
         ),
     ),
     "simulate": Result(
-        code=("vectorlm/rollouts", "benchmarks/simulate.py", "benchmarks/simulated.py"),
+        code=("vectorlm/rl/rollouts", "benchmarks/simulate.py", "benchmarks/simulated.py"),
         tables=(
             Table(
                 "**Simulated, not measured**: a step of 128 prompts with 16 completions of Llama 3.1 8B "
@@ -284,7 +284,7 @@ RESULTS = {
         ),
     ),
     "truncation": Result(
-        code=("vectorlm/algorithms", "vectorlm/backends/vllm", "benchmarks/truncation.py"),
+        code=("vectorlm/algorithms", "vectorlm/sampling/backends/vllm", "benchmarks/truncation.py"),
         tables=(
             Table(
                 "Log-probabilities of the engine and of the trainer, which computes in float32",

@@ -55,7 +55,7 @@ def imported_modules(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            # `from vectorlm.engine import messages` names a module too.
+            # `from vectorlm.sampling import messages` names a module too.
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= (whole & known) or {node.module}
     return sorted(name for name in names if name in known and "." in name)

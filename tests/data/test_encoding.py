@@ -250,7 +250,7 @@ def test_one_place_calls_chat_templates():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "apply_chat_template"
     ]
-    assert calls == ["encoding.py"]
+    assert calls == ["data/encoding.py"]
 
 
 def test_a_bos_that_the_text_begins_with_is_not_doubled_and_that_is_said():

@@ -7,10 +7,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import qualify
-from qualify import STEPS, Expected, Step
 
-SCRIPT = Path(__file__).with_name("qualify.py")
+FOLDER = Path(__file__).parents[2] / "benchmarks/gpu"
+sys.path.append(str(FOLDER))
+import qualify  # noqa: E402
+from qualify import STEPS, Expected, Step  # noqa: E402
+
+SCRIPT = FOLDER / "qualify.py"
 on_cpu = pytest.mark.skipif(bool(qualify.gpus()), reason="rehearsals are for machines without a GPU")
 
 
@@ -58,6 +61,12 @@ def test_a_figure_is_judged_by_its_bounds(bounds, value, verdict):
     assert qualify.verdict(Expected(figure="x", **bounds), value) == verdict
 
 
+@pytest.fixture
+def found(monkeypatch):
+    """Steps run in processes that find this file."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+
+
 def crash(bench):
     bench.note("x", 0.25)
     raise RuntimeError("the device is on fire")
@@ -68,7 +77,7 @@ def hang(bench):
 
 
 @on_cpu
-def test_a_crash_keeps_the_figures_before_it_and_shows_its_last_words():
+def test_a_crash_keeps_the_figures_before_it_and_shows_its_last_words(found):
     step = Step(name="crash", call="test_qualify:crash", limit_s=60)
     figures, problem, output = qualify.run_step(step, False, 0)
     assert (figures, problem) == ({"x": 0.25}, "1")
@@ -77,7 +86,7 @@ def test_a_crash_keeps_the_figures_before_it_and_shows_its_last_words():
 
 @on_cpu
 @pytest.mark.slow
-def test_a_step_that_hangs_is_ended_and_explained(capsys):
+def test_a_step_that_hangs_is_ended_and_explained(found, capsys):
     expected = (Expected(figure="x", at_most=1, means="the cooling"),)
     step = Step(name="hang", call="test_qualify:hang", limit_s=3, expected=expected)
     assert [row["verdict"] for row in qualify.rows_of(step, False, [])] == ["missing", "wrong"]

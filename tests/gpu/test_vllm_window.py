@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OURS = [*(ROOT / "vectorlm/backends/vllm").glob("*.py"), ROOT / "vectorlm/sampling/weights/lora_receive.py"]
+OURS = [
+    *(ROOT / "vectorlm/sampling/backends/vllm").glob("*.py"),
+    ROOT / "vectorlm/sampling/weights/lora_receive.py",
+]
 INSTALLED = find_spec("vllm")
 PACKAGES = {
     "installed": INSTALLED and Path(next(iter(INSTALLED.submodule_search_locations))),

@@ -24,7 +24,9 @@ def test_generate_text_only_is_generate_text_with_a_warning():
 
 def test_the_lora_engine_is_an_engine_with_room_for_adapters(monkeypatch):
     asked = []
-    monkeypatch.setattr(vectorlm.sampling, "SamplingEngine", lambda *args, **more: asked.append((args, more)))
+    monkeypatch.setattr(
+        "vectorlm.sampling.engine.SamplingEngine", lambda *args, **more: asked.append((args, more))
+    )
     with pytest.warns(
         DeprecationWarning, match=r"SamplingEngine\(model, enable_lora=True, max_lora_rank=8\)"
     ):

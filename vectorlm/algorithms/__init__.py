@@ -9,7 +9,7 @@ from typing import Any
 
 _MODULES = (
     *("settings", "spec", "registry", "reduce", "logprobs", "groups", "policy_loss", "kl", "batch", "critic"),
-    *("correction", "covariance", "preference", "support"),
+    *("correction", "preference", "support"),
 )
 
 

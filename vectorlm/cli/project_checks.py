@@ -10,18 +10,16 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
 import shutil
-import sys
 import tempfile
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -277,38 +275,3 @@ PROJECT_CHECKS: tuple[Callable[[ProjectUnderTest], None], ...] = (
     each_step_samples_from_the_weights_before,
 )
 """In the order in which they are quick; each raises `AssertionError` where the project is wrong."""
-
-
-TEMPLATE = Path(__file__).parent / "project"
-WORKFLOW = ".github/workflows/test.yml"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``vectorlm new``."""
-    parser.add_argument("path", metavar="DIR", help="the folder to make")
-    parser.add_argument(
-        "--repository",
-        metavar="URL",
-        help=f"where {WORKFLOW} clones vectorlm from; without it, write it there",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Make the folder and print what to do in it."""
-    path = Path(args.path)
-    if path.exists() and any(path.iterdir()):
-        raise ConfigError(f"{path} is not empty. Name a new folder.")
-    shutil.copytree(TEMPLATE, path, dirs_exist_ok=True)
-    for module in path.glob("*.py.in"):
-        module.rename(module.with_suffix(""))
-    with open(path / "prompts.jsonl", "w", encoding="utf-8") as file:
-        for a, b in product(range(1, 10), repeat=2):
-            prompt = [{"role": "user", "content": f"{a} + {b} = ? Answer with the number only."}]
-            print(json.dumps({"prompt": prompt, "answer": a + b}), file=file)
-    workflow = path / WORKFLOW
-    if args.repository:
-        workflow.write_text(workflow.read_text().replace("REPOSITORY", args.repository))
-    else:
-        print(f"write where vectorlm is cloned from into {workflow}, in place of REPOSITORY", file=sys.stderr)
-    print(f"cd {path} && python -m pytest")
-    return 0

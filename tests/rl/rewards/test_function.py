@@ -367,7 +367,7 @@ import os, re, sys
 from vectorlm import launch
 from vectorlm.rl.rewards.function import RewardFunction
 from vectorlm.rl.rewards.runner import Scorable
-from vectorlm.ranks.workers import WorkerPool
+from vectorlm.ranks.workers.pool import WorkerPool
 
 def reward(text):
     open(os.environ["VECTORLM_TEST_WORKERS"] + "/calls", "a").write("x")

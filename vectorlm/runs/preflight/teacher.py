@@ -15,7 +15,6 @@ from vectorlm.runs.preflight.local_model import description_of, number_in, own_l
 from vectorlm.train.load import load_tokenizer
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
-
 """What must be equal besides the vocabulary; the padding token is in no distribution that counts."""
 
 

@@ -1,9 +1,9 @@
 """Qualify a GPU machine: steps, each in a process of its own, and their figures beside what was expected.
 
     make gpu                                       every step that the machine has devices for
-    python tests/gpu/qualify.py --only swap,sleep  some steps; the others' rows in benchmarks/results/gpu.json stay
-    python tests/gpu/qualify.py --plan             what each step needs and should show; starts nothing
-    python tests/gpu/qualify.py --device cpu       a rehearsal with tiny models on CPU; saves nothing
+    python benchmarks/gpu/qualify.py --only swap,sleep  some steps; the others' rows in benchmarks/results/gpu.json stay
+    python benchmarks/gpu/qualify.py --plan             what each step needs and should show; starts nothing
+    python benchmarks/gpu/qualify.py --device cpu       a rehearsal with tiny models on CPU; saves nothing
 
 It needs no network. docs/gpu.md says where the expected figures come from.
 """
