@@ -105,24 +105,24 @@ def test_bypass_weighs_only_losses_without_a_ratio_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "given", "words"),
+    ("algorithm", "given", "name"),
     [
-        ("grpo", {"preset": "bypass", "level": "token"}, "counts the mismatch twice with bypass: grpo"),
-        ("gspo", {"preset": "tis", "bypass": True}, "counts the mismatch twice"),
-        ("online_dpo", {"preset": "tis"}, "has nothing to correct: online_dpo"),
-        ("best_of_k", {"preset": "bypass"}, "has nothing to correct"),
-        ("rloo", {"preset": "bypass", "veto": 0.1}, "makes no forward pass of the old policy"),
-        ("proximal_rloo", {"preset": "tis"}, "proximal_rloo has one loss for a whole completion"),
-        ("proximal_rloo", {"preset": "mis"}, "one loss for a whole completion"),
-        ("grpo", {"level": "token", "low": 0.5, "high": 0.9}, "must be bounds around 1"),
-        ("grpo", {"gate": "k3"}, "is needed: the largest k3"),
-        ("grpo", {"gate": "ratio"}, "must be bounds around 1"),
-        ("grpo", {"gate": "ratio", "gate_high": 2.0, "gate_level": "max"}, "does not apply to ratios"),
+        ("grpo", {"preset": "bypass", "level": "token"}, "level"),
+        ("gspo", {"preset": "tis", "bypass": True}, "level"),
+        ("online_dpo", {"preset": "tis"}, "preset"),
+        ("best_of_k", {"preset": "bypass"}, "preset"),
+        ("rloo", {"preset": "bypass", "veto": 0.1}, "bypass"),
+        ("proximal_rloo", {"preset": "tis"}, "level"),
+        ("proximal_rloo", {"preset": "mis"}, "level"),
+        ("grpo", {"level": "token", "low": 0.5, "high": 0.9}, "low"),
+        ("grpo", {"gate": "k3"}, "gate_high"),
+        ("grpo", {"gate": "ratio"}, "gate_low"),
+        ("grpo", {"gate": "ratio", "gate_high": 2.0, "gate_level": "max"}, "gate_level"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_reason(algorithm, given, words):
+def test_corrections_that_an_algorithm_cannot_use_are_refused(algorithm, given, name):
     problems = list(correction_problems(settings(**given), get_algorithm(algorithm)))
-    assert any(words in rule for _, _, rule, _ in problems), problems
+    assert name in [problem[0] for problem in problems]
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "off"])

@@ -96,10 +96,10 @@ def test_what_cannot_overlap_is_refused(files, tmp_path):
     stored = tmp_path / "rollouts.jsonl"
     stored.write_text("{}\n")
     overrides = overlapping(1, "rl.rollout.source=file", f"rl.rollout.path={stored}")
-    with pytest.raises(ConfigError, match=r"rl.rollout.source='file' has nothing to overlap with training"):
+    with pytest.raises(ConfigError, match=r"rl\.rollout\.source"):
         check_rl(config_of(files, tmp_path / "refused", overrides=overrides))
     overrides = overlapping(1, "train_parameters.sampler.sleep=kv_cache")
-    with pytest.raises(ConfigError, match=r"with rl.async engine and trainer work at the same time"):
+    with pytest.raises(ConfigError, match=r"rl\.async"):
         check_rl(config_of(files, tmp_path / "refused", overrides=overrides))
     with pytest.raises(ConfigError, match=r"rl.async.overdue"):
         config_of(files, tmp_path / "refused", overrides=overlapping(1, "rl.async.overdue=never"))

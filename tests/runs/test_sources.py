@@ -106,7 +106,7 @@ def test_prompts_and_sources_exclude_each_other(files, tmp_path):
         ["rl.prompts=null"],
         [each for each in overrides_of(files) if each != "rl.prompts=null"],
     ):
-        with pytest.raises(ConfigError, match="must have one of 'prompts' and 'sources'"):
+        with pytest.raises(ConfigError, match="'prompts' or 'sources'"):
             preflight(config_of(files, tmp_path / "out", overrides=overrides), 1)
 
 

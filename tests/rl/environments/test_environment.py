@@ -557,7 +557,7 @@ class Responds:
         (type("Closes", (Guess,), {"close": lambda self, how: None}), "missing a required argument: 'how'"),
         (
             lambda number, wanted: None,
-            r"asks for 'wanted', and the columns that all its prompts have are number",
+            "needs the parameter 'wanted', and .* number",
         ),
         (type("Made", (Guess,), {"__init__": lambda self, numbr: None}), "Did you mean 'number'"),
     ],

@@ -106,10 +106,10 @@ def test_a_lack_of_memory_is_not_blamed_on_the_config(inputs, tmp_path, monkeypa
 
 def test_a_folder_that_cannot_be_written_and_a_full_disk_are_refused(inputs, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"train_parameters\.output_dir=.* cannot take the exported model"):
+    with pytest.raises(ConfigError, match=r"train_parameters\.output_dir="):
         dry_run(make_config(inputs, tmp_path / "a", output_dir=str(tmp_path / "file" / "run")))
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10_000}))
-    with pytest.raises(ConfigError, match="with 10,000 bytes left, and the exported model takes"):
+    with pytest.raises(ConfigError, match=r"train_parameters\.output_dir=.*10,000"):
         dry_run(make_config(inputs, tmp_path / "b"))
 
 
@@ -164,7 +164,7 @@ def test_names_of_adapters_that_no_layer_has_are_refused(inputs, tmp_path, optio
     wrong = next(
         each for each in ("v_porj", "lm_haed", "zzz", r"\^q_proj", "99") if each.strip("\\") in str(options)
     )
-    with pytest.raises(ConfigError, match=rf"lora_peft_config=.*does not have: .*{wrong}"):
+    with pytest.raises(ConfigError, match=rf"lora_peft_config=.*{wrong}"):
         dry_run(make_config(inputs, tmp_path / "run", lora_peft_config={"r": 2, **options}))
 
 

@@ -250,7 +250,7 @@ def test_check_refuses_what_cannot_fit(path, capsys):
 
 def test_a_run_that_cannot_fit_ends_before_anything_is_started(path, monkeypatch):
     monkeypatch.setattr("vectorlm.runs.preflight.memory.host_memory_bytes", lambda: GIB // 8)
-    with pytest.raises(ConfigError, match=r"training needs .* and this machine has 0.12 GiB"):
+    with pytest.raises(ConfigError, match="ignore_memory_plan"):
         finetune(load_config(path), Topology())
     assert not Path("run").exists()
 
@@ -266,7 +266,7 @@ def refused_on_rank(topology, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(vectorlm.runs.start, "preflight", counted)
-        with pytest.raises(ConfigError, match="max_seq_len=999 is beyond"):
+        with pytest.raises(ConfigError, match=r"max_seq_len=999"):
             finetune(load_config("my.yaml", ["train_parameters.max_seq_len=999"]), topology)
     return len(calls)
 

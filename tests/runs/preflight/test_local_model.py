@@ -145,12 +145,12 @@ def test_adapters_that_cannot_be_gone_on_with_are_refused_by_name(model, write_c
 
 def test_what_adapters_begin_with_decides_what_may_be_done_with_them(model, write_config):
     refused = {
-        "lora_peft_config.use_dora=true is beyond": (
+        "lora_peft_config.use_dora=true": (
             {"use_dora": True},
             ["train_parameters.sampler={prompts: [abc]}"],
         ),
-        "lora_peft_config.task_type='SEQ_CLS' makes": ({"task_type": "SEQ_CLS"}, []),
-        "merge_adapters=true would have new adapters": (
+        "lora_peft_config.task_type='SEQ_CLS'": ({"task_type": "SEQ_CLS"}, []),
+        "merge_adapters=true": (
             {},
             ["train_parameters.merge_adapters=True", "train_parameters.lora_peft_config={r: 8}"],
         ),
@@ -290,7 +290,7 @@ def test_families_call_their_length_by_several_names(description, length):
 def test_a_model_that_names_no_length_cannot_stand_for_one(write_config, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"vocab_size": 8}')
-    with pytest.raises(ConfigError, match="max_seq_len=-1 stands for the model's own length, and its config"):
+    with pytest.raises(ConfigError, match="max_seq_len=-1"):
         resolve_model(
             load_config(
                 write_config(MINIMAL, ("models/tiny", "model"), ("max_seq_len: 128", "max_seq_len: -1"))

@@ -82,9 +82,9 @@ def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
 
 def _entry_of(value: Any, origin: str) -> Entry:
     if isinstance(value, Mapping):
-        return Entry({key: _entry_of(each, origin) for key, each in value.items()}, origin)
+        return Entry({key: _entry_of(child, origin) for key, child in value.items()}, origin)
     if isinstance(value, list | tuple):
-        return Entry([_entry_of(each, origin) for each in value], origin)
+        return Entry([_entry_of(item, origin) for item in value], origin)
     return Entry(value, origin)
 
 
@@ -217,7 +217,7 @@ def _settings_of_algorithm(
             problems.append(describe_refusal(f"{prefix}{key}", child.plain(), rule, fix, child.origin))
             # Its value breaks no rule that matters.
             del entry.value[key]
-    return {key: replace(each, hint=each.hint | None) for key, each in own.items()}
+    return {key: replace(setting, hint=setting.hint | None) for key, setting in own.items()}
 
 
 def _read_setting(setting: Setting, entry: Entry, path: str, problems: list[str]) -> Any:

@@ -165,12 +165,12 @@ class RLSettings:
             given = {"": SourceSettings(prompts=self.collect.prompts)}
         return {
             name: replace(
-                each,
-                weight=each.weight or 1 / len(given),
-                rewards=each.rewards or self.reward.rewards,
+                source,
+                weight=source.weight or 1 / len(given),
+                rewards=source.rewards or self.reward.rewards,
                 environment=self.collect.environment_of(name),
             )
-            for name, each in given.items()
+            for name, source in given.items()
         }
 
     @property
@@ -278,7 +278,9 @@ class Config:
         sampler = self.train_parameters.sampler
         sources = {} if self.rl is None else self.rl.by_source
         found = {
-            name: next(iter(each.rewards)) for name, each in sources.items() if each.held_out and each.rewards
+            name: next(iter(source.rewards))
+            for name, source in sources.items()
+            if source.held_out and source.rewards
         }
         reward = None if sampler is None else sampler.evaluation.reward
         return found if reward is None else {"": reward, **found}

@@ -71,8 +71,8 @@ class Setting:
 def _kinds_of(hint: Any) -> Iterator[Any]:
     """Yield a type, or those that it may be one of, without their rules."""
     if get_origin(hint) in (Annotated, Union, UnionType):
-        for each in get_args(hint):
-            yield from _kinds_of(each)
+        for argument in get_args(hint):
+            yield from _kinds_of(argument)
     else:
         yield hint
 
@@ -92,8 +92,8 @@ def _settings_in(cls: type) -> Iterator[Setting]:
         if "inline" in entry.metadata:
             yield from _settings_in(hints[entry.name])
         elif "partial" in entry.metadata:
-            for each in _keys_of(entry).values():
-                yield replace(each, hint=each.hint | None, default=None, null=entry.metadata["null"])
+            for setting in _keys_of(entry).values():
+                yield replace(setting, hint=setting.hint | None, default=None, null=entry.metadata["null"])
         else:
             default = entry.default if entry.default_factory is MISSING else entry.default_factory()
             yield Setting(_key_of(entry), hints[entry.name], default, cls, entry.name)
@@ -102,7 +102,9 @@ def _settings_in(cls: type) -> Iterator[Setting]:
 def _keys_of(entry: Field[Any]) -> dict[str, Setting]:
     """Return the settings that a `partial` field may be made of."""
     return {
-        name: each for section in entry.metadata["partial"] for name, each in settings_of(section).items()
+        name: setting
+        for section in entry.metadata["partial"]
+        for name, setting in settings_of(section).items()
     }
 
 
@@ -115,7 +117,7 @@ def build_section(cls: type, values: Mapping[str, Any]) -> Any:
             arguments[entry.name] = build_section(hints[entry.name], values)
         elif hints[entry.name] is AlgorithmSettings:
             start = start_of(values["algorithm"])
-            given = {each.name for each in fields(start) if values.get(each.name) is not None}
+            given = {declared.name for declared in fields(start) if values.get(declared.name) is not None}
             arguments[entry.name] = replace(start, **{key: values[key] for key in given})
         elif "partial" in entry.metadata:
             given = {key for key in _keys_of(entry) if values.get(key) is not None}
@@ -141,7 +143,7 @@ def start_of(algorithm: str) -> AlgorithmSettings:
 def to_plain(value: Any) -> Any:
     """Return a config, or a section of one, as the mapping that YAML holds."""
     if isinstance(value, Mapping):
-        return {key: to_plain(each) for key, each in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if not is_dataclass(value):
         return value
     plain: dict[str, Any] = {}
@@ -210,8 +212,8 @@ def _key_of(entry: Field[Any]) -> str:
 def _docs_in(cls: type) -> dict[str, str]:
     """Return the string literal under each field, which Python itself does not keep."""
     docs = {}
-    for each in reversed(cls.__mro__[:-1]):
-        tree = ast.parse(inspect.getsource(each))
+    for base in reversed(cls.__mro__[:-1]):
+        tree = ast.parse(inspect.getsource(base))
         assert isinstance(tree.body[0], ast.ClassDef)
         for statement, following in pairwise(tree.body[0].body):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):

@@ -34,7 +34,7 @@ class Dumper(yaml.SafeDumper):
 
 # A date is no value of JSON, and so of no checkpoint.
 Loader.yaml_implicit_resolvers = {
-    first: [each for each in found if each[0] != "tag:yaml.org,2002:timestamp"]
+    first: [resolver for resolver in found if resolver[0] != "tag:yaml.org,2002:timestamp"]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _resolver in (Loader, Dumper):

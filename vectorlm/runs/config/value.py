@@ -80,7 +80,7 @@ def convert(hint: Any, entry: Entry, path: str) -> Any:
         # A dataclass is a section, whose mapping is not read here: it takes no config, and anything else is refused.
         return TypeAdapter(hint, config=None if is_dataclass(hint) else STRICT).validate_python(value)
     except ValidationError as error:
-        places = [part for each in error.errors() for part in each["loc"] if isinstance(part, int)]
+        places = [part for detail in error.errors() for part in detail["loc"] if isinstance(part, int)]
         if isinstance(value, list) and places and places[0] < len(value):
             # Refused in the name of the item, with its own line.
             convert(next(_items(hint)), entry.value[places[0]], f"{path}[{places[0]}]")

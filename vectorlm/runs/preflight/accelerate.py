@@ -57,8 +57,8 @@ def accelerate_overrides(config: Config, environment: Mapping[str, str], world_s
     if environment.get("FSDP_IGNORED_MODULES"):
         refused.append("FSDP_IGNORED_MODULES")
     problems = [
-        f"{each} of accelerate cannot be honoured. {WHAT_THERE_IS} Change accelerate's config."
-        for each in refused
+        f"{variable} of accelerate cannot be honoured. {WHAT_THERE_IS} Change accelerate's config."
+        for variable in refused
     ]
     plain, overrides = to_plain(config), []
     for name, path, wanted in _wanted(environment):

@@ -142,8 +142,12 @@ def _micro_batch_size(config: Config, is_cpu: bool, num_shares: int) -> int:
     if is_cpu:
         # A group that is packed, and any that is compared as one, shares one forward pass.
         tokens = min(tokens, max(CPU_PASS_TOKENS, size * longest))
-    environments = [each.environment for each in rl.by_source.values() if each.environment is not None]
-    if any(each.startswith(AGENT) for each in environments):
+    environments = [
+        environment.environment
+        for environment in rl.by_source.values()
+        if environment.environment is not None
+    ]
+    if any(environment.startswith(AGENT) for environment in environments):
         # An agent may make any number of rows of one rollout.
         return max(tokens // longest, 1)
     of_row = train.longest_rollout
@@ -354,9 +358,9 @@ class Shortage(NamedTuple):
                 found.append(
                     (bool(short), lacking if short else 0, f"{change.text} ({amount(needed)})", change)
                 )
-        found.sort(key=lambda each: each[:2])
-        allowed = (each for each in found if each[3].is_allowed())
-        best = [each for each, _ in zip(allowed, range(NUM_FIXES), strict=False)]
+        found.sort(key=lambda row: row[:2])
+        allowed = (row for row in found if row[3].is_allowed())
+        best = [row for row, _ in zip(allowed, range(NUM_FIXES), strict=False)]
         if not best:
             return "No setting helps. Use a smaller model."
         enough = ", or ".join(text for is_short, _, text, _ in best if not is_short)

@@ -226,7 +226,7 @@ def sharded_bytes(demand: Demand) -> tuple[int, int]:
 def host_memory(demand: Demand) -> tuple[HostUse, ...]:
     """Estimate what a node's processes hold on the host: what they read, share with the engine and offload."""
     ranks, engine = demand.num_ranks, demand.engine
-    weights, trained = (ranks * each for each in sharded_bytes(demand))
+    weights, trained = (ranks * size for size in sharded_bytes(demand))
     whole = demand.bytes_per_weight * demand.model.num_parameters
     others = (2 + demand.num_averages) * demand.num_trained_copies + demand.num_frozen_copies
     offloaded = int(weights * (1 + others) + (1 + demand.num_averages) * trained) if demand.cpu_offload else 0
