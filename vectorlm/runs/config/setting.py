@@ -1,4 +1,4 @@
-"""One key of the schema: its type, default and explanation, read off the dataclasses."""
+"""Keys of the schema: their types, defaults and explanations, read from the dataclasses."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _GIVEN: Any = object()
 
 @dataclass(frozen=True)
 class Setting:
-    """What the schema says about one key."""
+    """One key of the schema."""
 
     name: str
-    """The key as it is written in YAML."""
+    """The key in YAML."""
     hint: Any
-    """Its type with the rules on it."""
+    """Its type with rules."""
     default: Any
-    """Its value where the key is left out; `MISSING` where it may not be."""
+    """Its value if the key is left out; `MISSING` if it is required."""
     owner: type
     """The dataclass that declares it, as the field `field`."""
     field: str
     null: str = ""
-    """Where its value comes from that is null or missing, if it is not the default."""
+    """Where the value comes from if the key is null or missing; empty for the default."""
 
     @property
     def doc(self) -> str:
@@ -48,20 +48,20 @@ class Setting:
 
     @property
     def section(self) -> type | None:
-        """The dataclass behind the key, or None where it holds a plain value."""
+        """The dataclass of a section; None for a plain value."""
         return next(
             (kind for kind in _kinds_of(self.hint) if isinstance(kind, type) and is_dataclass(kind)), None
         )
 
     @property
     def item_section(self) -> type | None:
-        """The dataclass of each value, where the key holds a mapping of sections."""
+        """The dataclass of the values, if the key holds a mapping of sections."""
         item = get_args(self.hint)[-1] if get_origin(self.hint) is Mapping else None
         return item if is_dataclass(item) and isinstance(item, type) else None
 
     @property
     def read_if(self) -> tuple[ReadIf, ...]:
-        """What must hold for the setting to have an effect."""
+        """The conditions for the setting to have an effect."""
         notes = (
             note for kind in (self.hint, *get_args(self.hint)) for note in getattr(kind, "__metadata__", ())
         )
@@ -69,7 +69,7 @@ class Setting:
 
 
 def _kinds_of(hint: Any) -> Iterator[Any]:
-    """Yield a type, or those that it may be one of, without their rules."""
+    """Yield the alternatives of a type, without their rules."""
     if get_origin(hint) in (Annotated, Union, UnionType):
         for argument in get_args(hint):
             yield from _kinds_of(argument)
@@ -100,7 +100,7 @@ def _settings_in(cls: type) -> Iterator[Setting]:
 
 
 def _keys_of(entry: Field[Any]) -> dict[str, Setting]:
-    """Return the settings that a `partial` field may be made of."""
+    """Return the settings of a `partial` field."""
     return {
         name: setting
         for section in entry.metadata["partial"]
@@ -109,7 +109,7 @@ def _keys_of(entry: Field[Any]) -> dict[str, Setting]:
 
 
 def build_section(cls: type, values: Mapping[str, Any]) -> Any:
-    """Make the dataclass of a section from its values by key; a key that is left out has its default."""
+    """Return the dataclass of a section, made of values by key and of defaults."""
     hints = get_type_hints(cls)
     arguments: dict[str, Any] = {}
     for entry in _fields_of(cls):
@@ -128,7 +128,7 @@ def build_section(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def start_of(algorithm: str) -> AlgorithmSettings:
-    """Return where an algorithm starts; only one of the user's imports torch.
+    """Return an algorithm's default settings; only user code imports torch.
 
     Raises:
         ConfigError: There is no such algorithm.
@@ -141,7 +141,7 @@ def start_of(algorithm: str) -> AlgorithmSettings:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a config, or a section of one, as the mapping that YAML holds."""
+    """Return a config or a section as a mapping for YAML."""
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if not is_dataclass(value):
@@ -160,7 +160,7 @@ def to_plain(value: Any) -> Any:
 
 @cache
 def all_settings(cls: type = Config, prefix: str = "") -> Mapping[str, Setting]:
-    """Return every setting below a section, by its dotted path."""
+    """Return all settings below a section, by dotted path."""
     found: dict[str, Setting] = {}
     for name, setting in settings_of(cls).items():
         found[prefix + name] = setting
@@ -170,7 +170,7 @@ def all_settings(cls: type = Config, prefix: str = "") -> Mapping[str, Setting]:
 
 
 def value_at(plain: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of what `to_plain` returned; None where there is none."""
+    """Return the value at a dotted path of a result of `to_plain`; None if there is none."""
     value: Any = plain
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -178,7 +178,7 @@ def value_at(plain: Mapping[str, Any], path: str) -> Any:
 
 
 def with_value(section: Any, path: str, value: Any) -> Any:
-    """Return a config, or a section of one, in which the setting at a dotted path has another value."""
+    """Return a config or a section with another value at a dotted path."""
     key, _, rest = path.partition(".")
     if isinstance(section, Mapping):
         return {**section, key: value}
@@ -193,7 +193,7 @@ def with_value(section: Any, path: str, value: Any) -> Any:
 
 
 def refuse(config: Config, path: str, rule: str, fix: str, value: Any = _GIVEN) -> str:
-    """Say that a setting breaks a rule, with its value in the config (or `value`) and the place that set it."""
+    """Return the error message for a setting, with its value (or `value`) and its place."""
     if value is _GIVEN:
         value = value_at(to_plain(config), path)
     return describe_refusal(path, value, rule, fix, config.origins.get(path, ""))
@@ -204,13 +204,13 @@ def _fields_of(cls: type) -> list[Field[Any]]:
 
 
 def _key_of(entry: Field[Any]) -> str:
-    """Return what YAML calls a field: its own name, but for Python's own words, like ``async``."""
+    """Return the key of a field: its name, except for Python keywords such as ``async``."""
     return entry.metadata.get("key", entry.name)
 
 
 @cache
 def _docs_in(cls: type) -> dict[str, str]:
-    """Return the string literal under each field, which Python itself does not keep."""
+    """Return the docstrings of fields, which Python does not keep."""
     docs = {}
     for base in reversed(cls.__mro__[:-1]):
         tree = ast.parse(inspect.getsource(base))

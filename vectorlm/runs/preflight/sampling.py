@@ -12,8 +12,7 @@ from pydantic import Field
 from vectorlm.data.encoding import end_tokens
 from vectorlm.errors import ConfigError
 from vectorlm.packages import fields_of
-from vectorlm.runs.config.source import Entry
-from vectorlm.runs.config.value import FOREIGN, convert, describe_refusal
+from vectorlm.runs.config.value import FOREIGN, Entry, convert, describe_refusal
 from vectorlm.settings import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, nearest
 
 Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2", examples=["0.0"])]
