@@ -111,28 +111,16 @@ def test_adapters_are_their_base_and_their_options(model, write_config):
 @pytest.mark.parametrize(
     ("options", "given", "text"),
     [
-        (
-            {},
-            "lora_peft_config={r: 4}",
-            "lora_peft_config.r=4 is not that of the adapters in trained, which is 8",
-        ),
-        ({}, "lora_peft_config={target_modules: all-linear}", "target_modules='all-linear' is not that of"),
-        (
-            {},
-            "lora_peft_config={use_dora: True}",
-            "use_dora=true is not that of the adapters in trained, which is null",
-        ),
-        ({"peft_type": "IA3"}, "seed=1", "the adapters in trained are IA3, and only LORA can be trained on"),
+        ({}, "lora_peft_config={r: 4}", "lora_peft_config.r=4 must be 8"),
+        ({}, "lora_peft_config={target_modules: all-linear}", "target_modules='all-linear' must be ["),
+        ({}, "lora_peft_config={use_dora: True}", "use_dora=true must be null"),
+        ({"peft_type": "IA3"}, "seed=1", "the adapters in trained are IA3"),
         (
             {"base_model_name_or_path": "no/such"},
             "seed=1",
-            "the base model 'no/such' of the adapters in trained is not",
+            "the base model 'no/such' of the adapters in trained",
         ),
-        (
-            {},
-            "adapters=elsewhere",
-            "train_parameters.adapters='elsewhere' is not a folder with an adapter_config.json",
-        ),
+        ({}, "adapters=elsewhere", "train_parameters.adapters='elsewhere'"),
     ],
 )
 def test_adapters_that_cannot_be_gone_on_with_are_refused_by_name(model, write_config, options, given, text):
@@ -167,17 +155,14 @@ def test_a_folder_of_that_name_comes_first(cache, model, write_config):
 
 
 def test_a_model_that_is_not_in_the_cache_comes_with_the_command_that_fetches_it(cache, write_config, capsys):
-    assert (
-        f"model='{NAME}' is not a folder, and as a model of the Hugging Face Hub it is not in the cache {cache}. "
-        f"Run `hf download {NAME}`, or name a folder. (my.yaml:1)"
-    ) in refusal(write_config(MINIMAL, ON_HUB), capsys)
+    text = refusal(write_config(MINIMAL, ON_HUB), capsys)
+    assert f"model='{NAME}'" in text
+    assert f"it is not in {cache}. Run `hf download {NAME}`, or name a folder. (my.yaml:1)" in text
 
 
 def test_what_a_half_downloaded_model_lacks_is_named(cache, model, write_config, capsys):
     lay_out(cache, model, "config.json", "tokenizer.json")
-    assert f"it lacks model.safetensors in the cache {cache}" in refusal(
-        write_config(MINIMAL, ON_HUB), capsys
-    )
+    assert f"it lacks model.safetensors in {cache}" in refusal(write_config(MINIMAL, ON_HUB), capsys)
 
 
 def test_every_file_that_an_index_names_must_be_there(model, tmp_path):
