@@ -65,14 +65,19 @@ def test_messages_that_cannot_be_rendered_are_refused_with_the_tokenizer(files, 
     assert cause in str(caught.value)
 
 
-def test_messages_of_fine_tuning_are_rendered_too(files):
-    (files / "asked.jsonl").write_text(json.dumps({"prompt": CHAT}) + "\n")
-    (files / "model" / "chat_template.jinja").write_text("{{ raise_exception('no user') }}")
+def test_messages_and_stop_strings_of_fine_tuning_are_checked_too(files):
     for split in ("train", "eval"):
         (files / split).mkdir()
         (files / split / "dataset_info.json").write_text("{}")
     path = files / "text.yaml"
     path.write_text(TEXT.format(files=files))
+    (files / "asked.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
+    params = "train_parameters.sampler.sampling_params={max_tokens: 8, ignore_eos: true, stop: %s}"
+    preflight(load_config(path, [params % "b"]), 1)
+    with pytest.raises(ConfigError, match=r"sampling_params\.stop="):
+        preflight(load_config(path, [params % "</s>"]), 1)
+    (files / "asked.jsonl").write_text(json.dumps({"prompt": CHAT}) + "\n")
+    (files / "model" / "chat_template.jinja").write_text("{{ raise_exception('no user') }}")
     with pytest.raises(ConfigError, match=rf"prompt 0 of {SAMPLER} .*no user"):
         preflight(load_config(path), 1)
 
@@ -131,19 +136,6 @@ def test_a_stop_string_that_no_text_holds_is_refused(files, setting, parameters,
     with pytest.raises(ConfigError, match=rf"{setting}\.stop=") as caught:
         check(files, RL, [{"prompt": "a"}], None, given)
     assert f"stop_token_ids: [{0 if '</s>' in parameters else number}]" in str(caught.value)
-
-
-def test_stop_strings_of_fine_tuning_are_looked_at_too(files):
-    (files / "asked.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
-    for split in ("train", "eval"):
-        (files / split).mkdir()
-        (files / split / "dataset_info.json").write_text("{}")
-    path = files / "text.yaml"
-    path.write_text(TEXT.format(files=files))
-    params = "train_parameters.sampler.sampling_params={max_tokens: 8, ignore_eos: true, stop: %s}"
-    preflight(load_config(path, [params % "b"]), 1)
-    with pytest.raises(ConfigError, match=r"sampling_params\.stop="):
-        preflight(load_config(path, [params % "</s>"]), 1)
 
 
 def test_half_a_character_in_a_list_of_prompts_is_refused_by_its_place(files):

@@ -121,7 +121,7 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         (["trackers={'mine.py:score': {unknown: 1}}"], {}, ["trackers.mine.py"]),
         *(
             (
-                [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]", *(f"{TRAIN}.sampler.{each}" for each in how)],
+                [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]", *(f"{TRAIN}.sampler.{change}" for change in how)],
                 {},
                 [f"{TRAIN}.sampler.tasks"],
             )
@@ -158,22 +158,17 @@ def test_what_would_fail_late_or_silently_is_refused(complete, overrides, more, 
     assert refused(complete, *overrides, **more) == keys
 
 
-def test_a_secret_is_not_repeated(complete):
-    with pytest.raises(ConfigError) as caught:
-        passes(complete, "wandb_config.api_key=hunter2hunter2")
-    assert "hunter2" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     "override",
     [
+        "wandb_config.api_key=hunter2hunter2",
         "rl.rewards={\"judge(url='http://user:hunter2@host/v1', model='m')\": 1}",
         f"{TRAIN}.sampler.further_rewards=[\"judge(url='http://user:hunter2@host/v1', model='m')\"]",
     ],
 )
-def test_a_password_in_a_key_or_a_list_is_found_and_not_repeated(complete, override):
+def test_a_secret_is_found_and_not_repeated(complete, override):
     config = load_config(complete, [RL, f"{TRAIN}.epochs=1", override])
-    (found,) = (text for text in settings.setting_problems(config, 1) if "password" in text)
+    (found,) = (text for text in settings.setting_problems(config, 1) if "others may read it" in text)
     assert "user" not in found
     assert "hunter2" not in found
 
@@ -258,7 +253,7 @@ def test_steps_that_bfloat16_rounds_away_are_said(complete, overrides, is_said):
 def test_an_average_of_squared_gradients_that_bfloat16_keeps_from_falling_is_said(
     complete, overrides, is_said
 ):
-    given = [f"{TRAIN}.dtype=bfloat16", *(f"{TRAIN}.optimizer.{each}" for each in overrides)]
+    given = [f"{TRAIN}.dtype=bfloat16", *(f"{TRAIN}.optimizer.{change}" for change in overrides)]
     notes = " ".join(summary.notes_of(passes(complete, *given).config))
     assert ("with betas[1]=0.999 the average of squared gradients cannot fall" in notes) is is_said
     average = torch.linspace(1, 2, 100, dtype=torch.bfloat16)
@@ -295,7 +290,7 @@ def test_an_engine_with_devices_of_its_own_may_have_a_worker_on_each(
     split = f"rl.async={{max_staleness: 1, placement: split, engine_devices: {engine_devices}}}"
     size = f"{TRAIN}.sampler.engine.tensor_parallel_size"
     config = load_config(complete, [RL, f"{TRAIN}.epochs=1", split, f"{size}=4"])
-    assert any(each.startswith(size) for each in settings.setting_problems(config, 1)) == is_refused
+    assert any(text.startswith(size) for text in settings.setting_problems(config, 1)) == is_refused
 
 
 def test_compiling_on_cpu_needs_a_compiler(complete, monkeypatch):
@@ -453,7 +448,7 @@ def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monke
 def test_reinforcement_learning_needs_a_score_of_held_out_questions_to_keep_the_best(
     complete, overrides, is_refused
 ):
-    keeps = [f"{TRAIN}.{each}" for each in ("checkpointing_enabled=true", "keep_best=true", "epochs=1")]
+    keeps = [f"{TRAIN}.{change}" for change in ("checkpointing_enabled=true", "keep_best=true", "epochs=1")]
     config = load_config(
         complete, [RL, *keeps, f"{TRAIN}.early_stopping_patience=2", "dataset=null", *overrides]
     )

@@ -120,8 +120,7 @@ def package_problems(config: Config) -> Iterator[str]:
     for name, arguments in config.trackers.items():
         path, package = f"trackers.{name}", PACKAGES.get(name)
         if name == "wandb":
-            fix = "Set enable_wandb_logging and wandb_config."
-            yield refuse(config, path, "must be set elsewhere", fix)
+            yield refuse(config, path, "must be set elsewhere", "Set enable_wandb_logging and wandb_config.")
         elif is_plugin(name):
             try:
                 inspect.signature(load_plugin(name)).bind({}, **(arguments or {}))
