@@ -97,7 +97,7 @@ def _dataset_problem(folder: Path, examples: str, ignore_index: int) -> tuple[st
         return f"must hold {examples}, which this run trains on, and holds {found}", fix
     # Silent: the loss would count hidden tokens.
     if made is not None and made.ignore_index != ignore_index:
-        rule = f"must be preprocessed with ignore_index={ignore_index}, and was with {made.ignore_index}"
+        rule = f"must be preprocessed with ignore_index={ignore_index}, not ignore_index={made.ignore_index}"
         return (
             rule,
             "Preprocess it again, or set dataset.ignore_index.",

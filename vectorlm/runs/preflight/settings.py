@@ -303,7 +303,7 @@ def _lora_problems(config: Config) -> Iterator[str]:
         return
     # Silent: the exported adapters would belong to a base that is saved nowhere.
     if config.train_parameters.merge_adapters:
-        rule = "cannot be used with lora_peft_config: the merged base is not saved, so nobody could load them"
+        rule = "cannot be used with lora_peft_config: the merged base is not saved, so nobody could load the adapters"
         fix = "Leave lora_peft_config out, or name a folder of `vectorlm export --merge` as the model."
         yield refuse(config, "train_parameters.merge_adapters", rule, fix)
     # Costs more than a minute: adapters are made after the model has been loaded.
