@@ -176,7 +176,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
 
     # Losses that learn from completions of any policy learn about all tokens.
     support = Support.of(rl.collect.sampling) if spec.samples_from_policy else WHOLE
-    has_reference = rl.has_reference(spec)
+    has_reference = rl.has_reference(spec.needs_reference)
     model = disable_dropout(run.load_model(keeps_start=has_reference))
     sampling, grammar = rl.collect.sampling, None
     if sampling.get("structured_outputs") and spec.samples_from_policy:

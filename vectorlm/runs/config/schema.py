@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from vectorlm.algorithms.settings import SETTINGS, AlgorithmSettings, PreferenceSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
@@ -51,9 +51,6 @@ from vectorlm.train.settings import (
     ScheduleSettings,
     TurnSettings,
 )
-
-if TYPE_CHECKING:
-    from vectorlm.algorithms.spec import AlgorithmSpec  # It imports torch.
 
 ALIASES: Mapping[str, str] = {
     "lora_peft_config": "train_parameters.lora_peft_config",
@@ -178,9 +175,9 @@ class RLSettings:
         """The reward functions of all sources, without duplicates."""
         return list(dict.fromkeys(name for source in self.by_source.values() for name in source.rewards))
 
-    def has_reference(self, spec: AlgorithmSpec) -> bool:
-        """Return whether training compares with a reference: in the algorithm's loss, or in a KL penalty."""
-        return spec.needs_reference or self.kl.kl_coef > 0
+    def has_reference(self, is_in_loss: bool) -> bool:
+        """Return whether training needs a reference: the algorithm's loss reads it, or there is a KL penalty."""
+        return is_in_loss or self.kl.kl_coef > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,7 +171,7 @@ def _other_models(config: Config, model: ModelSize) -> tuple[int, float]:
 
     spec = get_algorithm(rl.algorithm)
     is_whole = config.train_parameters.lora_peft_config is None
-    has_reference = rl.has_reference(spec) and is_whole
+    has_reference = rl.has_reference(spec.needs_reference) and is_whole
     frozen: float = int(has_reference) + len(rl.reward.reward_models)
     if rl.teacher is not None and rl.teacher.model is not None:
         frozen += read_model_size(rl.teacher.model).num_parameters / model.num_parameters
