@@ -191,7 +191,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
 
     # Losses that accept completions of any policy read probabilities among all tokens.
     support = Support.of(sampling) if spec.samples_from_policy else WHOLE
-    has_reference = spec.needs_reference or rl.kl.kl_coef > 0
+    has_reference = rl.has_reference(spec.needs_reference)
     model = disable_dropout(run.load_model(keeps_start=has_reference))
     if sampling.get("structured_outputs") and spec.samples_from_policy:
         ends = end_tokens(run.tokenizer) | set(sampling.get("stop_token_ids") or ())

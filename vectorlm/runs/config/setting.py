@@ -1,4 +1,4 @@
-"""One key of the schema: its type, default and explanation, read off the dataclasses."""
+"""Keys of the schema: their types, defaults and explanations, read from the dataclasses."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _GIVEN: Any = object()
 
 @dataclass(frozen=True)
 class Setting:
-    """What the schema says about one key."""
+    """One key of the schema."""
 
     name: str
-    """The key as it is written in YAML."""
+    """The key in YAML."""
     hint: Any
-    """Its type with the rules on it."""
+    """Its type with rules."""
     default: Any
-    """Its value where the key is left out; `MISSING` where it may not be."""
+    """Its value if the key is left out; `MISSING` if it is required."""
     owner: type
     """The dataclass that declares it, as the field `field`."""
     field: str
     null: str = ""
-    """Where its value comes from that is null or missing, if it is not the default."""
+    """Where the value comes from if the key is null or missing; empty for the default."""
 
     @property
     def doc(self) -> str:
@@ -49,20 +49,20 @@ class Setting:
 
     @property
     def section(self) -> type | None:
-        """The dataclass behind the key, or None where it holds a plain value."""
+        """The dataclass of a section; None for a plain value."""
         return next(
             (kind for kind in _kinds_of(self.hint) if isinstance(kind, type) and is_dataclass(kind)), None
         )
 
     @property
     def item_section(self) -> type | None:
-        """The dataclass of each value, where the key holds a mapping of sections."""
+        """The dataclass of the values, if the key holds a mapping of sections."""
         item = get_args(self.hint)[-1] if get_origin(self.hint) is Mapping else None
         return item if is_dataclass(item) and isinstance(item, type) else None
 
     @property
     def read_if(self) -> tuple[ReadIf, ...]:
-        """What must hold for the setting to have an effect."""
+        """The conditions for the setting to have an effect."""
         notes = (
             note for kind in (self.hint, *get_args(self.hint)) for note in getattr(kind, "__metadata__", ())
         )
@@ -70,10 +70,10 @@ class Setting:
 
 
 def _kinds_of(hint: Any) -> Iterator[Any]:
-    """Yield a type, or those that it may be one of, without their rules."""
+    """Yield the alternatives of a type, without their rules."""
     if get_origin(hint) in (Annotated, Union, UnionType):
-        for each in get_args(hint):
-            yield from _kinds_of(each)
+        for argument in get_args(hint):
+            yield from _kinds_of(argument)
     else:
         yield hint
 
@@ -93,22 +93,24 @@ def _settings_in(cls: type) -> Iterator[Setting]:
         if "inline" in entry.metadata:
             yield from _settings_in(hints[entry.name])
         elif "partial" in entry.metadata:
-            for each in _keys_of(entry).values():
-                yield replace(each, hint=each.hint | None, default=None, null=entry.metadata["null"])
+            for setting in _keys_of(entry).values():
+                yield replace(setting, hint=setting.hint | None, default=None, null=entry.metadata["null"])
         else:
             default = entry.default if entry.default_factory is MISSING else entry.default_factory()
             yield Setting(_key_of(entry), hints[entry.name], default, cls, entry.name)
 
 
 def _keys_of(entry: Field[Any]) -> dict[str, Setting]:
-    """Return the settings that a `partial` field may be made of."""
+    """Return the settings of a `partial` field."""
     return {
-        name: each for section in entry.metadata["partial"] for name, each in settings_of(section).items()
+        name: setting
+        for section in entry.metadata["partial"]
+        for name, setting in settings_of(section).items()
     }
 
 
 def build_section(cls: type, values: Mapping[str, Any]) -> Any:
-    """Make the dataclass of a section from its values by key; a key that is left out has its default."""
+    """Return the dataclass of a section, made of values by key and of defaults."""
     hints = get_type_hints(cls)
     arguments: dict[str, Any] = {}
     for entry in _fields_of(cls):
@@ -116,7 +118,7 @@ def build_section(cls: type, values: Mapping[str, Any]) -> Any:
             arguments[entry.name] = build_section(hints[entry.name], values)
         elif hints[entry.name] is AlgorithmSettings:
             start = start_of(values["algorithm"])
-            given = {each.name for each in fields(start) if values.get(each.name) is not None}
+            given = {declared.name for declared in fields(start) if values.get(declared.name) is not None}
             arguments[entry.name] = replace(start, **{key: values[key] for key in given})
         elif "partial" in entry.metadata:
             given = {key for key in _keys_of(entry) if values.get(key) is not None}
@@ -127,7 +129,7 @@ def build_section(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def start_of(algorithm: str) -> AlgorithmSettings:
-    """Return the initial settings of an algorithm.
+    """Return an algorithm's default settings; only user code imports torch.
 
     Raises:
         ConfigError: There is no such algorithm.
@@ -136,9 +138,9 @@ def start_of(algorithm: str) -> AlgorithmSettings:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a config, or a section of one, as the mapping that YAML holds."""
+    """Return a config or a section as a mapping for YAML."""
     if isinstance(value, Mapping):
-        return {key: to_plain(each) for key, each in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if not is_dataclass(value):
         return value
     plain: dict[str, Any] = {}
@@ -155,7 +157,7 @@ def to_plain(value: Any) -> Any:
 
 @cache
 def all_settings(cls: type = Config, prefix: str = "") -> Mapping[str, Setting]:
-    """Return every setting below a section, by its dotted path."""
+    """Return all settings below a section, by dotted path."""
     found: dict[str, Setting] = {}
     for name, setting in settings_of(cls).items():
         found[prefix + name] = setting
@@ -165,7 +167,7 @@ def all_settings(cls: type = Config, prefix: str = "") -> Mapping[str, Setting]:
 
 
 def value_at(plain: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of what `to_plain` returned; None where there is none."""
+    """Return the value at a dotted path of a result of `to_plain`; None if there is none."""
     value: Any = plain
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -173,7 +175,7 @@ def value_at(plain: Mapping[str, Any], path: str) -> Any:
 
 
 def with_value(section: Any, path: str, value: Any) -> Any:
-    """Return a config, or a section of one, in which the setting at a dotted path has another value."""
+    """Return a config or a section with another value at a dotted path."""
     key, _, rest = path.partition(".")
     if isinstance(section, Mapping):
         return {**section, key: value}
@@ -188,7 +190,7 @@ def with_value(section: Any, path: str, value: Any) -> Any:
 
 
 def refuse(config: Config, path: str, rule: str, fix: str, value: Any = _GIVEN) -> str:
-    """Say that a setting breaks a rule, with its value in the config (or `value`) and the place that set it."""
+    """Return the error message for a setting, with its value (or `value`) and its place."""
     if value is _GIVEN:
         value = value_at(to_plain(config), path)
     return describe_refusal(path, value, rule, fix, config.origins.get(path, ""))
@@ -199,16 +201,16 @@ def _fields_of(cls: type) -> list[Field[Any]]:
 
 
 def _key_of(entry: Field[Any]) -> str:
-    """Return what YAML calls a field: its own name, but for Python's own words, like ``async``."""
+    """Return the key of a field: its name, except for Python keywords such as ``async``."""
     return entry.metadata.get("key", entry.name)
 
 
 @cache
 def _docs_in(cls: type) -> dict[str, str]:
-    """Return the string literal under each field, which Python itself does not keep."""
+    """Return the docstrings of fields, which Python does not keep."""
     docs = {}
-    for each in reversed(cls.__mro__[:-1]):
-        tree = ast.parse(inspect.getsource(each))
+    for base in reversed(cls.__mro__[:-1]):
+        tree = ast.parse(inspect.getsource(base))
         assert isinstance(tree.body[0], ast.ClassDef)
         for statement, following in pairwise(tree.body[0].body):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
