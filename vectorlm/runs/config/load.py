@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 from pydantic import PydanticSchemaGenerationError
 
-from vectorlm.algorithms.registry import SETTINGS
+from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.errors import ConfigError
 from vectorlm.runs.config.schema import ALIASES, Config, RLSettings, SamplerSettings
-from vectorlm.runs.config.setting import Setting, all_settings, build_section, settings_of, start_of, to_plain
+from vectorlm.runs.config.setting import Setting, all_settings, build_section, settings_of, to_plain
 from vectorlm.runs.config.value import (
     FOREIGN,
     Dumper,
@@ -199,7 +199,7 @@ def _settings_of_algorithm(
     if algorithm is None or not isinstance(algorithm.value, str):
         return {}
     try:
-        start = start_of(algorithm.value)
+        start = get_algorithm(algorithm.value).settings
     except ConfigError as error:
         problems.append(f"{error} ({algorithm.origin})")
         return {}
@@ -209,7 +209,7 @@ def _settings_of_algorithm(
     for key in [] if algorithm.value in SETTINGS else own.keys() - given:
         # Types that YAML does not have, such as tensors, are not checked.
         with suppress(PydanticSchemaGenerationError):
-            default = Entry(getattr(start, own[key].field), f"the default in {algorithm.value}")
+            default = Entry(getattr(start, own[key].place[-1]), f"the default in {algorithm.value}")
             _read_setting(own[key], default, prefix + key, problems)
     # The schema has the settings of all algorithms too; there they may be null.
     for key in [key for key in own if key in known and not known[key].null]:

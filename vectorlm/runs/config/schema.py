@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from vectorlm.algorithms.registry import SETTINGS
+from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.algorithms.settings import AlgorithmSettings, PreferenceSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
 from vectorlm.errors import ConfigError
@@ -176,9 +176,10 @@ class RLSettings:
         """The reward functions of all sources, without duplicates."""
         return list(dict.fromkeys(name for source in self.by_source.values() for name in source.rewards))
 
-    def has_reference(self, is_in_loss: bool) -> bool:
-        """Return whether training needs a reference: the algorithm's loss reads it, or there is a KL penalty."""
-        return is_in_loss or self.kl.kl_coef > 0
+    @property
+    def has_reference(self) -> bool:
+        """Whether training needs a reference: the algorithm's loss reads it, or there is a KL penalty."""
+        return self.kl.kl_coef > 0 or get_algorithm(self.algorithm).needs_reference
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import has_gpu, tensor_parallel_size
 from vectorlm.rl.environments.environment import AGENT
@@ -165,16 +166,11 @@ def _other_models(config: Config, model: ModelSize) -> tuple[int, float]:
     rl = config.rl
     if rl is None:
         return 0, 0
-    # This imports torch, which the plan of a fine-tuning run does not need.
-    from vectorlm.algorithms.registry import get_algorithm
-
-    spec = get_algorithm(rl.algorithm)
-    is_whole = config.train_parameters.lora_peft_config is None
-    has_reference = rl.has_reference(spec.needs_reference) and is_whole
+    has_reference = rl.has_reference and config.train_parameters.lora_peft_config is None
     frozen: float = int(has_reference) + len(rl.reward.reward_models)
     if rl.teacher is not None and rl.teacher.model is not None:
         frozen += read_model_size(rl.teacher.model).num_parameters / model.num_parameters
-    return int(spec.needs_critic), frozen
+    return int(get_algorithm(rl.algorithm).needs_critic), frozen
 
 
 def _engine_demand(

@@ -295,7 +295,7 @@ def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
     if not spec.needs_critic:
         without = f"{spec.name}, which has no critic"
         unread |= {f"critic.{name}": (without, "") for name in settings_of(CriticSettings)}
-    if not rl.has_reference(spec.needs_reference):
+    if not rl.has_reference:
         unread["reference_sync_every"] = ("rl.kl_coef=0.0, which needs no reference", "rl.kl_coef")
     if not rl.hyperparameters.dynamic_sampling:
         unread["max_sampling_rounds"] = ("rl.dynamic_sampling=false", "rl.dynamic_sampling")
@@ -376,7 +376,7 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
         rule = "cannot be used with LoRA, whose reference is the base without adapters"
         yield refuse(config, "rl.reference_sync_every", rule, "Leave it out.")
     # Silent: the reference would not be the policy before training.
-    if lora is not None and rl.has_reference(spec.needs_reference):
+    if lora is not None and rl.has_reference:
         for option, value, rule, fix in moving_references(lora):
             yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
 
