@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from vectorlm import SamplingEngine
 from vectorlm.cli import main
 from vectorlm.errors import ConfigError, EngineDied, EngineError, WeightMismatch
-from vectorlm.runs.preflight.teacher import check_teacher
+from vectorlm.runs.preflight.rl import check_teacher
 from vectorlm.runs.reinforcement import reinforce
 from vectorlm.sampling.backends.server.backend import VLLMServer
 from vectorlm.sampling.backends.server.client import ScoringServer

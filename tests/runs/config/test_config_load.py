@@ -14,12 +14,7 @@ from vectorlm.runs.config.schema import (
     TrainSettings,
 )
 from vectorlm.sampling.settings import EngineSettings
-from vectorlm.train.settings import (
-    EvaluationSettings,
-    LoopSettings,
-    ModelSettings,
-    ScheduleSettings,
-)
+from vectorlm.train.settings import EvaluationSettings, LoopSettings, ModelSettings, ScheduleSettings
 
 
 def with_train_line(line):

@@ -69,10 +69,7 @@ def test_an_override_replaces_the_setting_that_its_alias_names(write_config):
             "unknown setting 'train_parameter' (--set train_parameter.epochs=3). "
             "Did you mean 'train_parameters'?",
         ),
-        (
-            "model.name=x",
-            "model='models/tiny' must be a mapping. (my.yaml:1)",
-        ),
+        ("model.name=x", "model='models/tiny' must be a mapping. (my.yaml:1)"),
         ("model", "'--set model' must name a setting and its value. Write --set name=value."),
         ("=x", "'--set =x' must name a setting and its value. Write --set name=value."),
         ("model=[a", "not valid YAML: expected ',' or ']', but got '<stream end>' (--set model=[a)."),

@@ -37,7 +37,7 @@ def test_no_name_is_answered_that_means_something_here():
             "logging_steps",
             "max_steps",
             "warmup_steps",
-        ),
+        )
     }
 
 

@@ -84,11 +84,7 @@ def test_messages_and_stop_strings_of_fine_tuning_are_checked_too(files):
 
 @pytest.mark.parametrize("setting", [RL, SAMPLER])
 @pytest.mark.parametrize(
-    ("prompt", "rule"),
-    [
-        ("abc" * 99, r"has \d+ tokens"),
-        ([5, 600, 6], "holds the token 600"),
-    ],
+    ("prompt", "rule"), [("abc" * 99, r"has \d+ tokens"), ([5, 600, 6], "holds the token 600")]
 )
 def test_a_prompt_that_leaves_no_room_or_has_unknown_tokens_is_refused(files, setting, prompt, rule):
     with pytest.raises(DatasetError, match=f"prompt 1 of {setting} {rule}"):

@@ -12,9 +12,8 @@ from vectorlm.errors import ConfigError
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.value import raise_problems
 from vectorlm.runs.preflight.memory import plan_of_config
-from vectorlm.runs.preflight.rl import rl_problems
+from vectorlm.runs.preflight.rl import check_teacher, rl_problems
 from vectorlm.runs.preflight.settings import setting_problems
-from vectorlm.runs.preflight.teacher import check_teacher
 
 CONFIG = """
 model: model

@@ -78,11 +78,7 @@ def fails(*_, **__):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [
-        (peft.PeftModel, "save_pretrained"),
-        (PreTrainedTokenizerFast, "save_pretrained"),
-        (module, "card_of"),
-    ],
+    [(peft.PeftModel, "save_pretrained"), (PreTrainedTokenizerFast, "save_pretrained"), (module, "card_of")],
 )
 def test_whatever_the_end_of_a_run_calls_is_called_before_its_start(
     inputs, tmp_path, monkeypatch, owner, name

@@ -228,10 +228,7 @@ def test_a_run_that_ignores_its_plan_starts(path, monkeypatch, capsys, ignore):
     config = load_config(path, [f"ignore_memory_plan={ignore}", "train_parameters.sampler=null"])
     # What the ranks receive.
     config = pickle.loads(pickle.dumps(config))
-    with (
-        pytest.raises(KeyboardInterrupt if ignore else ConfigError) as caught,
-        open_run(config, Topology()),
-    ):
+    with pytest.raises(KeyboardInterrupt if ignore else ConfigError) as caught, open_run(config, Topology()):
         raise KeyboardInterrupt
     if not ignore:
         assert "--ignore_memory_plan" in str(caught.value)

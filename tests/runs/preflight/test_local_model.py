@@ -133,10 +133,7 @@ def test_adapters_that_cannot_be_gone_on_with_are_refused_by_name(model, write_c
 
 def test_what_adapters_begin_with_decides_what_may_be_done_with_them(model, write_config):
     refused = {
-        "lora_peft_config.use_dora=true": (
-            {"use_dora": True},
-            ["train_parameters.sampler={prompts: [abc]}"],
-        ),
+        "lora_peft_config.use_dora=true": ({"use_dora": True}, ["train_parameters.sampler={prompts: [abc]}"]),
         "lora_peft_config.task_type='SEQ_CLS'": ({"task_type": "SEQ_CLS"}, []),
         "merge_adapters=true": (
             {},

@@ -37,11 +37,7 @@ MODELS = {
             "vocab_size": 512,
         },
     ),
-    "wide": Family(
-        "Qwen2Config",
-        "a large vocabulary",
-        {"hidden_size": 96, "vocab_size": 4096},
-    ),
+    "wide": Family("Qwen2Config", "a large vocabulary", {"hidden_size": 96, "vocab_size": 4096}),
     "fused": Family(
         "Phi3Config", "fused projections", {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 1024}
     ),

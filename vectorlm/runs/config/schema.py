@@ -264,12 +264,12 @@ class Config:
     def sampling_params(self) -> Mapping[str, Mapping[str, Any]]:
         """The sampling parameters by their setting: for held-out questions, and for training."""
         sampler = self.train_parameters.sampler
-        found = (
-            {}
-            if sampler is None
-            else {"train_parameters.sampler.sampling_params": sampler.engine.sampling_params}
-        )
-        return found if self.rl is None else {**found, "rl.sampling_params": self.rl.collect.sampling_params}
+        found: dict[str, Mapping[str, Any]] = {}
+        if sampler is not None:
+            found["train_parameters.sampler.sampling_params"] = sampler.engine.sampling_params
+        if self.rl is not None:
+            found["rl.sampling_params"] = self.rl.collect.sampling_params
+        return found
 
     @property
     def held_out_rewards(self) -> Mapping[str, str]:

@@ -40,9 +40,8 @@ def file_problems(config: Config) -> Iterator[str]:
         if any(folder.glob("*.safetensors*")) and (missing := missing_weights(folder)):
             wrong.append(f"{', '.join(missing)} is missing")
         for what in wrong:
-            yield refuse(
-                config, "model", f"must have complete weights ({what})", "Download or save the model again."
-            )
+            fix = "Download or save the model again."
+            yield refuse(config, "model", f"must have complete weights ({what})", fix)
         # Silent: the engine would start from other weights than the trainer.
         samples = train.sampler is not None and train.sampler.engine.inference == "vllm"
         if samples and not wrong and (rule := two_sets_of_weights(folder)) is not None:
@@ -98,10 +97,7 @@ def _dataset_problem(folder: Path, examples: str, ignore_index: int) -> tuple[st
     # Silent: the loss would count hidden tokens.
     if made is not None and made.ignore_index != ignore_index:
         rule = f"must be preprocessed with ignore_index={ignore_index}, not ignore_index={made.ignore_index}"
-        return (
-            rule,
-            "Preprocess it again, or set dataset.ignore_index.",
-        )
+        return rule, "Preprocess it again, or set dataset.ignore_index."
     return None
 
 

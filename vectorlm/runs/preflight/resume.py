@@ -49,10 +49,7 @@ NUM_PIECES, PIECE_BYTES = 64, 4096
 """Pieces of a weight file that go into its digest. Reading 10 GB takes a minute, and two models differ everywhere."""
 REWARDS = re.compile(r"rl\.(sources\.[^.]*\.)?rewards\.")
 """Prefix of settings whose keys are rewards."""
-STOPS_EARLY = (
-    "train_parameters.early_stopping_patience",
-    "train_parameters.early_stopping_min_delta",
-)
+STOPS_EARLY = ("train_parameters.early_stopping_patience", "train_parameters.early_stopping_min_delta")
 """Settings that decide whether a run that stopped early continues."""
 
 

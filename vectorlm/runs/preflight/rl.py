@@ -1,4 +1,4 @@
-"""Rules of the section ``rl`` that depend on the algorithm; imports torch."""
+"""Rules of the section ``rl`` and its teacher; imports torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from vectorlm.algorithms.settings import (
     WhiteningSettings,
 )
 from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.algorithms.support import Support
+from vectorlm.errors import ConfigError
 from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.prepare import correction_of
 from vectorlm.rl.prompts import SCORE
@@ -22,10 +24,11 @@ from vectorlm.rl.rewards.registry import short_name
 from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
+from vectorlm.runs.preflight.local_model import description_of, number_in, own_length
 from vectorlm.runs.preflight.sampling import PARAMETERS
-from vectorlm.runs.preflight.teacher import teacher_problems
 from vectorlm.sampling.weights.lora_factors import moving_references
 from vectorlm.train.grammar import KINDS
+from vectorlm.train.load import load_tokenizer
 
 _RESHAPING_ENGINE: dict[str, tuple[Any, ...]] = {
     "logprobs_mode": ("processed_logprobs",),
@@ -63,10 +66,8 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
     # A critic's advantages differ within a completion; others that are whitened do not.
     hparams = rl.hyperparameters
     whitens = isinstance(hparams, WhiteningSettings) and hparams.whiten_advantages and not spec.needs_critic
-    num_completions, least = (
-        collect.prompts_per_step * collect.group_size,
-        2 if whitens else spec.min_completions,
-    )
+    num_completions = collect.prompts_per_step * collect.group_size
+    least = 2 if whitens else spec.min_completions
     if num_completions < least:
         what = "rl.whiten_advantages" if whitens else spec.name
         rule = f"makes a step of {num_completions} completions, which is too few for {what}"
@@ -77,9 +78,7 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
         yield refuse(config, "rl.group_size", rule, "Use 2 or more.")
     # Costs more than a minute: the first batch is split after its completions are sampled.
     if rl.update.num_mini_batches > collect.prompts_per_step:
-        rule = (
-            f"must be at most rl.prompts_per_step={collect.prompts_per_step}: a mini-batch holds whole groups"
-        )
+        rule = f"must be at most rl.prompts_per_step={collect.prompts_per_step}, because groups stay whole"
         yield refuse(config, "rl.num_mini_batches", rule, "Use fewer, or more prompts.")
     # Silent: the baseline would be one turn, without what environments say and give.
     if spec.needs_greedy and _has_environment(rl):
@@ -97,8 +96,7 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
     # vLLM rounds a temperature below 0.01 up to 0.01, or down to greedy sampling, which makes equal completions.
     if not (isinstance(temperature, int | float) and 0.01 <= temperature < math.inf):
         rule = (
-            "must be at least 0.01, and finite: at 0 all completions of a group are equal, and vLLM rounds values "
-            "below 0.01"
+            "must be finite and at least 0.01: vLLM rounds lower values, and samples equal completions at 0"
         )
         yield refuse(config, "rl.sampling_params.temperature", rule, "Use 1.0.")
     for name, parameter in PARAMETERS.items():
@@ -111,18 +109,14 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
     engine_args = {} if sampler is None else sampler.engine.engine_args
     for name, harmless in _RESHAPING_ENGINE.items():
         if spec.samples_from_policy and name in engine_args and engine_args[name] not in harmless:
-            rule = (
-                "makes the engine report log-probabilities of another distribution than the trained policy's"
-            )
+            rule = "makes the engine report log-probabilities of another distribution than the policy's"
             path = f"train_parameters.sampler.engine.{name}"
             yield refuse(config, path, rule, "Leave it out.", engine_args[name])
     if spec.samples_from_policy and (asked := given.get("structured_outputs")):
         # The trainer would follow another grammar than the engine.
         if not isinstance(asked, Mapping) or len(asked) != 1 or not set(asked) <= set(KINDS):
             rule = f"must hold one of {', '.join(KINDS)} and its value"
-            yield refuse(
-                config, "rl.sampling_params.structured_outputs", rule, "Leave the others out.", asked
-            )
+            yield refuse(config, "rl.sampling_params.structured_outputs", rule, "Leave the others out.")
         for name in ("structured_outputs_config", "reasoning_parser"):
             if name in engine_args:
                 rule = "cannot be used with structured_outputs: the trainer does not know where the grammar begins"
@@ -161,13 +155,8 @@ def correction_problems(
 def _gate_problems(correction: Correction) -> Iterator[tuple[str, Any, str, str]]:
     if correction.gate == "ratio":
         if correction.gate_level == "max":
-            rule = "cannot be used with gate: ratio"
-            yield (
-                "gate_level",
-                "max",
-                rule,
-                "Use token, sum or mean; or a veto, to bound the ratio of every token.",
-            )
+            fix = "Use token, sum or mean; or a veto, to bound the ratio of every token."
+            yield "gate_level", "max", "cannot be used with gate: ratio", fix
         low, high = correction.gate_low, correction.gate_high
         if (low is None and high is None) or not (low or 0) <= 1 <= (1 if high is None else high):
             yield "gate_low", low, "and gate_high must be bounds around 1", "Use 0.5 and 2.0."
@@ -244,9 +233,8 @@ def _mixture_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> It
         # Silent: the level would change for ever.
         if curriculum.fall_below >= curriculum.rise_above:
             rule = f"must be below rise_above={curriculum.rise_above}"
-            yield refuse(
-                config, f"{path}.prompts.curriculum.fall_below", rule, "Use 0.2.", curriculum.fall_below
-            )
+            place = f"{path}.prompts.curriculum.fall_below"
+            yield refuse(config, place, rule, "Use 0.2.", curriculum.fall_below)
 
 
 def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
@@ -279,13 +267,8 @@ def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         folders["rl.critic.model"] = rl.critic.model
     for place, path in folders.items():
         if not (Path(path) / "config.json").is_file():
-            yield refuse(
-                config,
-                place,
-                "must be a folder with a config.json",
-                "Name a folder of save_pretrained.",
-                path,
-            )
+            fix = "Name a folder of save_pretrained."
+            yield refuse(config, place, "must be a folder with a config.json", fix, path)
 
 
 def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
@@ -297,8 +280,6 @@ def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         unread |= {f"critic.{name}": (without, "") for name in settings_of(CriticSettings)}
     if not rl.has_reference:
         unread["reference_sync_every"] = ("rl.kl_coef=0.0, which needs no reference", "rl.kl_coef")
-    if not rl.hyperparameters.dynamic_sampling:
-        unread["max_sampling_rounds"] = ("rl.dynamic_sampling=false", "rl.dynamic_sampling")
     environments = {name for source in rl.by_source if (name := rl.collect.environment_of(source))}
     if environments and all(name.startswith(AGENT) for name in environments):
         unread["max_turns"] = ("agents, which end rollouts themselves", "")
@@ -397,3 +378,105 @@ def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
     if spec.needs_critic and rl.critic.warmup_steps >= rl.max_steps:
         rule = f"must be below rl.max_steps={rl.max_steps}, or the policy is never trained"
         yield refuse(config, "rl.critic.warmup_steps", rule, "Use fewer.")
+
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
+"""Tokens that must be equal besides the vocabulary; padding is never compared."""
+
+
+def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
+    """Yield the problems of the teacher's settings."""
+    # All are silent, except folders and servers, which are opened after models are loaded.
+    teacher = rl.teacher
+    if spec.needs_teacher and rl.hyperparameters.dynamic_sampling:
+        rule = f"cannot be used with {spec.name}, which also learns from groups of equal rewards"
+        yield refuse(config, "rl.dynamic_sampling", rule, "Leave it out.", True)
+    if teacher is None:
+        if spec.needs_teacher:
+            fix = "Add the section rl.teacher with a model or a server, or choose another algorithm."
+            yield refuse(config, "rl.algorithm", "needs a teacher", fix)
+        return
+    if (teacher.model is None) == (teacher.server is None):
+        yield "the section 'rl.teacher' must name either a model or a server. Add one, or remove one."
+    if teacher.model is not None and not (Path(teacher.model) / "config.json").is_file():
+        yield refuse(config, "rl.teacher.model", "needs a config.json", "Name a folder of save_pretrained.")
+    elif teacher.model is not None:
+        fix, longest = "Use a teacher of the policy's family.", config.train_parameters.max_seq_len
+        described, its_own = (description_of(Path(folder)) or {} for folder in (config.model, teacher.model))
+        mine, its = (number_in(description, ["vocab_size"]) for description in (described, its_own))
+        if mine is not None and its is not None and its < mine:
+            rule = f"must have embeddings for all {mine} tokens of the policy, and has {its}"
+            yield refuse(config, "rl.teacher.model", rule, fix)
+        limit = own_length(its_own)
+        if limit is not None and limit < longest:
+            rule = f"must read train_parameters.max_seq_len={longest} tokens, and reads at most {limit}"
+            yield refuse(config, "rl.teacher.model", rule, fix)
+    if teacher.kind == "full" and teacher.server is not None:
+        rule = "needs the teacher's whole distribution, and a server returns only the sampled tokens"
+        yield refuse(config, "rl.teacher.kind", rule, "Use sampled, or name the teacher's folder.")
+    if teacher.kind == "sampled" and not (spec.level == "token" and spec.samples_from_policy):
+        rule = f"cannot be sampled with {spec.name}, which does not learn from advantages of sampled tokens"
+        yield refuse(config, "rl.teacher.kind", rule, "Use full, or another algorithm.")
+    sampling = rl.collect.sampling
+    cuts = not Support.of(sampling).is_whole or sampling.get("structured_outputs")
+    if teacher.kind == "full" and teacher.beta == 0 and cuts:
+        rule = "must be above 0 with top_p, top_k, min_p or a grammar, which remove tokens that the teacher may draw"
+        yield refuse(config, "rl.teacher.beta", rule, "Use 0.1 or more.")
+    temperature = sampling["temperature"]
+    if teacher.server is not None and temperature != 1:
+        rule = "must be 1.0 with rl.teacher.server, which scores only at this temperature"
+        fix = "Use 1.0, or name the teacher's folder."
+        yield refuse(config, "rl.sampling_params.temperature", rule, fix, temperature)
+
+
+def check_teacher(config: Config) -> None:
+    """Raise `ConfigError` unless the teacher has the policy's tokenizer.
+
+    A server only returns the texts of the policy's tokens, so special tokens and further tokens are not compared.
+
+    Raises:
+        EngineError: The server does not answer, or does not answer like vLLM.
+    """
+    rl = config.rl
+    if rl is None or rl.teacher is None:
+        return
+    # Silent: the policy would learn other tokens' probabilities.
+    policy, difference = load_tokenizer(config.model), None
+    path = "rl.teacher.model" if rl.teacher.model is not None else "rl.teacher.server"
+    if rl.teacher.model is not None:
+        difference = tokenizer_difference(policy, load_tokenizer(rl.teacher.model))
+    elif rl.teacher.server is not None:
+        # This imports the HTTP client, which other checks do without.
+        from vectorlm.sampling.backends.server.client import ScoringServer
+
+        server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
+        longest = config.train_parameters.max_seq_len
+        token_ids = sorted(policy.get_vocab().values())
+        mine, its = str(policy.decode(token_ids)), server.decode(token_ids)
+        if mine != its:
+            pairs = enumerate(zip(mine, its, strict=False))
+            place = next((index for index, (a, b) in pairs if a != b), min(len(mine), len(its)))
+            near = slice(max(place - 8, 0), place + 8)
+            difference = f"its text of all tokens has {its[near]!r} where the policy's has {mine[near]!r}"
+        elif (limit := server.max_model_len()) <= longest:
+            rule = f"must read one token more than max_seq_len={longest}, and reads at most {limit}"
+            raise ConfigError(refuse(config, path, rule, f"Start it with `--max-model-len {longest + 1}`."))
+    if difference is not None:
+        fix = "Distillation compares token by token: use a teacher of the policy's family."
+        raise ConfigError(refuse(config, path, f"must have the policy's tokenizer: {difference}", fix))
+
+
+def tokenizer_difference(policy: Any, teacher: Any) -> str | None:
+    """Describe the first difference of two tokenizers; None if all tokens are equal."""
+    tokens = [
+        {index: token for token, index in tokenizer.get_vocab().items()} for tokenizer in (policy, teacher)
+    ]
+    for index in sorted(tokens[0].keys() | tokens[1].keys()):
+        mine, its = (vocabulary.get(index) for vocabulary in tokens)
+        if mine != its:
+            return f"token {index} is {mine!r} for the policy and {its!r} for the teacher"
+    for name in SPECIAL_TOKENS:
+        mine, its = getattr(policy, name), getattr(teacher, name)
+        if mine != its:
+            return f"{name} is {mine} for the policy and {its} for the teacher"
+    return None

@@ -32,7 +32,7 @@ from vectorlm.settings import nearest
 from vectorlm.train.optimizers import OPTIMIZERS, accepted, make_optimizer
 from vectorlm.train.settings import BY_LOSS, OptimizerSettings
 
-_SAMPLER = "train_parameters.sampler"
+_SAMPLER, _LORA = "train_parameters.sampler", "train_parameters.lora_peft_config"
 _ENGINE_SETTINGS_ELSEWHERE = {
     "model": "model",
     "dtype": f"{_SAMPLER}.vllm_dtype",
@@ -203,9 +203,7 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
     # Silent: replicas would round to different weights.
     rounds, strategy = optimizer.arguments.get("bf16_stochastic_round"), "train_parameters.sharding_strategy"
     if rounds and config.train_parameters.model.sharding_strategy in ("NO_SHARD", "HYBRID_SHARD"):
-        rule = (
-            f"cannot keep replicas with {path}.bf16_stochastic_round, which rounds them to different weights"
-        )
+        rule = f"cannot keep replicas with {path}.bf16_stochastic_round, which rounds them differently"
         yield refuse(config, strategy, rule, "Use FULL_SHARD.")
     if given.keys() - taken:
         return
@@ -215,9 +213,8 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
     try:
         make_optimizer(optimizer, torch.nn.ModuleList([torch.nn.Linear(2, 2)]), has_gpu())
     except Exception as error:
-        yield refuse(
-            config, f"{path}.name", f"cannot be created: {raised_at(error)}", "Correct its arguments."
-        )
+        rule = f"cannot be created: {raised_at(error)}"
+        yield refuse(config, f"{path}.name", rule, "Correct its arguments.")
 
 
 def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
@@ -247,14 +244,12 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     evaluation, num = sampler.evaluation, sampler.engine.sampling_params.get("n") or 1
     if (largest := max(evaluation.at_k, default=1)) > num:
         rule = f"must be at most sampling_params.n={num}, the number of answers per question"
-        yield refuse(config, f"{_SAMPLER}.at_k", rule, f"Set n to {largest}.", list(evaluation.at_k))
+        yield refuse(config, f"{_SAMPLER}.at_k", rule, f"Set n to {largest}.")
     # Silent: one would overwrite the other.
     taken = [short_name(name) for name in evaluation.further_rewards] + list(config.held_out_rewards)
     if len(set(taken)) < len(taken):
         rule = "must have unique names in metrics, which also hold the names of sources"
-        yield refuse(
-            config, f"{_SAMPLER}.further_rewards", rule, "Rename one.", list(evaluation.further_rewards)
-        )
+        yield refuse(config, f"{_SAMPLER}.further_rewards", rule, "Rename one.")
     # Silent: it overrides the other setting.
     for name, value in sampler.engine.engine_args.items():
         if name in _ENGINE_SETTINGS_ELSEWHERE and (name == "model" or sampler.engine.inference == "vllm"):
@@ -308,21 +303,15 @@ def _lora_problems(config: Config) -> Iterator[str]:
         yield refuse(config, "train_parameters.merge_adapters", rule, fix)
     # Costs more than a minute: adapters are made after the model has been loaded.
     known = set().union(*(fields_of(path, name, "peft") for path, name in LORA_CONFIG))
-    for option in options:
+    for option, value in options.items():
         if known and option not in known:
-            path, fix = f"train_parameters.lora_peft_config.{option}", nearest(str(option), known)
-            yield refuse(
-                config,
-                path,
-                "must be an argument of peft.LoraConfig",
-                fix or "Leave it out.",
-                options[option],
-            )
+            fix = nearest(str(option), known) or "Leave it out."
+            yield refuse(config, f"{_LORA}.{option}", "must be an argument of peft.LoraConfig", fix, value)
     # Silent: an engine would sample from different weights than the trained ones.
     mode = "merged" if sampler is None else sampler.engine.lora_mode_of_run
     kind = WRITES if config.reward_model is None else SCORES
     for option, value, rule, fix in (*refused_options(options, mode), *refused_starts(options, kind)):
-        yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
+        yield refuse(config, f"{_LORA}.{option}", rule, fix, value)
     if sampler is None:
         return
     # Costs more than a minute: vLLM refuses the adapters at the first update.
@@ -340,9 +329,7 @@ def _quantization_problems(config: Config) -> Iterator[str]:
         fix = "Run `pip install 'vectorlm[qlora]'`, or leave it out."
         yield refuse(config, path, "needs the package bitsandbytes", fix)
     if train.lora_peft_config is None:
-        yield refuse(
-            config, path, "needs adapters to train, because the base is frozen", "Add lora_peft_config."
-        )
+        yield refuse(config, path, "needs adapters to train: the base is frozen", "Add lora_peft_config.")
     if "quantization_config" in (description_of(Path(config.model)) or {}):
         fix = "Name the model in 16 or 32 bits."
         yield refuse(config, "model", f"cannot be quantised already with {path}", fix)
@@ -359,14 +346,8 @@ def _quantization_problems(config: Config) -> Iterator[str]:
         yield refuse(config, f"{_SAMPLER}.lora_mode", f"must be adapter with {path}", fix)
     elif train.sampler is None:
         for option, value, _, _ in refused_options(train.lora_peft_config or {}, "adapter"):
-            place = f"train_parameters.lora_peft_config.{option}"
-            yield refuse(
-                config,
-                place,
-                f"cannot be used with {path}: it reads or trains the base",
-                "Leave it out.",
-                value,
-            )
+            rule = f"cannot be used with {path}: it reads or trains the base"
+            yield refuse(config, f"{_LORA}.{option}", rule, "Leave it out.", value)
 
 
 def _secret_problems(config: Config) -> Iterator[str]:

@@ -71,10 +71,8 @@ def notes_of(config: Config) -> Iterator[str]:
     if dropout and (config.rl is not None or config.examples != "texts"):
         yield f"lora_dropout {dropout:g}: not used; only fine-tuning on texts has dropout"
     if config.rl is not None and train.sampler is not None and train.sampler.engine.inference == "vllm":
-        trainer, engine = (
-            train.model.dtype_on(is_cuda),
-            train.engine_dtype(is_cuda).replace("auto", "bfloat16"),
-        )
+        trainer = train.model.dtype_on(is_cuda)
+        engine = train.engine_dtype(is_cuda).replace("auto", "bfloat16")
         if engine != trainer:
             yield f"engine in {engine}, trainer in {trainer}: their log-probabilities differ (sampler.vllm_dtype)"
 
