@@ -26,14 +26,15 @@ from vectorlm.runs.preflight.resume import Resumption, find_resumption
 from vectorlm.runs.preflight.sampling import PARAMETERS, stop_problems
 from vectorlm.runs.preflight.settings import setting_problems
 from vectorlm.runs.preflight.user_code import (
+    SourcePrompts,
     call_notes,
     environment_problems,
     reward_notes,
     reward_problems,
+    setting_of,
     source_tools,
     tool_notes,
 )
-from vectorlm.settings import PromptSettings
 from vectorlm.types import PromptRecord
 
 ANSWER = "answer"
@@ -79,31 +80,20 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     rl, sampler, max_tokens = config.rl, config.train_parameters.sampler, math.inf
     # These cost more than a minute: they are needed after models are loaded.
     sources = {} if rl is None else rl.by_source
-    prompts = {name: _read(config, name, source.prompts, problems) for name, source in sources.items()}
-    questions = {"": None if sampler is None else sampler.evaluation.prompts}
-    questions |= {name: source.held_out for name, source in sources.items() if name}
-    held_out = {
-        name: _read(config, name, asked, problems, is_held_out=True)
-        for name, asked in questions.items()
-        if asked is not None
-    }
-    problems += _overlaps(config, prompts, held_out)
-    evaluation_prompts = [
-        replace(record, source=name) if name else record
-        for name, records in held_out.items()
-        for record in records
-    ]
-    shown = {name: _shown(records) for name, records in prompts.items()}
+    asked: list[tuple[str, bool, Any]] = [(name, False, source.prompts) for name, source in sources.items()]
+    asked.append(("", True, None if sampler is None else sampler.evaluation.prompts))
+    asked += [(name, True, source.held_out) for name, source in sources.items() if name]
+    prompts = [_read(config, *source, problems) for source in asked if source[2] is not None]
+    problems += _overlaps(config, prompts)
     try:
-        problems += reward_problems(config, shown, held_out)
+        problems += reward_problems(config, prompts)
     except ConfigError as error:
         problems.append(str(error))
     if rl is not None:
         # These import torch, which the check of a config for fine-tuning does without.
-        from vectorlm.runs.preflight.rl import rl_problems
-        from vectorlm.runs.preflight.teacher import check_teacher
+        from vectorlm.runs.preflight.rl import check_teacher, rl_problems
 
-        problems += [*rl_problems(config, rl), *environment_problems(rl, shown, held_out)]
+        problems += [*rl_problems(config, rl), *environment_problems(rl, prompts)]
         raise_problems(problems)
         max_tokens = config.train_parameters.longest_rollout - 1
         check_teacher(config)
@@ -114,21 +104,22 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         if sampler is not None:
             limit = own_length(description_of(Path(config.model)) or {})
             max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
-    notes += _prompt_notes(config, prompts, held_out)
-    notes += reward_notes(config, shown, held_out)
+    notes += _prompt_notes(config, prompts)
+    notes += reward_notes(config, prompts)
+    trained = {source.source: source.records for source in prompts if not source.is_held_out}
+    evaluation_prompts = [
+        replace(record, source=source.source) if source.source else record
+        for source in prompts
+        for record in (source.records if source.is_held_out else ())
+    ]
     notes += _generation_notes(config, max_tokens, bool(evaluation_prompts))
-    notes += _rendered_notes(config, shown, held_out, max_tokens)
+    notes += _rendered_notes(config, prompts, max_tokens)
     config = replace(config, notes=tuple(notes))
     # Costs more than a minute: checkpoints are looked for after models are loaded.
-    return CheckedConfig(config, prompts, evaluation_prompts, find_resumption(config, world_size))
+    return CheckedConfig(config, trained, evaluation_prompts, find_resumption(config, world_size))
 
 
-def _rendered_notes(
-    config: Config,
-    shown: Mapping[str, Sequence[PromptRecord]],
-    held_out: Mapping[str, Sequence[PromptRecord]],
-    max_tokens: float,
-) -> list[str]:
+def _rendered_notes(config: Config, prompts: Sequence[SourcePrompts], max_tokens: float) -> list[str]:
     """Check prompts and stop strings with the model's tokenizer; return notes on its chat template.
 
     Loads the tokenizer, which imports torch, only if it matters: a text has at most as many tokens as bytes, plus the
@@ -139,14 +130,11 @@ def _rendered_notes(
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first.
     is_long = any(
         not isinstance(record.prompt, str) or len(record.prompt.encode()) + 2 > max_tokens
-        for records in held_out.values()
-        for record in records
+        for source in prompts
+        for record in (source.records if source.is_held_out else ())
     )
-    if (
-        rl is None
-        and not is_long
-        and not any(parameters.get("stop") for parameters in config.sampling_params.values())
-    ):
+    has_stops = any(parameters.get("stop") for parameters in config.sampling_params.values())
+    if rl is None and not is_long and not has_stops:
         return []
     from vectorlm.train.load import load_tokenizer
 
@@ -154,16 +142,15 @@ def _rendered_notes(
     # Silent: answers would go on to their longest.
     raise_problems(list(stop_problems(config.sampling_params, config.origins, tokenizer)))
     size = vocab_size(Path(config.model))
-    for is_held_out, by_source in ((False, shown), (True, held_out)):
-        for name, records in by_source.items():
-            place, (tools, may_tell) = _place(name, is_held_out), source_tools(rl, name)
-            check_lengths(records, tokenizer, max_tokens, place, size, tools)
-            notes += tool_notes(records[0], tokenizer, tools, may_tell=may_tell, setting=place)
-            if rl is not None and not is_held_out:
-                environment = rl.collect.environment_of(name)
-                notes += call_notes(environment, records[0], tokenizer, tools, setting=place)
-            if any(is_messages(record.prompt) for record in records):
-                notes += [note for note in _end_notes(tokenizer) if note not in notes]
+    for source in prompts:
+        place, (tools, may_tell) = source.setting, source_tools(rl, source.source)
+        check_lengths(source.shown, tokenizer, max_tokens, place, size, tools)
+        notes += tool_notes(source.shown[0], tokenizer, tools, may_tell=may_tell, setting=place)
+        if rl is not None and not source.is_held_out:
+            environment = rl.collect.environment_of(source.source)
+            notes += call_notes(environment, source.shown[0], tokenizer, tools, setting=place)
+        if any(is_messages(record.prompt) for record in source.shown):
+            notes += [note for note in _end_notes(tokenizer) if note not in notes]
     return notes
 
 
@@ -208,25 +195,19 @@ def _end_notes(tokenizer: Any) -> Iterator[str]:
         )
 
 
-def _prompt_notes(
-    config: Config,
-    prompts: Mapping[str, Sequence[PromptRecord]],
-    held_out: Mapping[str, Sequence[PromptRecord]],
-) -> Iterator[str]:
+def _prompt_notes(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
     """Yield notes on prompts without the chat template, and on columns that rewards do not get."""
-    places = {_place(name, is_held_out=True): records for name, records in held_out.items()}
-    places |= {_place(name): _shown(records) for name, records in prompts.items()}
-    for place, records in places.items() if has_chat_template(config.model) else ():
-        if any(isinstance(record.prompt, str) for record in records):
+    for source in prompts if has_chat_template(config.model) else ():
+        if any(isinstance(record.prompt, str) for record in source.shown):
             yield (
-                f"{place}: the model continues these texts without its chat template. Write them as messages "
-                "in a JSONL file to use it"
+                f"{source.setting}: the model continues these texts without its chat template. Write them as "
+                "messages in a JSONL file to use it"
             )
-    for name, records in prompts.items():
-        hidden = {column for record in _shown(records) for column in record.columns if column in RESERVED}
-        if hidden:
+    for source in prompts:
+        hidden = {column for record in source.shown for column in record.columns if column in RESERVED}
+        if hidden and not source.is_held_out:
             names = ", ".join(sorted(hidden))
-            yield f"{_place(name)}: rewards do not get the column {names}: the name is reserved. Rename the column"
+            yield f"{source.setting}: rewards do not get the column {names}: the name is reserved. Rename the column"
 
 
 def _data_notes(config: Config, world_size: int) -> Iterator[str]:
@@ -247,45 +228,25 @@ def _data_notes(config: Config, world_size: int) -> Iterator[str]:
         yield from (f"{name}: {note}" for note in summary.notes())
 
 
-def _read(
-    config: Config,
-    name: str,
-    source: str | Sequence[str] | PromptSettings,
-    problems: list[str],
-    *,
-    is_held_out: bool = False,
-) -> Sequence[PromptRecord]:
-    path = _place(name, is_held_out)
+def _read(config: Config, name: str, is_held_out: bool, source: Any, problems: list[str]) -> SourcePrompts:
+    path = setting_of(name, is_held_out)
+    records: Sequence[PromptRecord] = []
     try:
-        return read_prompts(source, path, is_held_out=is_held_out)
+        records = read_prompts(source, path, is_held_out=is_held_out)
     except DatasetError as error:
         place = config.origins.get(path)
         problems.append(f"{error} ({place})" if place else str(error))
-        return []
+    is_endless = isinstance(records, Tasks) and not is_held_out
+    return SourcePrompts(name, is_held_out, records, records.sample() if is_endless else records)
 
 
-def _overlaps(
-    config: Config,
-    prompts: Mapping[str, Sequence[PromptRecord]],
-    held_out: Mapping[str, Sequence[PromptRecord]],
-) -> Iterator[str]:
+def _overlaps(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
     # Silent: questions that were trained on would be held out.
-    for (name, tasks), (other, asked) in product(prompts.items(), held_out.items()):
+    for source, held_out in product(prompts, prompts):
+        tasks, asked = source.records, held_out.records
+        if source.is_held_out or not held_out.is_held_out:
+            continue
         if isinstance(tasks, Tasks) and isinstance(asked, Tasks) and tasks.shares_items_with(asked):
-            rule = (
-                f"must be outside the seeds of {_place(name)}, {tasks.seeds.start} to {tasks.seeds.stop - 1}"
-            )
-            place = f"{_place(other, is_held_out=True)}.seed"
-            yield refuse(config, place, rule, "Use another seed.", asked.seed)
-
-
-def _place(source: str, is_held_out: bool = False) -> str:
-    """Return the setting of a source of prompts."""
-    if source:
-        return f"rl.sources.{source}.{'held_out' if is_held_out else 'prompts'}"
-    return "train_parameters.sampler.prompts" if is_held_out else "rl.prompts"
-
-
-def _shown(prompts: Sequence[PromptRecord]) -> Sequence[PromptRecord]:
-    """Return the prompts to check: all of them, or a sample of endless tasks."""
-    return prompts.sample() if isinstance(prompts, Tasks) else prompts
+            first, last = tasks.seeds.start, tasks.seeds.stop - 1
+            rule = f"must be outside the seeds of {source.setting}, {first} to {last}"
+            yield refuse(config, f"{held_out.setting}.seed", rule, "Use another seed.", asked.seed)

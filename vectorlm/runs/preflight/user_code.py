@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, takewhile
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from vectorlm.data.encoding import (
     SPOKEN,
@@ -42,21 +42,40 @@ CALLED: dict[str, dict[str, tuple[str, ...]]] = {
 """Methods and their arguments by form of environment; TRL's `reset` is left out: it gets the columns by name."""
 
 
-def environment_problems(
-    rl: RLSettings,
-    prompts: Mapping[str, Sequence[PromptRecord]],
-    held_out: Mapping[str, Sequence[PromptRecord]],
-) -> Iterator[str]:
-    """Yield the problems of environments and agents; `prompts` and `held_out` are by source."""
+class SourcePrompts(NamedTuple):
+    """The prompts that a source trains on, or its held-out prompts."""
+
+    source: str
+    """Name of the source; empty for ``rl.prompts`` and for the sampler's prompts."""
+    is_held_out: bool
+    records: Sequence[PromptRecord]
+    """All prompts, as they were read."""
+    shown: Sequence[PromptRecord]
+    """The prompts to check: all of them, or a sample of endless tasks."""
+
+    @property
+    def setting(self) -> str:
+        """The setting that names the prompts."""
+        return setting_of(self.source, self.is_held_out)
+
+
+def setting_of(source: str, is_held_out: bool) -> str:
+    """Return the setting of a source's prompts or held-out prompts."""
+    if source:
+        return f"rl.sources.{source}.{'held_out' if is_held_out else 'prompts'}"
+    return "train_parameters.sampler.prompts" if is_held_out else "rl.prompts"
+
+
+def environment_problems(rl: RLSettings, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
+    """Yield the problems of environments and agents."""
     # Costs more than a minute: it is first called after models are loaded.
     columns: dict[str, set[str] | None] = {}
-    for source in dict.fromkeys((*rl.by_source, *held_out)):
-        if (environment := rl.collect.environment_of(source)) is None:
+    for source in prompts:
+        if (environment := rl.collect.environment_of(source.source)) is None:
             continue
         common = columns.setdefault(environment, None)
         # An agent gets whole rows.
-        is_agent = environment.startswith(AGENT)
-        for record in () if is_agent else chain(prompts.get(source, ()), held_out.get(source, ())):
+        for record in () if environment.startswith(AGENT) else source.shown:
             common = set(record.columns) if common is None else common & record.columns.keys()
         columns[environment] = common
     for environment, common in columns.items():
@@ -81,12 +100,8 @@ def require_environment(make: Any, where: str, columns: Collection[str] | None =
         return
     for name, parameter in inspect.signature(make).parameters.items():
         is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if (
-            columns is not None
-            and parameter.default is parameter.empty
-            and not is_open
-            and name not in columns
-        ):
+        is_needed = parameter.default is parameter.empty and not is_open
+        if columns is not None and is_needed and name not in columns:
             fix = nearest(name, columns) or "Give it a default, or add the column."
             if name == "prompt":
                 fix = "Let reset(row) read it."
@@ -221,58 +236,49 @@ def _require_call(function: Any, arguments: Sequence[str], where: str) -> None:
         ) from error
 
 
-def reward_problems(
-    config: Config,
-    prompts: Mapping[str, Sequence[PromptRecord]],
-    held_out: Mapping[str, Sequence[PromptRecord]],
-) -> Iterator[str]:
+def reward_problems(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
     """Yield the parameters of reward functions that nothing supplies.
 
     Raises:
         ConfigError: A function or its file does not exist.
     """
     # Costs more than a minute: the first call comes after models are loaded and completions sampled.
-    for path, value, name, records, place in _uses(config, prompts, held_out):
-        for rule, fix in signature_problems(get_reward(name), records, place):
+    for path, value, name, source in _uses(config, prompts):
+        for rule, fix in signature_problems(get_reward(name), source.shown, source.setting):
             yield refuse(config, path, rule, fix, value)
 
 
-def reward_notes(
-    config: Config,
-    prompts: Mapping[str, Sequence[PromptRecord]],
-    held_out: Mapping[str, Sequence[PromptRecord]],
-) -> Iterator[str]:
+def reward_notes(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
     """Yield notes on parameters of rewards that both a column and the run could fill."""
-    for _, _, name, records, place in _uses(config, prompts, held_out):
+    for _, _, name, source in _uses(config, prompts):
         kinds = RewardSignature.of(get_reward(name)).kinds
+        columns = {column for record in source.shown for column in record.columns}
         # Silent: a dataset's own conversation would be scored instead of the one with the completion.
-        for column in sorted({name for record in records for name in record.columns} & {*EXTRAS} & {*kinds}):
+        for column in sorted(columns & {*EXTRAS} & {*kinds}):
             gets = (
-                "the run's function, not the column" if column == LOG else "the column, not what the run has"
+                "the run's function, not the column" if column == LOG else "the column, not the run's value"
             )
-            yield f"{place}: the reward {name} gets as {column!r} {gets}. Rename the column if it should get the other"
+            yield (
+                f"{source.setting}: the reward {name} gets as {column!r} {gets}. Rename the column if it should get "
+                "the other"
+            )
 
 
-def _uses(
-    config: Config,
-    prompts: Mapping[str, Sequence[PromptRecord]],
-    held_out: Mapping[str, Sequence[PromptRecord]],
-) -> Iterator[tuple[str, Any, str, Sequence[PromptRecord], str]]:
-    """Yield setting, value and name of every reward, and its prompts with their setting."""
-    rl = config.rl
-    for source, settings in ({} if rl is None else rl.by_source).items():
-        place = f"rl.sources.{source}" if source else "rl"
-        has_own = rl is not None and source and rl.collect.sources[source].rewards
-        path = f"{place}.rewards" if has_own else "rl.rewards"
-        for name, weight in settings.rewards.items() if prompts[source] else ():
-            yield f"{path}.{name}", weight, name, prompts[source], f"{place}.prompts"
-    sampler = config.train_parameters.sampler
+def _uses(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[tuple[str, Any, str, SourcePrompts]]:
+    """Yield setting, value and name of every reward, and its prompts."""
+    rl, sampler = config.rl, config.train_parameters.sampler
     further = () if sampler is None else sampler.evaluation.further_rewards
-    for source, name in [*config.held_out_rewards.items(), *(("", name) for name in further)]:
-        asked = f"rl.sources.{source}.held_out" if source else "train_parameters.sampler.prompts"
-        path = asked if source else "train_parameters.sampler.reward"
-        if records := held_out.get(source):
-            yield path, name, name, records, asked
+    for source in prompts:
+        if rl is not None and not source.is_held_out:
+            has_own = source.source and rl.collect.sources[source.source].rewards
+            path = f"rl.sources.{source.source}.rewards" if has_own else "rl.rewards"
+            for name, weight in rl.by_source[source.source].rewards.items() if source.shown else ():
+                yield f"{path}.{name}", weight, name, source
+        elif source.shown:
+            path = source.setting if source.source else "train_parameters.sampler.reward"
+            for name in (config.held_out_rewards.get(source.source), *(() if source.source else further)):
+                if name is not None:
+                    yield path, name, name, source
 
 
 def signature_problems(
