@@ -544,7 +544,7 @@ class Responds:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (3, "is a int: it must be a class or a function"),
+        (3, "env.py:X. must be a class or a function"),
         (type("Silent", (), {}), "the environment 'env.py:X' has no method `step`"),
         (Misspelt, r"no method `step`. Did you mean 'stepp'\?"),
         (Untyped, r"the tool 'add' .* missing a type hint .*test_environment.py:\d+"),

@@ -138,22 +138,11 @@ def test_an_empty_free_mapping_is_empty(write_config):
     assert load_config(write_config("wandb_config:\n" + MINIMAL)).wandb_config == {}
 
 
-def test_lora_may_stand_at_the_top(write_config):
-    config = load_config(write_config("lora_peft_config: {r: 8}\n" + MINIMAL))
-    assert config.train_parameters.lora_peft_config == {"r": 8}
-
-
-def test_an_empty_lora_section_at_the_top_says_nothing(write_config):
-    path = write_config("lora_peft_config:\n" + MINIMAL, with_train_line("lora_peft_config: {r: 4}"))
-    assert load_config(path).train_parameters.lora_peft_config == {"r": 4}
-
-
-def test_lora_at_both_places_is_refused(write_config):
-    path = write_config("lora_peft_config: {r: 8}\n" + MINIMAL, with_train_line("lora_peft_config: {r: 4}"))
-    assert refusal(path) == (
-        "'lora_peft_config' (my.yaml:1) and 'train_parameters.lora_peft_config' (my.yaml:9) are the same "
-        "setting. Remove one of the two."
-    )
+@pytest.mark.parametrize(("top", "inside", "rank"), [("{r: 8}", None, 8), ("", "{r: 4}", 4)])
+def test_lora_may_stand_at_the_top_where_an_empty_section_is_ignored(write_config, top, inside, rank):
+    lines = [] if inside is None else [with_train_line(f"lora_peft_config: {inside}")]
+    config = load_config(write_config(f"lora_peft_config: {top}\n{MINIMAL}", *lines))
+    assert config.train_parameters.lora_peft_config == {"r": rank}
 
 
 def test_separator_is_the_same_setting_as_seperator(write_config):
@@ -161,12 +150,26 @@ def test_separator_is_the_same_setting_as_seperator(write_config):
     assert config.dataset_preprocess.seperator == "### Answer"
 
 
-def test_separator_in_both_spellings_is_refused(write_config):
-    path = write_config(FULL, ("  split: train", "  separator: x\n  split: train"))
-    assert refusal(path) == (
-        "'dataset_preprocess.separator' (my.yaml:70) and 'dataset_preprocess.seperator' (my.yaml:68) are the "
-        "same setting. Remove one of the two."
-    )
+@pytest.mark.parametrize(
+    ("text", "change", "alias", "setting"),
+    [
+        (
+            "lora_peft_config: {r: 8}\n" + MINIMAL,
+            with_train_line("lora_peft_config: {r: 4}"),
+            "'lora_peft_config' (my.yaml:1)",
+            "'train_parameters.lora_peft_config' (my.yaml:9)",
+        ),
+        (
+            FULL,
+            ("  split: train", "  separator: x\n  split: train"),
+            "'dataset_preprocess.separator' (my.yaml:70)",
+            "'dataset_preprocess.seperator' (my.yaml:68)",
+        ),
+    ],
+)
+def test_a_setting_at_both_of_its_places_is_refused(write_config, text, change, alias, setting):
+    message = f"{alias} and {setting} are the same setting. Remove one of the two."
+    assert refusal(write_config(text, change)) == message
 
 
 @pytest.mark.parametrize(
@@ -273,18 +276,12 @@ def test_a_file_that_is_no_mapping_is_refused(write_config, text, message):
     assert refusal(write_config(text)) == message
 
 
-def test_a_file_that_is_not_text_is_refused(write_config):
+def test_a_file_that_is_not_text_or_does_not_exist_is_refused(write_config):
     path = write_config()
     Path(path).write_bytes(b"model: \xff\n")
     assert refusal(path) == "not valid YAML: invalid start byte (my.yaml:1)."
-
-
-def test_a_missing_file_is_refused():
-    text = refusal("nowhere.yaml")
-    assert text == "cannot read the config file 'nowhere.yaml': No such file or directory."
-
-
-# --- what a config is
+    missing = "cannot read the config file 'nowhere.yaml': No such file or directory."
+    assert refusal("nowhere.yaml") == missing
 
 
 def test_a_config_is_frozen_and_travels_to_other_processes(write_config):

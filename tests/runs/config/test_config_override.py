@@ -22,19 +22,13 @@ def test_an_override_is_read_as_yaml(write_config):
     assert (train.sampler.evaluation.sample_frequency, train.sampler.evaluation.prompts) == (2, ("a = b",))
 
 
-def test_an_override_may_supply_what_the_file_lacks(write_config):
+def test_an_override_may_supply_a_setting_or_open_a_section(write_config):
     assert load_config(write_config(MINIMAL, ("model: models/tiny\n", "")), ["model=m"]).model == "m"
-
-
-def test_an_override_may_open_a_section(write_config):
     overrides = ["train_parameters.sampler.sample_frequency=2", "train_parameters.sampler.prompts=p.jsonl"]
     sampler = load_config(write_config(), overrides).train_parameters.sampler
     assert (sampler.evaluation.sample_frequency, sampler.evaluation.prompts) == (2, "p.jsonl")
-
-
-def test_an_override_may_fill_a_section_that_is_commented_out(write_config):
-    path = write_config("wandb_config:\n" + MINIMAL)
-    assert load_config(path, ["wandb_config.name=x"]).wandb_config == {"name": "x"}
+    commented_out = write_config("wandb_config:\n" + MINIMAL)
+    assert load_config(commented_out, ["wandb_config.name=x"]).wandb_config == {"name": "x"}
 
 
 def test_null_takes_a_section_out(write_config):

@@ -71,9 +71,9 @@ def test_the_check_shows_the_environment_and_asks_it_for_its_columns(folder, cap
 @pytest.mark.parametrize(
     ("signature", "name", "winner"),
     [
-        ("completion, messages", "messages", "the column, not what the run has"),
-        ("completions, environment, **kwargs", "environment", "the column, not what the run has"),
-        ("text, num_turns=1", "num_turns", "the column, not what the run has"),
+        ("completion, messages", "messages", "the column, not the run's value"),
+        ("completions, environment, **kwargs", "environment", "the column, not the run's value"),
+        ("text, num_turns=1", "num_turns", "the column, not the run's value"),
         ("text, log", "log", "the run's function, not the column"),
         ("text, **columns", "messages", None),
         ("text", "messages", None),

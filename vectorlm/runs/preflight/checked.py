@@ -140,15 +140,14 @@ def _rendered_notes(config: Config, prompts: Sequence[SourcePrompts], max_tokens
 
     tokenizer = load_tokenizer(config.model)
     # Silent: answers would go on to their longest.
-    raise_problems(list(stop_problems(config.sampling_params, config.origins, tokenizer)))
+    raise_problems(list(stop_problems(config, tokenizer)))
     size = vocab_size(Path(config.model))
     for source in prompts:
-        place, (tools, may_tell) = source.setting, source_tools(rl, source.source)
-        check_lengths(source.shown, tokenizer, max_tokens, place, size, tools)
-        notes += tool_notes(source.shown[0], tokenizer, tools, may_tell=may_tell, setting=place)
+        tools, _ = source_tools(rl, source.source)
+        check_lengths(source.shown, tokenizer, max_tokens, source.setting, size, tools)
+        notes += tool_notes(rl, source, tokenizer)
         if rl is not None and not source.is_held_out:
-            environment = rl.collect.environment_of(source.source)
-            notes += call_notes(environment, source.shown[0], tokenizer, tools, setting=place)
+            notes += call_notes(rl, source, tokenizer)
         if any(is_messages(record.prompt) for record in source.shown):
             notes += [note for note in _end_notes(tokenizer) if note not in notes]
     return notes

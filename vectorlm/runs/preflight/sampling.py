@@ -12,6 +12,8 @@ from pydantic import Field
 from vectorlm.data.encoding import end_tokens
 from vectorlm.errors import ConfigError
 from vectorlm.packages import fields_of
+from vectorlm.runs.config.schema import Config
+from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.config.value import FOREIGN, Entry, convert, describe_refusal
 from vectorlm.settings import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, nearest
 
@@ -107,27 +109,19 @@ def sampling_problems(
         yield describe_refusal(f"{prefix}n", parameters["n"], "must be 1 at temperature 0", fix)
 
 
-def stop_problems(
-    given: Mapping[str, Mapping[str, Any]], origins: Mapping[str, str], tokenizer: Any
-) -> Iterator[str]:
-    """Yield stop strings that never end an answer, because they contain a special token, which answers leave out.
-
-    `given` holds the sampling parameters by their setting.
-    """
+def stop_problems(config: Config, tokenizer: Any) -> Iterator[str]:
+    """Yield stop strings that never end an answer, because they contain a special token, which answers leave out."""
     known = {}
     with suppress(NotImplementedError):  # Raised by tokenizers of mistral-common.
         known = {token.content: key for key, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for path, parameters in given.items():
+    for path, parameters in config.sampling_params.items():
         ends = set(parameters.get("stop_token_ids") or ())
         ends |= set() if parameters.get("ignore_eos") else end_tokens(tokenizer)
         for stop in _listed(parameters.get("stop") or ()):
             special = {text: number for text, number in known.items() if text in str(stop)}
-            if (
-                special
-                and ends.isdisjoint(special.values())
-                and parameters.get("skip_special_tokens") is not False
-            ):
+            is_left_out = parameters.get("skip_special_tokens") is not False
+            if special and is_left_out and ends.isdisjoint(special.values()):
                 text, number = next(iter(special.items()))
                 rule = f"cannot end an answer: it contains the special token {text}, which answers leave out"
                 fix = f"Set {path}.stop_token_ids: [{number}]."
-                yield describe_refusal(f"{path}.stop", stop, rule, fix, origins.get(f"{path}.stop", ""))
+                yield refuse(config, f"{path}.stop", rule, fix, stop)

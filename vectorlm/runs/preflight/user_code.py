@@ -137,18 +137,17 @@ def _class_tools(make: Any, where: str) -> list[dict[str, Any]]:
     return schemas_of(tools_of(make, kind), where) if has_tools else []
 
 
-def tool_notes(
-    record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], *, may_tell: bool, setting: str
-) -> Iterator[str]:
+def tool_notes(rl: RLSettings | None, source: SourcePrompts, tokenizer: Any) -> Iterator[str]:
     """Yield a note if the chat template leaves out the tools of a prompt.
 
     Raises:
         ConfigError: The tools are the environment's, and neither it nor the prompt describes them.
     """
-    prompt: Any = record.prompt
+    own_tools, may_tell = source_tools(rl, source.source)
+    prompt: Any = source.shown[0].prompt
     text = ""
     if is_messages(prompt):
-        if (told := asked(record, own_tools)) == prompt:
+        if (told := asked(source.shown[0], own_tools)) == prompt:
             return
         try:
             text = render_chat(tokenizer, prompt, tokenize=False)
@@ -162,21 +161,21 @@ def tool_notes(
     names = [tool["function"]["name"] for tool in own_tools]
     if not may_tell and not all(name in text for name in names):
         raise ConfigError(
-            f"{setting} must describe the environment's tools, {', '.join(names)}. Use messages and a chat template "
-            "that renders `tools`, or describe the tools in the messages."
+            f"{source.setting} must describe the environment's tools, {', '.join(names)}. Use messages and a chat "
+            "template that renders `tools`, or describe the tools in the messages."
         )
-    yield f"{setting}: the chat template does not render the tools. Describe them in the prompts, or use another one"
+    fix = "Describe them in the prompts, or use another one"
+    yield f"{source.setting}: the chat template does not render the tools. {fix}"
 
 
-def call_notes(
-    environment: str | None, record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], *, setting: str
-) -> Iterator[str]:
+def call_notes(rl: RLSettings, source: SourcePrompts, tokenizer: Any) -> Iterator[str]:
     """Yield notes if the chat template cannot render tool calls and results, or renders them unreadably.
 
     Raises:
         ConfigError: The template refuses them, and the environment has tools.
     """
-    is_agent = environment is not None and environment.startswith(AGENT)
+    environment, (own_tools, _) = rl.collect.environment_of(source.source), source_tools(rl, source.source)
+    is_agent, setting = environment is not None and environment.startswith(AGENT), source.setting
     if environment is None or not (is_agent or own_tools or _names_tools(load_plugin(environment))):
         return
     if is_agent and not tokenizer.chat_template:
@@ -190,7 +189,7 @@ def call_notes(
     ]
     call = ToolCall(tools[0]["function"]["name"], {"x": 1}, id="1" * CALL_ID_LENGTH)
     called, told = message_of("", [call]), tool_message(call, "done")
-    prompt: Any = record.prompt
+    prompt: Any = source.shown[0].prompt
     chat = split_unfinished(prompt)[0] if is_messages(prompt) else [{"role": "user", "content": "question"}]
     try:
         encode_reply([*chat, called, told], [told], (), tokenizer, tools)
