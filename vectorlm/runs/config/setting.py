@@ -137,10 +137,9 @@ def to_plain(value: Any) -> Any:
         return {key: to_plain(item) for key, item in value.items()}
     if not is_dataclass(value):
         return value
-    settings = settings_of(
-        type(value), type(value.hyperparameters) if isinstance(value, RLSettings) else None
-    )
-    return {name: to_plain(_at(value, setting.place)) for name, setting in settings.items()}
+    kind: Any = type(value)
+    algorithm: Any = type(value.hyperparameters) if isinstance(value, RLSettings) else None
+    return {name: to_plain(_at(value, item.place)) for name, item in settings_of(kind, algorithm).items()}
 
 
 def _at(section: Any, place: Sequence[str]) -> Any:
@@ -174,7 +173,8 @@ def with_value(section: Any, path: str, value: Any) -> Any:
     key, _, rest = path.partition(".")
     if isinstance(section, Mapping):
         return {**section, key: value}
-    place = settings_of(type(section))[key].place
+    kind: Any = type(section)
+    place = settings_of(kind)[key].place
     changed = with_value(_at(section, place), rest, value) if rest else value
     for depth in reversed(range(len(place))):
         changed = replace(_at(section, place[:depth]), **{place[depth]: changed})

@@ -235,8 +235,8 @@ def _read(config: Config, name: str, is_held_out: bool, source: Any, problems: l
     except DatasetError as error:
         place = config.origins.get(path)
         problems.append(f"{error} ({place})" if place else str(error))
-    is_endless = isinstance(records, Tasks) and not is_held_out
-    return SourcePrompts(name, is_held_out, records, records.sample() if is_endless else records)
+    shown = records.sample() if isinstance(records, Tasks) and not is_held_out else records
+    return SourcePrompts(name, is_held_out, records, shown)
 
 
 def _overlaps(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:

@@ -275,9 +275,9 @@ def _uses(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[tuple[st
                 yield f"{path}.{name}", weight, name, source
         elif source.shown:
             path = source.setting if source.source else "train_parameters.sampler.reward"
-            for name in (config.held_out_rewards.get(source.source), *(() if source.source else further)):
-                if name is not None:
-                    yield path, name, name, source
+            reward = config.held_out_rewards.get(source.source)
+            names = [*([] if reward is None else [reward]), *(() if source.source else further)]
+            yield from ((path, name, name, source) for name in names)
 
 
 def signature_problems(
