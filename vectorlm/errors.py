@@ -63,7 +63,7 @@ class EngineTimeout(EngineError, TimeoutError):
 
 
 class StaleHandle(EngineError, LookupError):
-    """What a rank exported of its weights is not where it was any more."""
+    """The memory that a rank exported for its weights has moved or was freed."""
 
 
 class HandleRefused(EngineError, OSError):
