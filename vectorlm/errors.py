@@ -14,10 +14,10 @@ class VectorLMError(Exception):
     """Root of all errors that this library raises on purpose."""
 
     rank: int | None = None
-    """The rank that failed, if all ranks raise its error."""
+    """The rank that it comes from, where all ranks raise the error of one."""
 
     def of_rank(self, rank: int | None) -> Self:
-        """Set the rank that failed, unless it is set already, and return the error."""
+        """Note the rank that it comes from, unless one is noted already, and return the error."""
         self.rank = rank if self.rank is None else self.rank
         return self
 
@@ -47,7 +47,7 @@ class RankMismatch(VectorLMError, ValueError):
 
 
 class OutOfTurn(VectorLMError, RuntimeError):
-    """Training started while the engine had the devices, or sampling while the trainer had them."""
+    """Training began while the devices were the engine's, or sampling while they were the trainer's."""
 
 
 class EngineError(VectorLMError, RuntimeError):
@@ -63,7 +63,7 @@ class EngineTimeout(EngineError, TimeoutError):
 
 
 class StaleHandle(EngineError, LookupError):
-    """Weights that a rank exported have moved."""
+    """The memory that a rank exported for its weights has moved or was freed."""
 
 
 class HandleRefused(EngineError, OSError):
@@ -75,11 +75,11 @@ class WeightMismatch(VectorLMError, ValueError):
 
 
 class ChecksumMismatch(WeightMismatch):
-    """After an update, the engine's weights differ from the sent ones."""
+    """After an update the engine does not hold the weights that were sent."""
 
 
 class NonFiniteWeights(WeightMismatch, ArithmeticError):
-    """The trainer's weights hold NaN or infinity; they were not sent to the engine."""
+    """The trainer's weights hold NaN or infinity, and the engine was not given them."""
 
 
 class RewardError(VectorLMError, RuntimeError):
@@ -91,11 +91,11 @@ class RolloutError(VectorLMError, RuntimeError):
 
 
 class WorkerLost(VectorLMError, RuntimeError):
-    """A worker process of user code ran out of time or ended."""
+    """A process that ran the user's code was too late and was ended, or has ended."""
 
 
 class WorkersDied(VectorLMError, RuntimeError):
-    """Worker processes of user code die repeatedly."""
+    """Processes that run the user's code die one after the other."""
 
 
 class NonFiniteLoss(VectorLMError, ArithmeticError):

@@ -1,4 +1,4 @@
-"""Look up installed packages, their versions and the fields of their classes, without importing them."""
+"""Look up installed packages, their versions, and fields of their classes, without importing them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_installed(package: str) -> bool:
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the installed distributions among `names`."""
+    """Return the version of every installed distribution of `names`, by its name."""
     found = {}
     for name in names:
         try:
@@ -39,24 +39,23 @@ def versions_of_rank() -> dict[str, str]:
 
 @cache
 def fields_of(path: str, name: str, package: str = "vllm") -> frozenset[str]:
-    """Return the public fields of a class in a package's source, by name."""
-    targets = [field.target for field in _body_of(path, name, package) if isinstance(field, ast.AnnAssign)]
+    """Return the names of the public fields of a class, read from the package's source."""
+    body = _body_of(path, name, package)
+    targets = [statement.target for statement in body if isinstance(statement, ast.AnnAssign)]
     names = {target.id for target in targets if isinstance(target, ast.Name)}
-    return frozenset(field for field in names if not field.startswith("_"))
+    return frozenset(name for name in names if not name.startswith("_"))
 
 
 @cache
 def arguments_of(path: str, name: str, package: str) -> frozenset[str]:
-    """Return the arguments with which a class in a package's source is made, by name."""
+    """Return the names of the constructor's arguments of a class, read from the package's source."""
     body = _body_of(path, name, package)
     inits = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-    return frozenset(
-        argument.arg for init in inits for argument in (*init.args.args[1:], *init.args.kwonlyargs)
-    )
+    return frozenset(arg.arg for init in inits for arg in (*init.args.args[1:], *init.args.kwonlyargs))
 
 
 def _body_of(path: str, name: str, package: str) -> list[ast.stmt]:
-    """Return the body of a class in an installed package; empty if there is none."""
+    """Return the statements of a class in an installed package; empty if the package or class is missing."""
     found = find_spec(package)
     folders = [] if found is None else found.submodule_search_locations or []
     files = [file for file in (Path(folder) / path for folder in folders) if file.is_file()]

@@ -1,6 +1,6 @@
-"""Import user code by names like ``file.py:NAME`` or ``package.module:NAME``.
+"""Load the user's code by names such as ``file.py:NAME`` or ``package.module:NAME``.
 
-A run that was started from Python stores its functions in ``functions.pkl``.
+A run that starts from Python pickles the given functions to ``functions.pkl``, with names ``functions.pkl:NAME``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vectorlm.settings import nearest
 
 PACKAGE = str(Path(__file__).parent)
 LIBRARIES = (PACKAGE, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-"""Prefixes of files that are not user code; code without a file has a name in brackets."""
+"""Prefixes of files that are not the user's. Code without a file has a name in angle brackets."""
 
 
 def is_plugin(name: str) -> bool:
-    """Return whether `name` has the form ``WHERE:NAME``."""
+    """Return whether `name` has the form ``file.py:NAME`` or ``package.module:NAME``."""
     where, colon, what = name.rpartition(":")
     return bool(colon and where) and what.isidentifier()
 
@@ -37,7 +37,7 @@ def load_plugin(name: str) -> Any:
     """Import a file or module and return one of its attributes.
 
     Raises:
-        ConfigError: The file, module or attribute does not exist, or its import raises or exits.
+        ConfigError: The file or the attribute does not exist, or importing it raises or exits.
     """
     where, _, what = name.rpartition(":")
     load = _load_file if where.endswith(".py") else _load_pickle if where.endswith(".pkl") else _load_module
@@ -55,20 +55,20 @@ def load_plugin(name: str) -> Any:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the type, text, file and line of an error raised by user code."""
+    """Return the type and text of an error from the user's code, with file and line."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)
     ]
-    # Prefer the user's line to a library's: wandb replaces sys.exit, for example.
+    # The last line of the user's code, not of a library that it calls: wandb replaces sys.exit, for example.
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    # The text of a SyntaxError names them.
+    # The text of a SyntaxError has its own file and line.
     places = [] if isinstance(error, SyntaxError) else (own or frames)[-1:]
     place = "".join(f" ({frame.filename}:{frame.lineno})" for frame in places)
     return f"{type(error).__name__}: {text_of(error)}{place}"
 
 
 def text_of(value: Any) -> str:
-    """Return a value of user code as text, also if its `__str__` raises."""
+    """Return `value` as text, even if its own `__str__` raises."""
     try:
         return str(value)
     except Exception as error:
@@ -85,7 +85,7 @@ def _load_file(where: str, name: str) -> Any:
     path = Path(where).expanduser()
     if not path.is_file():
         raise ConfigError(f"{name!r} does not exist: {path} is not a file.")
-    # No dots, which pickle takes for packages: a process pool in user code runs functions of the file.
+    # pickle reads dots in a module's name as packages, and a process pool of the user may pickle its functions.
     digest = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=8).hexdigest()
     key = f"vectorlm_plugin_{digest}"
     if key not in sys.modules:
@@ -93,7 +93,7 @@ def _load_file(where: str, name: str) -> Any:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        # As for a script, so that the file can import its neighbours; installed packages come first.
+        # Like a script, the file can import modules of its folder; installed packages come first.
         if (folder := str(path.resolve().parent)) not in sys.path:
             sys.path.append(folder)
         _require_own_neighbours(path.resolve())
@@ -103,21 +103,21 @@ def _load_file(where: str, name: str) -> Any:
         except BaseException:
             del sys.modules[key]
             raise
-        # Other processes cannot import this name, and all ranks get configs with the settings of the user's algorithm.
+        # Other processes cannot import this name, but a config with settings of an algorithm goes to all ranks.
         cloudpickle.register_pickle_by_value(module)
     return sys.modules[key]
 
 
 def _require_own_neighbours(path: Path) -> None:
-    """Raise ConfigError if `path`, or a neighbour that it imports, gets a user module from another folder.
+    """Raise ConfigError if `path`, or a module of its folder, would import a namesake from another folder.
 
-    Python keeps one module per name. Installed packages come before neighbours and are not checked.
+    Python keeps one module per name. Installed packages come first and are not checked.
     """
     files = [path]
-    for file in files:  # It grows.
+    for file in files:  # The loop extends the list.
         for name in sorted(_imported(file)):
             beside = (path.parent / f"{name}.py", path.parent / name / "__init__.py")
-            own = [path.resolve() for path in beside if path.is_file()]
+            own = [candidate.resolve() for candidate in beside if candidate.is_file()]
             taken = getattr(sys.modules.get(name), "__file__", None)
             if own and taken is None and (spec := importlib.util.find_spec(name)) and spec.has_location:
                 taken = spec.origin
@@ -125,15 +125,15 @@ def _require_own_neighbours(path: Path) -> None:
                 continue
             if (found := Path(taken).resolve()) not in own:
                 raise ConfigError(
-                    f"{file} imports {name!r} and would get {found} in place of {own[0]}: Python keeps one module "
-                    "per name. Rename one of the two."
+                    f"{file} imports {name!r} and would get {found} instead of {own[0]}, because Python "
+                    "keeps one module per name. Rename one of the two."
                 )
             if found not in files:
                 files.append(found)
 
 
 def _imported(file: Path) -> set[str]:
-    """Return the top-level names of absolute imports in a file."""
+    """Return the top-level names of the absolute imports in a file."""
     nodes = list(ast.walk(ast.parse(file.read_bytes(), str(file))))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
@@ -144,7 +144,7 @@ def _load_module(where: str, name: str) -> Any:
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
-        # The module may exist and import a missing one.
+        # If the module exists but one of its own imports is missing, raise that error.
         if error.name is not None and not f"{where}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(f"{name!r} does not exist: no module named {where!r}.") from error

@@ -1,4 +1,4 @@
-"""Records and protocols shared by several packages."""
+"""The records that travel between rooms, and the protocols that exchange them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
     import torch
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""A prompt: text, token ids, or chat messages (``{"role", "content"}``)."""
+"""A prompt for `Engine.sample`: text, token ids, or chat messages (``{"role", "content"}``)."""
 
 SamplingRequest = tuple[Sequence[Prompt] | str, Any]
 """Prompts, and their sampling parameters: the arguments of `Engine.sample` and `Engine.submit`."""
 
 
 InFlight = Literal["refuse", "keep", "recompute", "drain"]
-"""How an update treats requests in flight: raise an error; keep their KV cache of the old weights; recompute the cache
-with the new weights; or wait until they end."""
+"""How an update treats requests in flight. `refuse` raises; `keep` continues with the KV cache of the old weights;
+`recompute` computes the cache again with the new weights; `drain` waits until they end."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled continuation of one prompt."""
+    """A sampled continuation of a prompt."""
 
     prompt_token_ids: tuple[int, ...]
-    """The prompt as the engine saw it."""
+    """The prompt's tokens, as the engine received them."""
     token_ids: tuple[int, ...]
     """The sampled tokens, without the prompt."""
     sampler_logprobs: tuple[float, ...]
@@ -43,12 +43,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Result of one hot swap, with the times of its parts."""
+    """The result and the durations of a weight update."""
 
     version: int
     """The training step whose weights the engine now holds."""
     skipped: bool
-    """Whether the engine already held this step's weights, so that nothing moved."""
+    """True if the engine already held the weights of this step, so nothing was sent."""
     num_bytes: int
     """Bytes of engine weights that the update replaced."""
     publish_s: float
@@ -56,17 +56,17 @@ class UpdateReport:
     load_s: float
     """Seconds that the engine took to load the weights, checks included."""
     total_s: float
-    """Seconds of the whole update, without waiting for an engine that is still starting."""
+    """Seconds that the whole update took, without the wait for an engine that was still starting."""
     stall_s: float = 0.0
-    """Seconds that requests in flight stood still; 0 without any."""
+    """Seconds for which requests in flight were paused; 0 if there were none."""
     transport: str = ""
-    """How the weights crossed: `push`, `bucketed` or `pull`; empty if none did."""
+    """Transport of the weights: `push`, `bucketed` or `pull`; empty if nothing was sent."""
     busy: tuple[tuple[float, float], ...] = field(default=(), repr=False)
-    """When the engine computed since its last update, from and to, by ``time.perf_counter``; empty where unknown."""
+    """Periods (start, end; ``time.perf_counter``) in which the engine computed since its last update; may be empty."""
 
 
 class Handle(Protocol):
-    """Requests in flight, as `Engine.submit` returns them; all ranks make each call."""
+    """A batch of requests in flight, as `Engine.submit` returns it. Its methods are collective."""
 
     def done(self) -> bool:
         """Return whether `result` would not wait."""
@@ -79,13 +79,13 @@ class Handle(Protocol):
         """
 
     def cancel(self) -> None:
-        """Take the requests back; `result` then raises. Does nothing to those that have finished."""
+        """Cancel the requests that have not finished; `result` then raises."""
 
 
 class Engine(Protocol):
-    """The methods of an engine that training loops call.
+    """The interface of an engine, as training loops use it.
 
-    Every call but `close` is collective: all ranks make it, in the same order, with the same arguments (except those of
+    Every call except `close` is collective: all ranks make it, in the same order, with the same arguments (except for
     `sample_sharded`), and get the same result. `vectorlm.sampling.testing` holds the checks that an implementation
     must pass.
     """
@@ -137,59 +137,59 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt with the columns that its rewards read."""
+    """A prompt with the columns that its reward functions read."""
 
     prompt: Prompt
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of its row in the dataset, passed to the reward by name."""
     source: str = ""
-    """Name of the source; empty if there is only one."""
+    """Name of the prompt's source, if there are several."""
 
 
 ENVIRONMENT = "environment"
-"""Metric name for the sum of the rewards of environments."""
+"""Name in metrics for the sum of the rewards of environments."""
 MAX_REWARD = 3.4e38
-"""The largest number in float32, about."""
+"""Largest reward that is allowed; about the largest float32."""
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What one reward function returned for one completion."""
+    """The result of a reward function for one completion."""
 
     reward: float
-    """NaN where the completion could not be scored: the function returned None, raised or ran out of time."""
+    """The reward; NaN if the function returned None, raised an error or timed out."""
     error: str | None = None
     is_counted: bool = True
-    """Whether the error stands for the call: one call with lists may fail for many completions."""
+    """Whether to count the error. A call with a list fails once for many completions, and counts once."""
     logged: Mapping[str, Any] = field(default_factory=dict)
-    """What the function logged of the completion."""
+    """Values that the function logged for the completion."""
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer counts as right: `acc` where it is logged, as verl's functions do, else a reward of 1."""
+        """Whether the answer is correct: by the logged `acc`, as in verl's functions, else by a reward of 1."""
         value = self.logged.get("acc", self.reward)
-        # In float32, as training has rewards: 0.6 + 0.3 + 0.1 are 1. Workers do without numpy.
+        # Rounded to float32 like the rewards of training: 0.6 + 0.3 + 0.1 is 1. Workers have no numpy.
         return isinstance(value, int | float) and ctypes.c_float(value).value == 1
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of text to fine-tune on: B sequences, T tokens."""
+    """A micro-batch of text for fine-tuning: B sequences, T tokens."""
 
     input_ids: torch.Tensor
     """int64 [B, T]."""
     attention_mask: torch.Tensor
-    """int64 [B, T], 0 at padding, 1 elsewhere."""
+    """int64 [B, T], 0 for padding, else 1."""
     labels: torch.Tensor
-    """int64 [B, T], the tokens of `input_ids` that count in the loss, the ignore index elsewhere; not shifted."""
+    """int64 [B, T], the tokens of `input_ids` that count in the loss, else the ignore index; not shifted."""
     ids: torch.Tensor
-    """int64 [B], the index of each sequence in the dataset, -1 for a sequence that only fills up the batch."""
+    """int64 [B], index of every sequence in the dataset; -1 for padding sequences."""
     text_ids: torch.Tensor
-    """int64 [B, T], which text of its sequence a token belongs to, from 0."""
+    """int64 [B, T], index of the text that a token belongs to, within its sequence."""
     values: torch.Tensor | None = None
-    """float32 [B], of preference data the margin of each pair, or whether a completion is a good one."""
+    """float32 [B], for preference data: the margin of a pair, or 1 for a desirable completion and 0 for another."""
     references: torch.Tensor | None = None
-    """float32 [B, 2], the reference's log-probabilities of both texts of a row, where a loss reads them."""
+    """float32 [B, 2], the reference's log-probabilities of the two texts of a row, if the loss reads them."""
 
 
 @dataclass(frozen=True)
@@ -198,11 +198,11 @@ class TrainedModel:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None
-    """None for a model that is not trained: its checkpoint includes its frozen weights."""
+    """The optimizer; None for a frozen model, whose weights its checkpoint includes."""
 
 
 class MetricSink(Protocol):
-    """Receives the metrics of logged steps."""
+    """Receives the metrics of each logged step."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the `values` of training step `step`."""

@@ -146,7 +146,7 @@ class PairLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class PreferenceSpec:
-    """One loss of stored pairs."""
+    """A loss of stored pairs."""
 
     loss: Callable[[PairLogprobs, PreferenceSettings, float], torch.Tensor]
     """Computes float [B] from log-probabilities, settings and beta."""

@@ -34,7 +34,7 @@ class ReductionSettings(AlgorithmSettings):
     """Settings for losses with one value per token."""
 
     reduction: Reduction = "token_mean"
-    """How the losses of tokens are reduced to one number."""
+    """Reduction of the losses of tokens to one number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class ScaleSettings(AlgorithmSettings):
     """Settings for advantages relative to the group."""
 
     scale_rewards: RewardScale = "group"
-    """What divides the advantages of a group: the standard deviation of its rewards, of the batch's, or nothing."""
+    """Divisor of the advantages of a group: the standard deviation of the group's or the batch's rewards, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class ReferenceSettings(AlgorithmSettings):
     """Settings for losses that compare completions under policy and reference."""
 
     beta: PositiveFloat = 0.1
-    """How strongly a preference loss or CoPG keeps the policy near the reference."""
+    """Strength with which a preference loss or CoPG keeps the policy near the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,7 @@ class PreferenceSettings:
     loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"]
     """The loss. `kto` learns from good and bad completions, the others from pairs."""
     beta: PositiveFloat | None = None
-    """How strongly the loss keeps the policy near the reference; with `orpo`, the weight of the odds ratio. null means
+    """Strength of the loss's pull towards the reference; with `orpo`, the weight of the odds ratio. null means
     2.0 with `simpo`, else 0.1."""
     label_smoothing: Annotated[BelowHalf, ReadIf("preference.loss", ("dpo",))] = 0.0
     """Assumed share of mislabelled pairs."""

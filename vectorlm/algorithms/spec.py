@@ -52,7 +52,7 @@ def keep_best_and_worst(rewards: torch.Tensor, valid: torch.Tensor) -> Selection
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec:
-    """One algorithm. The loop reads these fields and never the name.
+    """An algorithm. The loop reads these fields and never the name.
 
     The last argument of `advantages`, `loss`, `mark` and `observe` is `settings` with the values of the config.
     """

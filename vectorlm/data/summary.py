@@ -81,7 +81,7 @@ class Summary:
     tokenizer: str = ""
     """Folder or name of the tokenizer; empty if unknown."""
     vocabulary: str = ""
-    """Its `vocabulary_of`; empty if unknown."""
+    """`vocabulary_of` the tokenizer; empty if unknown."""
 
     @classmethod
     def read(cls, dataset: Dataset) -> Summary | None:

@@ -1,1 +1,1 @@
-"""What a run reports about itself: numbers per step, and their pictures."""
+"""Metrics, pictures and pages of a run."""

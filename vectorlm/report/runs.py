@@ -89,7 +89,7 @@ class RunFolder:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every setting by its path; empty without a config.yaml."""
+        """All settings by their paths; empty without a config.yaml."""
         return dict(flat(self._unless_known(self.path / "config.yaml", read_settings)))
 
     @property

@@ -21,7 +21,7 @@ from vectorlm.train.packing import Rows, num_needed, num_shared
 PASS_TOKENS = 1024
 """Fixed cost of a forward pass, in tokens: a micro-batch with more padding than this is split."""
 ROWS_PER_TOKEN = 12
-"""One more row with its own copy of shared keys and values costs about one token per this many shared tokens."""
+"""Shared tokens whose copied keys and values cost as much as one computed token (per additional row)."""
 BALANCED = 1.02
 """Groups stay whole if the busiest rank has at most this many times its fair share of tokens."""
 RowFunction = Callable[[Rows], torch.Tensor]

@@ -17,7 +17,7 @@ from vectorlm.types import Completion, PromptRecord
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion of a prompt; with an environment or agent, all its turns in one row of tokens."""
+    """A completion of a prompt. With an environment or agent, all its turns are in one row of tokens."""
 
     prompt_record: PromptRecord
     """The prompt, with the columns that rewards read."""
@@ -34,11 +34,11 @@ class Rollout:
     text: str
     """`token_ids`, decoded."""
     finish_reason: str | None
-    """How the last turn ended: ``stop``, ``abort``, or ``length``, also if another turn did not fit."""
+    """Finish reason of the last turn: ``stop``, ``abort``, or ``length`` (also if another turn did not fit)."""
     num_turns: int = 1
     """Number of turns of the policy."""
     turn_ends: tuple[int, ...] = ()
-    """Where each turn ends in `token_ids`."""
+    """Index in `token_ids` after the last token of every turn."""
     turn_rewards: tuple[float, ...] = ()
     """The environment's reward for each turn; missing ones at the end are 0."""
     branches: tuple[Rollout, ...] = ()

@@ -173,7 +173,7 @@ class KLSettings:
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference; 0 needs no reference."""
     kl_in: Annotated[Literal["reward", "loss"], ReadIf("rl.kl_coef")] = "loss"
-    """Where the KL penalty is applied."""
+    """Place of the KL penalty."""
     kl_kind: Annotated[Literal["k1", "k2", "k3", "abs"], ReadIf("rl.kl_coef")] = "k3"
     """The estimator of the KL divergence."""
     kl_straight_through: Annotated[bool, ReadIf("rl.kl_coef"), ReadIf("rl.kl_in", ("loss",))] = False
@@ -282,7 +282,7 @@ class Correction:
 
 
 NO_CORRECTION = Correction()
-"""Every token counts once."""
+"""The settings without any correction: every token counts once."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "off": {},

@@ -55,7 +55,7 @@ class Run:
     checked: CheckedConfig
     topology: Topology
     engine: SamplingEngine | None
-    """None without a section `sampler`."""
+    """The engine; None without a section `sampler`."""
     tokenizer: PreTrainedTokenizerBase
     stack: ExitStack
     """Closes what the run opens."""
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """All settings."""
+        """The config with all settings."""
         return self.checked.config
 
     @property

@@ -69,7 +69,7 @@ class Backend(Protocol):
 
     @property
     def receiver(self) -> str:
-        """How the engine holds weights: `live`, or `packed` for its own kernels."""
+        """Storage of the weights in the engine: `live` (in place), or `packed` for its own kernels."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -251,7 +251,7 @@ class Trainer(WeightSource, Protocol):
 
 
 FINISH_REASONS = (None, "stop", "length", "abort", "error", "repetition")
-"""Those of vLLM."""
+"""The finish reasons of vLLM."""
 SLACK = 1e-4
 """The log-probability of a token that is certain may round to a number above 0."""
 

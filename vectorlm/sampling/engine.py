@@ -170,7 +170,7 @@ class SamplingEngine:
 
     @property
     def receiver(self) -> str:
-        """How the engine holds its weights, `live` or `packed`; waits until the engine is loaded."""
+        """Storage of the weights, `live` (in place) or `packed`; waits until the engine is loaded."""
         return self.wait_until_ready().receiver
 
     @functools.cached_property

@@ -71,7 +71,7 @@ class HotSwap:
         """The weight sets that transport and engines have opened; after an error they are opened again."""
         self._layouts: dict[str, Layout] = {}
         self._sent: Sent | None = None
-        """None if the weights of the engines are unknown."""
+        """The version that the engines hold; None if it is unknown."""
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
 

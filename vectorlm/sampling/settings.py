@@ -42,13 +42,13 @@ class EngineSettings:
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `vllm.SamplingParams`."""
     inference: Text = "vllm"
-    """What samples: `vllm`, a `server` of `vectorlm serve`, `transformers`, or `file.py:NAME` of a `Backend`."""
+    """Inference engine: `vllm`, `server` (of `vectorlm serve`), `transformers`, or `file.py:NAME` of a `Backend`."""
     engine_args: Mapping[str, Any] = field(default_factory=dict, metadata={"key": "engine"})
     """Further arguments of vLLM's engine (`max_model_len`, `enforce_eager`, ...), or of another `inference`."""
     receiver: Receivers = "auto"
     """Whether the engine loads new weights in place (`live`) or repacks them for its own kernels (`packed`)."""
     transport: Transports = "auto"
-    """How new weights cross: pushed through shared memory, at once or in rounds, or pulled by vLLM (CUDA's default)."""
+    """Transport of weights: pushed through shared memory at once or in rounds, or pulled by vLLM (default on CUDA)."""
     lora_mode: Annotated[LoraMode, WITH_LORA] = "auto"
     """With LoRA: swap the adapters alone (`adapter`, which `auto` is for vLLM), or weights with them (`merged`)."""
     verify_updates: bool = True
@@ -60,7 +60,7 @@ class EngineSettings:
 
     @property
     def lora_mode_of_run(self) -> str:
-        """What `lora_mode` is in a run with `lora_peft_config`: `adapter` or `merged`."""
+        """The mode that `auto` means in a run with `lora_peft_config`: `adapter` or `merged`."""
         if self.lora_mode == "auto":
             return "adapter" if self.inference == "vllm" else "merged"
         return self.lora_mode

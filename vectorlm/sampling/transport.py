@@ -77,7 +77,7 @@ class Pull:
 
 
 Transport = Push | Pull
-"""One rank's part in sending weight sets; `vectorlm.sampling.hot_swap.HotSwap` makes the calls on all ranks."""
+"""A rank's part in sending weight sets; `vectorlm.sampling.hot_swap.HotSwap` makes the calls on all ranks."""
 
 
 def weight_sets_of(

@@ -190,7 +190,7 @@ class Pairs:
 
     counts = "pair"
     names = ("pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward")
-    """How often the chosen text has the higher reward, the mean margin, and the mean reward of both texts."""
+    """Return the share of pairs whose chosen text has the higher reward, the mean margin, and both mean rewards."""
     ignore_index: int
     """Label of tokens outside the loss."""
 

@@ -38,7 +38,7 @@ class OptimizerStep:
     """A model sharded with FSDP2."""
     optimizer: Optimizer
     schedule: Schedule | None
-    """None keeps the learning rate constant."""
+    """The schedule; None keeps the learning rate constant."""
     max_grad_norm: float
     topology: Topology
     name: str = "policy"

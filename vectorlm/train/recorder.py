@@ -141,7 +141,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
         """Seconds by name since the last drain."""
         self.spans: list[Span] = []
-        """All spans since the last drain, ordered by their ends."""
+        """Return all spans since the last drain, ordered by their ends."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -283,4 +283,4 @@ class KeepSettings:
     early_stopping_min_delta: Annotated[
         NonNegativeFloat, ReadIf("train_parameters.early_stopping_patience")
     ] = 0.0
-    """How much better than the best so far an evaluation must be to count as an improvement."""
+    """Minimum improvement over the best evaluation so far that counts as progress."""

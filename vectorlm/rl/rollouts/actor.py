@@ -1,4 +1,4 @@
-"""The thread that runs a rank's rollouts on its engine while the rank does other work."""
+"""Run the rollouts of one engine in a thread, while its rank trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDLE_S = 0.005
 
 
 class Actor:
-    """An asyncio loop in a thread of a rank that owns an engine; every rollout is a coroutine in it.
+    """An asyncio loop in a thread of an engine rank; every rollout is a coroutine in this loop.
 
     All ranks number the tasks in the order of submission. An actor draws the next number when it is below its
     concurrency limit; rollouts that wait for their environment do not count towards the limit.
@@ -43,10 +43,10 @@ class Actor:
         self._requests, self._sampler, self._draw, self._tokenizer = requests, sampler, draw, tokenizer
         self._limit = limit
         self._tasks: dict[int, Task] = {}
-        """Tasks that this actor has not drawn, by number; another may have."""
+        """Tasks by number that this actor has not drawn; another actor may have drawn them."""
         self._num_submitted = 0
         self._drawn: int | None = None
-        """A number that was drawn, of a task that may not be there yet."""
+        """A number that was drawn before its task was submitted."""
         self._share = 0
         self._running: dict[int, asyncio.Task[None]] = {}
         self._num_asking = self._num_rollouts = 0
@@ -68,7 +68,7 @@ class Actor:
         self._requests.forget()
 
     def wait(self, at_least: int, timeout_s: float) -> None:
-        """Wait until that many tasks have finished here; an inline engine samples meanwhile.
+        """Wait until `at_least` tasks have finished on this rank; an inline engine samples in this call.
 
         Raises:
             EngineError: The engine is dead or silent.
@@ -91,10 +91,10 @@ class Actor:
         return outcomes, most
 
     def close(self) -> None:
-        """Forget everything and end the thread."""
+        """Cancel all tasks and end the thread."""
         if self._loop.is_closed():
             return
-        # It may wait for a store whose rank is gone: then it ends with the process.
+        # The thread may wait for the store of a dead rank; it then ends with the process.
         with contextlib.suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._cancel(list(self._running)), self._loop).result(CLOSE_S)
             self._requests.forget()
@@ -117,9 +117,9 @@ class Actor:
         waiting = {number: task for number, task in self._tasks.items() if number in still_open}
         self._tasks = {**waiting, **tasks}
         self._share = share
-        self._begin_more()
+        self._start_more()
 
-    def _begin_more(self) -> None:
+    def _start_more(self) -> None:
         """Start tasks while a whole group fits below the limit, or the engine is idle."""
         size = self._sampler.settings.group_size
         self._limit.has_waiting = False
@@ -156,7 +156,7 @@ class Actor:
             finally:
                 self._num_asking -= params["n"]
                 # Not at once: with its last answer a group ends.
-                self._loop.call_soon(self._begin_more)
+                self._loop.call_soon(self._start_more)
 
         try:
             outcome: Outcome = await self._sampler.sample(task, ask)
@@ -168,7 +168,7 @@ class Actor:
             del self._running[number]
             self._num_asking -= reserved
             self._num_rollouts -= size
-            self._begin_more()
+            self._start_more()
         with self._news:
             self._outcomes[number] = outcome
             self._news.notify_all()

@@ -1,4 +1,4 @@
-"""The rollouts of a run, kept in a file, and a few of them on the console."""
+"""Write the rollouts of a run to a file, and a few of them to the console."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from vectorlm.rl.rollout import Rollout, RolloutGroup, TrainBatch, kept_groups
 from vectorlm.rl.rollouts.replay import record_of, row_of
 
 MAX_COLUMNS, MAX_COLUMN = 20, 200
-"""Columns of the question in a line, and characters of each; with tokens they are whole, as replaying needs them."""
+"""Limits for a line: columns of the prompt, and characters per column. With tokens there is no limit."""
 NUM_SHOWN = 3
 WIDTH = 60
 """Characters of a prompt or completion on the console."""
 
 
 class RolloutLogger:
-    """Writes every rollout with its reward, and the mismatch of engine and trainer; shows a few, and warns."""
+    """Writes every rollout with its reward, prints examples, and warns about truncation and mismatch."""
 
     def __init__(
         self,
@@ -36,22 +36,26 @@ class RolloutLogger:
     ) -> None:
         """Open ``rollouts.jsonl`` and ``correction.jsonl`` in `folder`, with their lines up to `resume_step`.
 
-        Ranks other than 0 pass no folder, and then write and say nothing. Every `show_every` steps (0: never) a table
-        of `NUM_SHOWN` rollouts is shown. `saves_tokens` writes what training on a rollout again needs. A warning says
-        when the effective sample size, as a share, falls below `min_ess`.
+        Args:
+            folder: Where to write; ranks other than 0 pass None and write and print nothing.
+            resume_step: The step to resume from; None starts empty files.
+            show_every: Steps between two tables of `NUM_SHOWN` rollouts; 0 prints none.
+            saves_tokens: Whether to write the tokens too, which training on stored rollouts needs.
+            min_ess: Share of the effective sample size below which to warn.
+            say: Prints a line.
         """
         self.records: Sequence[Mapping[str, Any]] = ()
-        """The rollouts of the last step."""
+        """The rollouts of the last step, as written."""
         self._lines = None if folder is None else StepLines(folder / "rollouts.jsonl", resume_step)
         self._mismatch = None if folder is None else StepLines(folder / "correction.jsonl", resume_step)
         self._saves_tokens = saves_tokens
         self._min_ess = min_ess
-        self._has_warned = self._were_cut = False
+        self._has_warned = self._were_truncated = False
         self._show_every = show_every
         self._say = say
 
     def write(self, step: int, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> None:
-        """Keep the rollouts of `step`; `batch` is None where nothing can be learned from them."""
+        """Write the rollouts of `step`; `batch` is None if the step has nothing to learn from."""
         if self._lines is None or self._mismatch is None:
             return
         kept = kept_groups(groups)
@@ -64,19 +68,19 @@ class RolloutLogger:
             counts = {
                 "without a reward": sum(int(group.rewards.isnan().sum()) for group in groups),
                 "in groups of equal rewards": sum(
-                    int((~each.rewards.isnan()).sum())
-                    for each in groups
-                    if each.is_dropped or each.is_constant
+                    int((~group.rewards.isnan()).sum())
+                    for group in groups
+                    if group.is_dropped or group.is_constant
                 ),
-                "truncated": sum(each.is_truncated for group in groups for each in group.rollouts),
+                "truncated": sum(rollout.is_truncated for group in groups for rollout in group.rollouts),
             }
             causes = ", ".join(f"{num} {what}" for what, num in counts.items() if num)
             self._say(
                 f"step {step}: nothing to learn from {sum(len(group.rollouts) for group in groups)} completions "
-                f"({causes or 'all rejected'}); the weights stay as they are"
+                f"({causes or 'all rejected'}); the weights do not change"
             )
         else:
-            self._warn_of_cuts(step, [rollout for group in groups for rollout in group.rollouts])
+            self._warn_of_truncation(step, [rollout for group in groups for rollout in group.rollouts])
         errors = [error for group in groups for error in group.errors]
         if errors:
             self._say(f"step {step}: {len(errors)} reward calls failed; the first: {errors[0]}")
@@ -87,22 +91,21 @@ class RolloutLogger:
         is_low = ess < self._min_ess
         if is_low and not self._has_warned:
             self._say(
-                f"warning: step {step}: the effective sample size of the tokens is {ess:.0%} of their number: the "
-                "engine samples with other probabilities than the trainer computes. Train on fresher rollouts, set "
+                f"warning: step {step}: the effective sample size of the tokens is {ess:.0%} of their number, because "
+                "the engine and the trainer compute different probabilities. Train on fresher rollouts, set "
                 "train_parameters.sampler.vllm_dtype to the trainer's, or choose an rl.correction.preset "
                 "(docs/correction.md); correction.png shows where."
             )
         self._has_warned = is_low
 
-    def _warn_of_cuts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        are_cut = bool(rollouts) and all(each.is_truncated for each in rollouts)
-        if are_cut and not self._were_cut:
+    def _warn_of_truncation(self, step: int, rollouts: Sequence[Rollout]) -> None:
+        are_truncated = bool(rollouts) and all(rollout.is_truncated for rollout in rollouts)
+        if are_truncated and not self._were_truncated:
             self._say(
-                f"warning: step {step}: all {len(rollouts)} completions were cut off, by sampling_params.max_tokens or "
-                "by max_model_len. Let them be longer, or teach the model to end; no environment is shown a turn that "
-                "is cut."
+                f"warning: step {step}: all {len(rollouts)} completions were truncated by sampling_params.max_tokens "
+                "or max_model_len. Raise it, or teach the model to stop. Environments never see truncated turns."
             )
-        self._were_cut = are_cut
+        self._were_truncated = are_truncated
 
     def _records(self, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> Iterator[dict[str, Any]]:
         advantages = _advantages(batch)
@@ -142,7 +145,7 @@ class RolloutLogger:
             first = group.rollouts[0]
             prompt = _line(shown_prompt(first.prompt_record.prompt))
             if len(prompt) > WIDTH:
-                # The question is at its end.
+                # The question is usually at the end.
                 prompt = "…" + prompt[1 - WIDTH :]
             completion = _line(first.text)
             if len(completion) > WIDTH:
@@ -156,7 +159,7 @@ class RolloutLogger:
 
 
 def _advantages(batch: TrainBatch | None) -> dict[tuple[int, int], float]:
-    """Return the mean advantage of each rollout that is trained on, by its place."""
+    """Return the mean advantage of every rollout that is trained on, by its group and its index in the group."""
     if batch is None:
         return {}
     rows = batch.rows
@@ -173,7 +176,7 @@ def _advantages(batch: TrainBatch | None) -> dict[tuple[int, int], float]:
 
 
 def _bounded(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the question's own columns; of a value that is long only the beginning of its text."""
+    """Return the first columns of a prompt, with long values cut to their first characters."""
     found = {name: (value, json_text(value, ensure_ascii=False)) for name, value in columns.items()}
     return {
         name: value if len(text) <= MAX_COLUMN else f"{text[:MAX_COLUMN]}…"

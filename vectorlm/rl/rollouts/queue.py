@@ -22,9 +22,9 @@ MOST = ("in_flight", "asking", "room")
 
 
 class GroupQueue:
-    """Samples groups with an actor beside each engine; the actors draw from one queue.
+    """Samples groups: one actor per engine takes groups from a shared queue.
 
-    Its calls are collective, with the same result on all ranks.
+    Its methods are collective and return the same on all ranks.
     """
 
     def __init__(self, engine: SamplingEngine, sampler: GroupSampler) -> None:
@@ -36,12 +36,12 @@ class GroupQueue:
         self._most: tuple[int, ...] = (0, 0, 0)
         self._actor: Actor | None = None
         if engine.local is not None:
-            # As many groups as it samples sequences: its batch stays full while a few of each group go on.
-            # A rollout that waits for an environment does not count: slow environments are balanced by more rollouts.
+            # As many groups as the engine samples sequences: its batch stays full while a few rollouts of every group
+            # last longer. Rollouts that wait for their environment do not count, so slow environments get more.
             asked, size = sampler.settings.rollouts_per_engine, sampler.settings.group_size
             limit = ConcurrencyLimit(max_num_seqs * size if asked == "auto" else asked)
             if asked == "auto" and (sampler.open_environment or sampler.agents):
-                # It follows the throughput. Single turns must repeat bit for bit, so their limit is fixed.
+                # This limit follows the throughput. Single turns must repeat bit for bit, so their limit is fixed.
                 limit = ConcurrencyLimit(max(min(max_num_seqs, FIRST_LIMIT), size), max_num_seqs * size)
             self._actor = Actor(
                 engine.local,
@@ -58,18 +58,18 @@ class GroupQueue:
         self._num_submitted += len(tasks)
         self._open |= set(numbers)
         if self._actor is not None:
-            # A share at most: what one engine has begun no other can take.
+            # At most its share: once an engine starts a group, no other engine can take it.
             share = -(-len(self._open) // len(self._ranks.ranks))
             self._actor.submit(dict(zip(numbers, tasks, strict=True)), self._open, share)
         return numbers
 
     def poll(self, timeout_s: float, at_least: int = 1) -> dict[int, SampledGroup]:
-        """Return what has finished on any rank by its number; wait `timeout_s` at most, for `at_least` groups.
+        """Return the groups that finished on any rank, by their numbers.
 
-        The ranks meet every `WAIT_S`.
+        Waits up to `timeout_s` seconds for `at_least` groups; the ranks synchronise every `WAIT_S` seconds.
 
         Raises:
-            VectorLMError: What a rollout raised.
+            VectorLMError: A rollout raised it.
         """
         deadline_s = time.monotonic() + timeout_s
         here: dict[int, Outcome] = {}
@@ -86,7 +86,7 @@ class GroupQueue:
             notes = self._ranks.on_all_ranks("rollouts", look)
             of_all = map(sum, zip(*(most for _, most, _ in notes), strict=True))
             self._most = tuple(map(max, self._most, of_all))
-            # Ranks' clocks differ: the first decides for all.
+            # The clocks of ranks differ, so rank 0 decides for all.
             if any(count for count, *_ in notes) or notes[0][2]:
                 break
         else:
@@ -125,7 +125,7 @@ class GroupQueue:
     def metrics(self) -> dict[str, float]:
         """Return the maxima of rollouts in flight, of sequences in the engines and of the concurrency limits."""
         most, self._most = self._most, (0, 0, 0)
-        return {f"rollout/{name}_max": float(each) for name, each in zip(MOST, most, strict=True)}
+        return {f"rollout/{name}_max": float(value) for name, value in zip(MOST, most, strict=True)}
 
     def close(self) -> None:
         """Cancel everything; not a collective."""
@@ -134,12 +134,12 @@ class GroupQueue:
 
     def _draw(self, name: str) -> Callable[[], int]:
         if len(self._ranks.ranks) == 1:
-            # A lone engine need not ask what others have drawn.
+            # With one engine, no other rank draws from the queue.
             return itertools.count().__next__
         return functools.partial(self._ranks.collectives.ticket, name)
 
     def _of_rank(self, rank: int, here: Mapping[int, Outcome]) -> Mapping[int, Outcome]:
-        """Return on every rank what has finished `here` on one."""
+        """Return on every rank the outcomes that finished on `rank`."""
         is_mine = rank == self._ranks.topology.rank
         packed = [np.frombuffer(pickle.dumps(here), np.uint8)] if is_mine else []
         _, (received,) = self._ranks.collectives.broadcast_object("rollouts", None, packed, root=rank)

@@ -1,4 +1,4 @@
-"""Stored rollouts, of this policy or any other, to train on again."""
+"""Read stored rollouts of this or another policy, to train on them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
 
 Group = list[Rollout]
-RULE = "every line must be as a run with rl.rollout.save_tokens: True writes it."
+RULE = "every line must have the format that a run with rl.rollout.save_tokens: True writes."
 
 
 def record_of(rollout: Rollout) -> dict[str, Any]:
-    """Return what `read_rollouts` needs besides ``prompt`` and ``completion``, as JSON values."""
+    """Return the fields that `read_rollouts` needs besides ``prompt`` and ``completion``, as JSON values."""
     measured = {"columns": dict(rollout.prompt_record.columns), "measured": dict(rollout.measured)}
     return measured | row_of(rollout)
 
@@ -33,7 +33,7 @@ def row_of(rollout: Rollout) -> dict[str, Any]:
     return {
         "prompt_token_ids": list(rollout.prompt_token_ids),
         "token_ids": list(rollout.token_ids),
-        "policy_mask": [int(each) for each in rollout.policy_mask],
+        "policy_mask": [int(value) for value in rollout.policy_mask],
         "sampler_logprobs": list(rollout.sampler_logprobs),
         "versions": list(rollout.versions),
         "turn_ends": list(rollout.turn_ends),
@@ -45,16 +45,18 @@ def row_of(rollout: Rollout) -> dict[str, Any]:
 
 
 def read_rollouts(path: str | Path, reads: Collection[str] = ()) -> list[Group]:
-    """Read the groups that a run with ``rl.rollout.save_tokens`` has left in its ``rollouts.jsonl``.
+    """Read the groups in the ``rollouts.jsonl`` of a run with ``rl.rollout.save_tokens``.
 
-    The lines of one group stand next to each other, with the same ``train_step`` and ``group``. `reads` names the
-    arguments that rewards read.
+    Adjacent lines with the same ``train_step`` and ``group`` form a group. `reads` names the arguments that the reward
+    functions take.
 
     Raises:
-        DatasetError: A line cannot be read, or lacks what the rewards read of its turns.
+        DatasetError: A line is not readable, or lacks an argument that a reward function takes.
     """
     if not Path(path).is_file():
-        raise DatasetError(f"rl.rollout.path={str(path)!r} is not a file: name the rollouts.jsonl of a run.")
+        raise DatasetError(
+            f"rl.rollout.path={str(path)!r}: the file does not exist. Give the rollouts.jsonl of a run."
+        )
     groups: list[Group] = []
     place: tuple[int, int] | None = None
     for here, rollout in read_rows(path, lambda row: _placed_rollout_of(row, reads), RULE):
@@ -63,29 +65,31 @@ def read_rollouts(path: str | Path, reads: Collection[str] = ()) -> list[Group]:
             place = here
         groups[-1].append(rollout)
     if not groups:
-        raise DatasetError(f"rl.rollout.path={str(path)!r} is empty: it must hold at least one rollout.")
+        raise DatasetError(
+            f"rl.rollout.path={str(path)!r}: the file must hold at least one rollout. Give the rollouts.jsonl of a run."
+        )
     return groups
 
 
 def replay_order(groups: Sequence[Group], group_size: int, seed: int) -> PromptOrder[Group]:
-    """Return the stored groups, each of `group_size`, in an order drawn from the seed, pass after pass."""
+    """Return the stored groups in a random order that `seed` determines; all must have `group_size` rollouts."""
     for index, group in enumerate(groups):
         if len(group) != group_size:
             raise DatasetError(
-                f"group {index} of rl.rollout.path has {len(group)} completions, and rl.group_size={group_size}: "
-                "they must be equal. Change rl.group_size, or name another file."
+                f"rl.group_size={group_size}: group {index} of rl.rollout.path has {len(group)} completions, and the "
+                "two numbers must be equal. Change rl.group_size, or give another file."
             )
     return PromptOrder(groups, seed)
 
 
 class RecordedGroups:
-    """A source of the groups that a run trained on, step by step, as its ``rollouts.jsonl`` has them."""
+    """A source of the groups that a run trained on, read from its ``rollouts.jsonl``."""
 
     def __init__(self, path: Path, last_step: int, max_lag: int | None = None) -> None:
-        """Read the steps up to `last_step`; tokens that lag by more than `max_lag` steps are left out, as they were.
+        """Read the steps up to `last_step`; tokens older than `max_lag` steps are left out, as in the run.
 
         Raises:
-            DatasetError: The run was without ``rl.rollout.save_tokens``.
+            DatasetError: The run did not set ``rl.rollout.save_tokens``.
         """
         self._max_lag = max_lag
         places: dict[tuple[int, int], list[tuple[Rollout, Mapping[str, Any]]]] = {}
@@ -102,31 +106,31 @@ class RecordedGroups:
         return len(next(iter(self._groups.values()))[0].rollouts)
 
     def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
-        """Return the groups that the step after `step` trained on; none if it dropped all of them."""
+        """Return the groups that step `step` + 1 of the run trained on; empty if it dropped all groups."""
         with timer.span("time/generate_s"), timer.span("time/score_s"):
             return self._groups.get(step + 1, [])
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return nothing."""
+        """Return no metrics."""
         return {}
 
     def oldest_version(self, step: int) -> int | None:
-        """Return the first version whose tokens `step` trains on; None where it trains on all."""
+        """Return the oldest version whose tokens `step` trains on; None if it trains on all tokens."""
         return None if self._max_lag is None else step - self._max_lag
 
     def state(self) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Read nothing: the step says which groups are due."""
+        """Do nothing: the step number alone determines the groups."""
 
 
 def _scored(group: Sequence[tuple[Rollout, Mapping[str, Any]]]) -> RolloutGroup:
     rows = [row for _, row in group]
 
     def tensor(values: Sequence[float | None]) -> torch.Tensor:
-        return torch.tensor([math.nan if each is None else each for each in values])
+        return torch.tensor([math.nan if value is None else value for value in values])
 
     by_name = {name: tensor([row["rewards"][name] for row in rows]) for name in rows[0]["rewards"]}
     return RolloutGroup([rollout for rollout, _ in group], tensor([row["reward"] for row in rows]), by_name)
@@ -135,19 +139,21 @@ def _scored(group: Sequence[tuple[Rollout, Mapping[str, Any]]]) -> RolloutGroup:
 def _placed_rollout_of(
     row: Mapping[str, Any], reads: Collection[str] = ()
 ) -> tuple[tuple[int, int], Rollout]:
-    """Return the place of a rollout, its step and group, and the rollout."""
+    """Return the step and the group of a rollout, and the rollout."""
     of_turns = {"messages", "environment", *(("completions",) if is_messages(row["prompt"]) else ())}
     lacks_turns = int(row["num_turns"]) > 1 and "messages" not in row
     if lacks_turns and (asked := of_turns.intersection(reads)):
-        raise ValueError(f"a reward reads {min(asked)!r} of its turns, which files of earlier versions lack")
+        raise ValueError(
+            f"a reward reads {min(asked)!r} of the turns, and files of earlier versions do not have it"
+        )
     if int(row["num_turns"]) > 1 and "turn_texts" not in row and reads:
         raise ValueError(
-            "rewards read what the policy wrote, which files of earlier versions do not tell from replies"
+            "rewards read the policy's text, which files of earlier versions do not separate from replies"
         )
     record = PromptRecord(row["prompt"], dict(row["columns"]), row.get("source", ""))
-    # Files of earlier versions lack "branches" too.
-    branches = tuple(_rollout_of(each, record) for each in row.get("branches", ()))
-    measured = {name: math.nan if each is None else each for name, each in row.get("measured", {}).items()}
+    # Files of earlier versions have no "branches".
+    branches = tuple(_rollout_of(branch, record) for branch in row.get("branches", ()))
+    measured = {name: math.nan if value is None else value for name, value in row.get("measured", {}).items()}
     rollout = replace(_rollout_of(row, record), branches=branches, measured=measured)
     return (int(row["train_step"]), int(row["group"])), rollout
 
@@ -163,13 +169,13 @@ def _rollout_of(row: Mapping[str, Any], record: PromptRecord) -> Rollout:
         record,
         _numbers(row, "prompt_token_ids", int),
         _numbers(row, "token_ids", int),
-        tuple(bool(each) for each in row["policy_mask"]),
+        tuple(bool(value) for value in row["policy_mask"]),
         logprobs,
         _numbers(row, "versions", int),
         str(row["completion"]),
         row["finish_reason"],
         int(row["num_turns"]),
-        # Files of earlier versions have none of these.
+        # Files of earlier versions have none of the fields below.
         tuple(row.get("turn_ends", ())),
         tuple(row.get("turn_rewards", ())),
         messages=row.get("messages"),
@@ -180,7 +186,7 @@ def _rollout_of(row: Mapping[str, Any], record: PromptRecord) -> Rollout:
 
 
 def _numbers(row: Mapping[str, Any], name: str, *kinds: type) -> tuple[Any, ...]:
-    """Return a row's list of numbers; raise TypeError where one is of none of the `kinds`, or a list is none."""
-    if not isinstance(row[name], list) or not all(type(each) in kinds for each in row[name]):
+    """Return a list of numbers of a row; raise TypeError if it is not a list, or an element has none of `kinds`."""
+    if not isinstance(row[name], list) or not all(type(value) in kinds for value in row[name]):
         raise TypeError(f"{name} must be a list of {kinds[-1].__name__}")
     return tuple(row[name])

@@ -23,18 +23,18 @@ from vectorlm.types import Completion, Prompt, PromptRecord, RewardResult
 
 
 class Ask(Protocol):
-    """Asks the engine for the completions of a prompt; of one, `hear` gets what is sampled as it is sampled."""
+    """Request completions of a prompt from the engine; `hear` receives the tokens of a single completion."""
 
     def __call__(
         self, prompt: Prompt, params: dict[str, Any], hear: Hear | None = None, /
     ) -> Coroutine[Any, Any, Sequence[Completion]]:
-        """Return them."""
+        """Return the completions."""
 
 
 Agent = Callable[[PromptRecord, Ask, Callable[[int], int]], Coroutine[Any, Any, Rollout]]
-"""Makes a rollout of a prompt by requests of its own, whose seeds it draws by their number."""
+"""Makes a rollout of a prompt record; the last argument returns the seed of the n-th request."""
 Results = Mapping[str, Sequence[RewardResult]]
-"""What reward functions, by name, returned for some rollouts."""
+"""Results of reward functions by their names, one per rollout."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Task:
     """A group to be sampled."""
 
     position: int
-    """The position of its prompt among all prompts of the run."""
+    """Position of the prompt in the order of all prompts of the run."""
     prompt_record: PromptRecord
     stored: Sequence[Rollout] | None = None
-    """The rollouts of a stored group, whose position is among these; only its greedy completion is sampled."""
+    """Rollouts of a stored group; `position` then counts stored groups, and only a greedy completion is sampled."""
 
 
 @dataclass(frozen=True)
@@ -54,37 +54,37 @@ class SampledGroup:
 
     rollouts: Sequence[Rollout]
     greedy: Rollout | None = None
-    """A greedy completion, where the algorithm needs one."""
+    """A greedy completion, if the algorithm needs one."""
     results: Results = field(default_factory=dict)
-    """What the reward functions that see one completion at a time returned for the rollouts, the greedy one last."""
+    """Results of the reward functions that score one completion at a time, with the greedy completion last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSampler:
-    """Samples groups as the settings say."""
+    """Samples a group of rollouts: single completions, conversations with environments, or runs of agents."""
 
     settings: CollectSettings
     seed: int
-    """With the position of a prompt and the turn, this decides what is sampled, whatever is sampled beside it."""
+    """Seed of the run. With the position of the prompt and the turn it determines the seed of every request."""
     max_model_len: int
     """Longest prompt and completion together, in tokens."""
     tokenizer: Any = None
-    """What turns an environment's replies into tokens."""
+    """Tokenizer for the replies of environments."""
     open_environment: Callable[[PromptRecord], RemoteEnvironment | None] | None = None
-    """Opens the environment of each rollout; None, or what it returns for a prompt, for single turns."""
+    """Opens the environment of a rollout. If it is None, or returns None for a prompt, rollouts have a single turn."""
     agents: Mapping[str, Agent] = field(default_factory=dict)
-    """What makes the rollouts of prompts of some sources, instead of an environment."""
+    """Agents by the source of the prompts; an agent replaces the environment."""
     needs_greedy: bool = False
-    """Sample a greedy completion of each prompt too."""
+    """Whether to sample a greedy completion of each prompt too."""
     score: Callable[[Sequence[Rollout]], Awaitable[Results]] | None = None
-    """Scores a group as soon as it has ended, while others are sampled and the ranks train."""
+    """Scores a finished group while other groups are sampled and the ranks train."""
 
     async def sample(self, task: Task, ask: Ask) -> SampledGroup:
-        """Return the group.
+        """Return the sampled group, scored if `score` is set.
 
         Raises:
             RolloutError: An environment failed.
-            VectorLMError: What `score` raised.
+            VectorLMError: `score` raised it.
         """
         if self.needs_greedy:
             params = {**self._params, "n": 1, "temperature": 0.0}
@@ -103,9 +103,10 @@ class GroupSampler:
             return task.stored
         size, record = self.settings.group_size, task.prompt_record
         opened = [self.open_environment(record) for _ in range(size)] if self.open_environment else []
-        if playing := [each for each in opened if each is not None]:
+        if environments := [environment for environment in opened if environment is not None]:
             return await together(
-                self._play(task, index, environment, ask) for index, environment in enumerate(playing)
+                self._interact(task, index, environment, ask)
+                for index, environment in enumerate(environments)
             )
         if (agent := self.agents.get(record.source)) is not None:
             return await together(
@@ -113,14 +114,16 @@ class GroupSampler:
                 for index in range(size)
             )
         params = {**self._params, "n": size, "seed": self._draw_seed(task.position)}
-        return [Rollout.from_completion(record, each) for each in await ask(asked(record), params)]
+        return [
+            Rollout.from_completion(record, completion) for completion in await ask(asked(record), params)
+        ]
 
-    async def _play(self, task: Task, index: int, environment: RemoteEnvironment, ask: Ask) -> Rollout:
-        """Return one rollout with an environment, which is closed in any case."""
+    async def _interact(self, task: Task, index: int, environment: RemoteEnvironment, ask: Ask) -> Rollout:
+        """Return one rollout with an environment, and close the environment even if it fails."""
         try:
             rollout = await self._turns(task, index, environment, ask)
         except BaseException:
-            # What went wrong first is what is told.
+            # Raise the first error, even if closing fails too.
             with contextlib.suppress(Exception):
                 await environment.close()
             raise
@@ -132,22 +135,24 @@ class GroupSampler:
         try:
             (completion,) = await ask(prompt, {**self._params, "n": 1, "seed": seed})
         except Exception as error:
-            with environment.naming("what it begins with cannot be rendered"):
+            with environment.naming("the chat template cannot render its first prompt"):
                 first = encode(prompt, lambda: self.tokenizer)
             if not isinstance(error, EngineError) or len(first) < self.max_model_len:
                 raise
             raise environment.failure(
-                f"begins with {len(first)} tokens, and the model's length of {self.max_model_len} leaves no room for a "
-                "turn",
-                "Shorten the prompt and what reset() adds, or raise train_parameters.max_seq_len",
+                f"starts with {len(first)} tokens, but the engine's limit is {self.max_model_len}, so no turn fits",
+                "Shorten the prompt and the messages of reset(), or raise train_parameters.max_seq_len",
             ) from error
         rollout = Rollout.from_completion(task.prompt_record, completion)
         prompt, tools = (prompt["prompt"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
         is_chat = is_messages(prompt)
-        # What precedes the policy's message, and what it holds so far: what the prompt has begun, replies of text.
+        # Messages before the policy's current message, and that message so far: the prefill, and replies of text.
         chat, begun = split_unfinished(prompt) if is_chat else ([], "")
-        own, contents = begun, []  # The same without replies of text, and the policy's messages so.
-        # A truncated turn has not finished what it began to write.
+        own, contents = (
+            begun,
+            [],
+        )  # The policy's own text of the message, and of earlier messages by their position.
+        # A truncated turn is incomplete: no environment can answer it.
         while not rollout.is_truncated:
             message, reply = await environment.step(completion.text)
             rollout = rollout.rewarded(reply.reward)
@@ -158,17 +163,17 @@ class GroupSampler:
             if isinstance(reply.messages, str):
                 ids, text = self.tokenizer.encode(reply.messages, add_special_tokens=False), reply.messages
             elif is_chat:
-                with environment.naming("what it replied cannot be rendered"):
+                with environment.naming("the chat template cannot render its reply"):
                     ids = encode_reply(chat, reply.messages, completion.token_ids, self.tokenizer, tools)
                 text = self.tokenizer.decode(ids)
             else:
                 raise RolloutError(
-                    f"the environment replied with messages to {str(prompt)[:80]!r}, which is no chat: give it a "
-                    "prompt of messages, or reply with a text."
+                    f"the environment replied with messages to {str(prompt)[:80]!r}, but this prompt is plain text. "
+                    "Use a prompt of messages, or reply with text."
                 )
             whole = [*rollout.prompt_token_ids, *rollout.token_ids, *ids]
             if len(whole) >= self.max_model_len:
-                # As an agent's: what it would have done next is not known.
+                # Truncated like an agent's rollout: nobody knows what the policy would have done next.
                 rollout = replace(rollout, finish_reason="length")
                 break
             if isinstance(reply.messages, str):
@@ -188,49 +193,49 @@ class GroupSampler:
 
     @property
     def _params(self) -> dict[str, Any]:
-        """The sampling parameters of every rollout; `n` and `seed` are added for each."""
-        # The sampled tokens' own log-probabilities cost next to nothing, and corrections read them whatever was asked.
+        """The sampling parameters of all requests, without `n` and `seed`."""
+        # Off-policy correction needs the log-probabilities of the sampled tokens; they cost almost nothing.
         return {**self.settings.sampling, "logprobs": 0}
 
     def _seed_of_turn(self, position: int, index: int, turn: int) -> int:
-        # Those of first turns are the seeds that vLLM gives the completions of one request.
+        # vLLM gives completion i of one request the seed + i; first turns of conversations use the same seeds.
         return self._draw_seed(position, turn, index) if turn else self._draw_seed(position) + index
 
     def _draw_seed(self, *place: int) -> int:
-        """Draw the seed of a request: the engine's own random state would not survive a restart."""
+        """Return the seed of a request. The engine's random state would not survive a restart; this seed does."""
         return int(np.random.default_rng((self.seed, *place)).integers(0, 2**62))
 
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A group from its beginning until a step has trained on it."""
+    """A group that was submitted, until a step trains on it or it is dropped."""
 
     position: int
-    """The position of its prompt among all prompts of the run, or of a stored group among these."""
+    """Position of its prompt among all prompts of the run; of a stored group, its position among stored groups."""
     version: int
-    """The version that the engine held when it was begun."""
+    """Version of the weights in the engine when the group was submitted."""
     sampled: SampledGroup | None = None
     scored: RolloutGroup | None = None
     is_gone: bool = False
-    """Whether a step has taken it, or it was dropped for its age."""
+    """True after a step has trained on it, or after it was cancelled."""
 
     @property
     def is_dropped(self) -> bool:
-        """Whether dynamic sampling has dropped it; False while that is not known."""
+        """True if dynamic sampling dropped the group; False before it is scored."""
         return self.scored is not None and self.scored.is_dropped
 
     def state(self) -> dict[str, Any]:
-        """Return a finished group as plain values, without its prompt, which the position tells."""
+        """Return a finished group as plain values. The prompt is left out: `position` identifies it."""
         assert self.sampled is not None
         sampled = asdict(
             self.sampled,
-            dict_factory=lambda items: {name: each for name, each in items if name != "prompt_record"},
+            dict_factory=lambda items: {name: value for name, value in items if name != "prompt_record"},
         )
         return {"position": self.position, "version": self.version, "sampled": sampled}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], record: PromptRecord) -> PendingGroup:
-        """Return the group of a `state`."""
+        """Return the group that `state` described."""
 
         def rollout(saved: Mapping[str, Any]) -> Rollout:
             branches = tuple(map(rollout, saved["branches"]))
@@ -238,8 +243,10 @@ class PendingGroup:
 
         saved = state["sampled"]
         greedy = None if saved["greedy"] is None else rollout(saved["greedy"])
-        results = {name: [RewardResult(**each) for each in found] for name, found in saved["results"].items()}
-        sampled = SampledGroup([rollout(each) for each in saved["rollouts"]], greedy, results)
+        results = {
+            name: [RewardResult(**result) for result in found] for name, found in saved["results"].items()
+        }
+        sampled = SampledGroup([rollout(row) for row in saved["rollouts"]], greedy, results)
         return cls(state["position"], state["version"], sampled)
 
 
@@ -252,7 +259,7 @@ class StepGroups:
     """
 
     size: int
-    """Groups of the first round."""
+    """Number of groups of the first round."""
     max_rounds: int
     stored_share: float = 0.0
     """Share of stored groups in every round."""
@@ -261,8 +268,8 @@ class StepGroups:
 
     @property
     def rounds(self) -> list[tuple[int, int]]:
-        """The fresh and the stored groups of each round, as far as it is certain: the others may all be kept."""
-        dropped = [[each.is_dropped for each in kind] for kind in (self.fresh, self.stored)]
+        """Numbers of fresh and stored groups of each round that is certain to be needed."""
+        dropped = [[group.is_dropped for group in kind] for kind in (self.fresh, self.stored)]
         rounds: list[tuple[int, int]] = []
         num_missing = self.size
         places = [0, 0]
@@ -277,12 +284,12 @@ class StepGroups:
 
     @property
     def num_needed(self) -> tuple[int, int]:
-        """The fresh and the stored groups that the rounds take; more may have been begun, as shares are rounded."""
+        """Numbers of fresh and stored groups that the rounds need. More may exist, because shares are rounded."""
         rounds = self.rounds
         return sum(fresh for fresh, _ in rounds), sum(stored for _, stored in rounds)
 
     def needed(self) -> Iterator[PendingGroup]:
-        """Walk through the groups that the rounds take and that are begun, in the order of the rounds."""
+        """Iterate over the submitted groups that the rounds need, in the order of the rounds."""
         kinds = iter(self.fresh), iter(self.stored)
         for counts in self.rounds:
             for kind, count in zip(kinds, counts, strict=True):

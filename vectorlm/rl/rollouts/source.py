@@ -1,4 +1,4 @@
-"""The source of a step's rollouts."""
+"""Decide which prompts to sample, and which finished groups each step trains on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
 
 WAIT_S = 0.5
-"""Longest wait before the ranks look at what they have."""
+"""Longest wait, in seconds, before the ranks compare which groups have finished."""
 ONE_AFTER_THE_OTHER = AsyncSettings(max_staleness=0)
 
 
@@ -23,10 +23,10 @@ class RolloutSource:
     """Submits groups and hands finished ones to the steps; its calls are collective.
 
     A group that starts while the engine holds version v is trained on at step v + `max_staleness` at the latest, so no
-    token of a batch is older. Finished groups are trained on, the oldest first; the others go on while the ranks
-    train, through any number of weight updates. At most (max_staleness + 1) P groups are in flight or waiting; with a
-    `max_staleness` of 0 nothing is while the ranks train. Where updates drain the engine, groups are trained on in the
-    order in which they were begun, whichever finishes first.
+    token of a batch is older. Each step takes the finished groups that started first. The engine continues with the
+    others while the ranks train, across any number of weight updates. At most (max_staleness + 1) P groups are in
+    flight or waiting; with `max_staleness` 0, no group is in flight while the ranks train. If updates drain the
+    engine, groups are trained on in the order in which they started, even if a later one finishes first.
     """
 
     def __init__(
@@ -40,9 +40,16 @@ class RolloutSource:
         replayed_share: float = 0.0,
         curricula: Mapping[str, Curriculum] | None = None,
     ) -> None:
-        """Take `prompts` as they come; `replayed_share` of the groups of each round come from `replay` instead.
+        """Create a source of groups for the prompts in the order of `prompts`.
 
-        `curricula`, by the sources of the prompts, see every group.
+        Args:
+            groups: The queue that samples the groups.
+            scorer: Scores finished groups.
+            prompts: The order of the prompts, also across passes.
+            overlap: How sampling overlaps training; None samples each batch between two training steps.
+            replay: Stored groups in a random order.
+            replayed_share: Share of the groups of each round that come from `replay`.
+            curricula: Curricula by the source of the prompts; each observes every group of its source.
         """
         self._curricula = curricula or {}
         self._groups, self._scorer, self.prompts, self.replay = groups, scorer, prompts, replay
@@ -63,101 +70,107 @@ class RolloutSource:
         return self._settings.group_size
 
     def oldest_version(self, step: int) -> int | None:
-        """Return the first version whose tokens `step` may train on, where older ones are left out."""
+        """Return the oldest version whose tokens `step` may train on; None if it trains on all tokens."""
         return step - self._overlap.max_staleness if self._overlap.overdue == "mask" else None
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: finished groups, and the positions of those that are sampled again.
+        """Return the state for a checkpoint: finished groups, and the positions of groups to sample again.
 
-        Where updates drain the engine, it is drained now; that makes the run that resumes the same as this one.
+        If updates drain the engine, drain it now, so that the resumed run trains on the same groups as this run.
         """
         while self._overlap.update == "drain" and self._running:
             self._receive(WAIT_S)
         replay_position = 0 if self.replay is None else self.replay.position
         pending = self._pending()
-        in_flight = [each.position for each in pending if each.sampled is None]
+        in_flight = [group.position for group in pending if group.sampled is None]
         return {
             "position": self.prompts.position,
             "replay_position": replay_position,
             "pending": sorted([*self._reissued, *in_flight]),
-            "finished": [each.state() for each in pending if each.sampled is not None],
-            "curricula": {name: each.state() for name, each in self._curricula.items()},
+            "finished": [group.state() for group in pending if group.sampled is not None],
+            "curricula": {name: curriculum.state() for name, curriculum in self._curricula.items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` returned, with nothing in flight."""
+        """Restore what `state` returned; no group may be in flight."""
         self.prompts.position = state["position"]
         if self.replay is not None:
             self.replay.position = state["replay_position"]
         self._reissued = list(state.get("pending", ()))
-        # A curriculum that the run did not have begins from its start.
+        # A curriculum that is new in this run starts from its beginning.
         for name, saved in state.get("curricula", {}).items():
             if name in self._curricula:
                 self._curricula[name].load_state(saved)
-        # Checkpoints of earlier versions have none.
+        # Checkpoints of earlier versions have no finished groups.
         if finished := state.get("finished"):
-            groups = [PendingGroup.restored(each, self.prompts.at(each["position"])) for each in finished]
+            groups = [PendingGroup.restored(saved, self.prompts.at(saved["position"])) for saved in finished]
             self._steps = [StepGroups(len(groups), self._max_rounds, fresh=groups)]
 
     def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
-        """Return the scored rollouts of `step`, and the groups that dynamic sampling dropped; the others go on.
+        """Return the scored groups of `step`, and the groups that dynamic sampling dropped.
 
-        The engine holds the weights of `step`; `timer` records sampling and scoring.
+        The engine must hold the weights of `step`; `timer` records the times of sampling and scoring.
 
         Raises:
-            RewardError: A reward function failed, and the run is set to stop then.
+            RewardError: A reward function failed, and the settings stop the run in this case.
             RolloutError: An environment failed.
         """
         with timer.span("time/generate_s"):
             num_free = (self._overlap.max_staleness + 1) * self._num_groups - len(self._pending())
             self._steps.append(StepGroups(num_free, self._max_rounds, self._replayed_share))
-            self._begin(step)
+            self._submit_needed(step)
             self._receive(0.0)
         while True:
-            finished = [each for each in self._pending() if each.sampled is not None and each.scored is None]
+            finished = [
+                group for group in self._pending() if group.sampled is not None and group.scored is None
+            ]
             if self._drops and finished:
                 with timer.span("time/score_s"):
                     self._score(finished)
-                self._begin(step)
+                self._submit_needed(step)
             if self._has_enough(step):
                 break
             with timer.span("time/generate_s"):
                 self._receive(WAIT_S)
         taken = self._oldest_finished()
-        if unscored := [each for each in taken if each.scored is None]:
+        if unscored := [group for group in taken if group.scored is None]:
             with timer.span("time/score_s"):
                 self._score(unscored)
-        found = self._leave(taken)
+        found = self._remove(taken)
         for name, curriculum in self._curricula.items():
-            curriculum.observe([each for each in found if each.source == name], self.prompts.position)
+            curriculum.observe([group for group in found if group.source == name], self.prompts.position)
         self._cancel_late(step)
-        self._steps = [each for each in self._steps if not all(group.is_gone for group in each.needed())]
+        self._steps = [
+            step_groups
+            for step_groups in self._steps
+            if not all(group.is_gone for group in step_groups.needed())
+        ]
         return found
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Describe what stays in flight and waiting once the batch of `step` has been taken."""
+        """Return metrics of the groups that are in flight or waiting after `collect(step)`."""
         metrics = self._groups.metrics()
-        levels = {name: float(each.level) for name, each in self._curricula.items()}
+        levels = {name: float(curriculum.level) for name, curriculum in self._curricula.items()}
         if levels:
             metrics["curriculum/level"] = sum(levels.values()) / len(levels)
             metrics |= {f"curriculum/level/{name}": level for name, level in levels.items() if name}
         if self._overlap.max_staleness:
             pending = self._pending()
-            running = [each for each in pending if each.sampled is None]
+            running = [group for group in pending if group.sampled is None]
             metrics["queue/in_flight"] = float(len(running))
             metrics["queue/finished"] = float(len(pending) - len(running))
-            lags = (step - each.version for each in running)
+            lags = (step - group.version for group in running)
             metrics["queue/in_flight_lag_max"] = float(max(lags, default=0))
             metrics["queue/dropped"] = float(self._num_late)
         return metrics
 
     def _pending(self) -> list[PendingGroup]:
-        """Return the groups in flight, and those that a step may train on."""
+        """Return the groups in flight, and the finished groups that no step has trained on yet."""
         needed = (group for step_groups in self._steps for group in step_groups.needed())
         return [group for group in needed if not (group.is_gone or group.is_dropped)]
 
-    def _begin(self, step: int) -> None:
-        """Submit the groups that the steps need and that are not submitted yet."""
+    def _submit_needed(self, step: int) -> None:
+        """Submit the groups that the steps need and that were not submitted yet."""
         new: list[tuple[PendingGroup, Task]] = []
         for step_groups in self._steps:
             num_fresh, num_stored = step_groups.num_needed
@@ -177,65 +190,67 @@ class RolloutSource:
             self._running |= {number: group for (group, _), number in zip(new, numbers, strict=True)}
 
     def _receive(self, timeout_s: float) -> None:
-        """Receive finished groups; wait until there may be enough."""
+        """Receive finished groups; wait up to `timeout_s` for as many as the step still needs."""
         num_missing = 1 if self._drops else self._num_groups - len(self._oldest_finished())
         for number, sampled in self._groups.poll(timeout_s, max(num_missing, 1)).items():
             self._running.pop(number).sampled = sampled
 
     def _score(self, groups: Sequence[PendingGroup]) -> None:
-        sampled = [each.sampled for each in groups if each.sampled is not None]
+        sampled = [group.sampled for group in groups if group.sampled is not None]
         for group, scored in zip(groups, self._scorer.score(sampled), strict=True):
             group.scored = scored
 
-    def _leave(self, taken: Sequence[PendingGroup]) -> list[RolloutGroup]:
+    def _remove(self, taken: Sequence[PendingGroup]) -> list[RolloutGroup]:
         """Remove `taken` and dropped groups from their steps; return them in the order of the rounds."""
-        leaving = []
+        removed = []
         for step_groups in self._steps:
             needed = list(step_groups.needed())
-            leaving += [each for each in needed if not each.is_gone and (each.is_dropped or each in taken)]
+            removed += [
+                group for group in needed if not group.is_gone and (group.is_dropped or group in taken)
+            ]
             if self.replay is not None:
-                self._put_back([each for each in step_groups.fresh if each not in needed], self.prompts)
-                self._put_back([each for each in step_groups.stored if each not in needed], self.replay)
+                self._put_back([group for group in step_groups.fresh if group not in needed], self.prompts)
+                self._put_back([group for group in step_groups.stored if group not in needed], self.replay)
         if self.replay is None:
-            # With overlap, a step takes groups that several steps submitted.
-            leaving.sort(key=lambda each: each.position)
-        for each in leaving:
-            each.is_gone = True
-        return [each.scored for each in leaving if each.scored is not None]
+            # With overlap, a step trains on groups that several steps submitted.
+            removed.sort(key=lambda group: group.position)
+        for group in removed:
+            group.is_gone = True
+        return [group.scored for group in removed if group.scored is not None]
 
     def _put_back(self, unneeded: Sequence[PendingGroup], order: PromptOrder[Any] | PromptMixture) -> None:
-        """Return unneeded prompts to the next step."""
+        """Cancel unneeded groups; the next step samples their prompts."""
         order.position -= len(unneeded)
         self._cancel(unneeded)
 
     def _cancel(self, groups: Sequence[PendingGroup]) -> None:
-        for each in groups:
-            each.is_gone = True
-        numbers = [number for number, each in self._running.items() if each in groups]
+        for group in groups:
+            group.is_gone = True
+        numbers = [number for number, group in self._running.items() if group in groups]
         for number in numbers:
             del self._running[number]
         self._groups.cancel(numbers)
 
     def _oldest_finished(self) -> list[PendingGroup]:
-        """Return the finished groups that started first, at most one step's number."""
+        """Return the finished groups that started first, at most as many as a step trains on."""
         groups = self._pending()
         if self._overlap.update != "drain":
-            # None waits for one that is older.
-            groups = [each for each in groups if each.sampled is not None]
-        oldest = sorted(groups, key=lambda each: (each.version, each.position))[: self._num_groups]
-        return [each for each in oldest if each.sampled is not None]
+            # A finished group does not wait for an older one.
+            groups = [group for group in groups if group.sampled is not None]
+        oldest = sorted(groups, key=lambda group: (group.version, group.position))[: self._num_groups]
+        return [group for group in oldest if group.sampled is not None]
 
     def _has_enough(self, step: int) -> bool:
-        if self._overlap.overdue == "wait" and not self._leaves_room(step):
+        if self._overlap.overdue == "wait" and not self._can_postpone_others(step):
             return False
-        is_idle = all(each.sampled is not None for each in self._pending())
+        is_idle = all(group.sampled is not None for group in self._pending())
         return is_idle or len(self._oldest_finished()) == self._num_groups
 
-    def _leaves_room(self, step: int) -> bool:
-        """Return whether every group that is not taken now can be trained on before it is too old."""
+    def _can_postpone_others(self, step: int) -> bool:
+        """Return whether every group that this step does not take can be trained on before it is too old."""
         taken = self._oldest_finished()
         last_steps = [
-            each.version + self._overlap.max_staleness for each in self._pending() if each not in taken
+            group.version + self._overlap.max_staleness for group in self._pending() if group not in taken
         ]
         return all(
             sum(other <= last for other in last_steps) <= (last - step) * self._num_groups
@@ -246,6 +261,6 @@ class RolloutSource:
         """Cancel groups that are too old for any later step."""
         late = []
         if self._overlap.overdue == "drop":
-            late = [each for each in self._pending() if each.version + self._overlap.max_staleness <= step]
+            late = [group for group in self._pending() if group.version + self._overlap.max_staleness <= step]
         self._cancel(late)
         self._num_late = len(late)

@@ -132,7 +132,7 @@ def done_becomes_true_by_asking(subject: EngineUnderTest) -> None:
 
 
 def poll_returns_each_finished_handle_once_in_order(subject: EngineUnderTest) -> None:
-    """They are the handles of `submit_many`, whether `poll` waits or not."""
+    """`poll` returns the handles of `submit_many`, with and without waiting."""
     handles = subject.engine.submit_many([([prompt], GREEDY) for prompt in PROMPTS])
     found: list[object] = []
 
@@ -226,7 +226,7 @@ def every_rank_samples_its_own_prompts_in_its_own_way(subject: EngineUnderTest) 
 
 
 def ranks_must_agree_on_the_prompts(subject: EngineUnderTest) -> None:
-    """Every rank raises and names the rank that differs; the engine continues."""
+    """Every rank raises an error with the rank that differs; the engine continues."""
     if subject.topology.world_size == 1:
         return
     mine = [[2, 3 + subject.topology.rank]]

@@ -38,7 +38,7 @@ def greedy_tokens_are_the_models_likeliest(subject: EngineUnderTest) -> None:
 
 
 def logprobs_are_the_models_own(subject: EngineUnderTest) -> None:
-    """They are of the sampling distribution, after penalties, temperature and cuts, and of the present weights."""
+    """Logprobs are of the sampling distribution after penalties, temperature and cuts, of current weights."""
     for seed, shapes in ((11, SHAPES[:1]), (12, SHAPES)):
         plain = _load(subject, seed)
         for shape in shapes:

@@ -114,7 +114,7 @@ def an_update_is_refused_while_requests_are_in_flight(subject: EngineUnderTest) 
 
 
 def an_update_that_drains_waits_for_requests_in_flight(subject: EngineUnderTest) -> None:
-    """All their tokens are of the old weights."""
+    """All tokens of these requests come from the old weights."""
     trained, _ = subject.models(6)
     subject.engine.update(trained, step := subject.next_step)
     other = subject.models(7)[0]
@@ -127,7 +127,7 @@ def an_update_that_drains_waits_for_requests_in_flight(subject: EngineUnderTest)
 
 
 def requests_in_flight_go_on_with_the_new_weights(subject: EngineUnderTest) -> None:
-    """Every token has the version that sampled it; an engine without this feature raises and changes nothing."""
+    """Every token names the version that sampled it. An engine without this feature raises and changes nothing."""
     for in_flight in ("keep", "recompute"):
         trained, _ = subject.models(6)
         subject.engine.update(trained, step := subject.next_step)
@@ -145,7 +145,7 @@ def requests_in_flight_go_on_with_the_new_weights(subject: EngineUnderTest) -> N
 
 
 def ranks_must_agree_on_the_step(subject: EngineUnderTest) -> None:
-    """Every rank raises, and nothing has changed."""
+    """Every rank raises, and the engine is unchanged."""
     if subject.topology.world_size == 1:
         return
     version = subject.engine.version
@@ -278,7 +278,7 @@ def what_is_published_are_the_weights(subject: TrainerUnderTest) -> None:
 
 
 def checksums_of_the_ranks_add_up(subject: TrainerUnderTest) -> None:
-    """They add up to the checksum of what was written; without `with_checksums` there are none."""
+    """The checksums of all ranks add up to the checksum of the slot. Without `with_checksums` the list is empty."""
     with _shared_arena(subject, "float32") as (arena, layout):
         assert list(subject.trainer.publish(layout, False)) == []
         mine = list(subject.trainer.publish(layout, True))

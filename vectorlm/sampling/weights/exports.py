@@ -26,7 +26,7 @@ class FileHandle:
     path: str
     """The file's entry in ``/proc``."""
     identity: tuple[int, int]
-    """Its device and inode, because a process reuses descriptors: the path may later be another file's."""
+    """Device and inode of the file. They detect that the process reused the descriptor for another file."""
     num_bytes: int
     """Size of the file."""
     offset_bytes: int

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """One adapter of one layer; it adds ``scaling * B @ A`` to the layer's weight.
+    """An adapter of a layer; it adds ``scaling * B @ A`` to the layer's weight.
 
     Source: Hu et al. 2021, arXiv 2106.09685, eq. 3; the magnitude is Liu et al. 2024, arXiv 2402.09353, eq. 5.
     """

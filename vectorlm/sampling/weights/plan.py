@@ -21,30 +21,30 @@ HEAD = "lm_head.weight"
 """The output layer of most families."""
 
 MAX_NAMES = 8
-"""Most names in one list of an error message."""
+"""Maximum number of names in a list of an error message."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor, a strided piece of a trainer parameter that consists of several."""
+    """A checkpoint tensor that is a strided piece of a trainer parameter."""
 
     name: str
-    """Its name in the Hugging Face checkpoint."""
+    """Name in the Hugging Face checkpoint."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements of the whole contiguous parameter."""
+    """Stride in elements of the whole contiguous parameter."""
     offset: int
-    """Its first element in that parameter."""
+    """Index of the first element in that parameter."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One trainer parameter or buffer, whole."""
+    """A whole parameter or buffer of the trainer."""
 
     name: str
-    """Its name in the trainer's model."""
+    """Name in the trainer's model."""
     shape: tuple[int, ...]
-    """Its full, unsharded shape."""
+    """Full, unsharded shape."""
     pieces: tuple[Piece, ...] = ()
     """The checkpoint tensors in it; empty if it is one tensor of the same name."""
     is_buffer: bool = False
@@ -56,9 +56,9 @@ class Slot:
     """The place of one trainer parameter in the arena."""
 
     name: str
-    """Its name in the trainer's model."""
+    """Name in the trainer's model."""
     shape: tuple[int, ...]
-    """Its full shape; the slot is contiguous."""
+    """Full shape; the slot is contiguous."""
     dtype: str
     """The engine's dtype, such as ``bfloat16``; the trainer casts while it writes."""
     offset_bytes: int

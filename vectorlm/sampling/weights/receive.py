@@ -236,7 +236,7 @@ class WorkerSums:
     load_plan: LoadPlan
     """The places of the tensors in the parameters."""
     sums: tuple[int, ...]
-    """One checksum per copy of the plan, in words of one number."""
+    """A checksum per copy of the plan, modulo 2**64."""
     unfilled: tuple[str, ...]
     """Parameters that no tensor fills, except a head that is tied and equal to the embedding table."""
 

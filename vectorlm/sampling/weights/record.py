@@ -67,7 +67,7 @@ class View:
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy of the loader: from a piece of a trainer's parameter to a piece of an engine's parameter."""
+    """A copy that the loader makes: from a piece of a trainer's parameter to a piece of an engine's parameter."""
 
     source: str
     """Name of the trainer's parameter."""
