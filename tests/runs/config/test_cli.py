@@ -56,7 +56,7 @@ def test_check_says_what_the_run_would_do(write_complete, capsys, monkeypatch):
 def test_check_says_how_often_checkpoints_come(write_complete, capsys):
     for share, text in {"1": "every epoch", "0.25": "every 0.25 of an epoch"}.items():
         more = ["checkpointing_enabled=true", f"save_frequency={share}"]
-        arguments = [word for each in more for word in ("--set", f"train_parameters.{each}")]
+        arguments = [word for change in more for word in ("--set", f"train_parameters.{change}")]
         assert main(["check", write_complete(MINIMAL), *arguments]) == 0
         assert f"checkpoints   {text}\n" in capsys.readouterr().out
 

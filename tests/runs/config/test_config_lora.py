@@ -32,9 +32,9 @@ def test_pefts_own_defaults_pass(mode):
 
 
 def test_an_option_that_peft_may_add_one_day_is_refused_when_it_is_on():
-    assert [each[0] for each in refused_options({"use_new_idea": True, "use_old_idea": False}, "merged")] == [
-        "use_new_idea"
-    ]
+    assert [
+        problem[0] for problem in refused_options({"use_new_idea": True, "use_old_idea": False}, "merged")
+    ] == ["use_new_idea"]
 
 
 def test_the_config_in_the_repository_asks_for_nothing_that_the_engine_cannot_follow():

@@ -7,7 +7,7 @@ from vectorlm.packages import fields_of
 from vectorlm.runs.config.setting import all_settings
 from vectorlm.runs.config.value import FOREIGN, describe
 
-PLACES = sorted({place for each in FOREIGN.values() for place in each.places})
+PLACES = sorted({place for foreign in FOREIGN.values() for place in foreign.places})
 
 
 @pytest.mark.parametrize("place", PLACES)

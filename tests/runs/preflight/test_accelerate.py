@@ -23,7 +23,7 @@ FSDP = {
 @pytest.fixture
 def config(write_config):
     path = write_config(MINIMAL)
-    return lambda *overrides: load_config(path, [f"train_parameters.{each}" for each in overrides])
+    return lambda *overrides: load_config(path, [f"train_parameters.{change}" for change in overrides])
 
 
 def test_settings_that_the_config_leaves_out_are_accelerate_s(config, write_config):
@@ -51,14 +51,14 @@ def test_equal_settings_agree_and_others_are_refused_with_both_names(config):
     ],
 )
 def test_both_versions_of_its_fsdp_name_a_strategy(config, variables, strategy):
-    (found,) = [each for each in accelerate_overrides(config(), FSDP | variables, 1) if "strategy" in each]
+    (found,) = [text for text in accelerate_overrides(config(), FSDP | variables, 1) if "strategy" in text]
     assert found == f"train_parameters.sharding_strategy='{strategy}'"
 
 
 def test_fsdp2_says_nothing_of_shards_within_a_node(config):
     variables = FSDP | {"FSDP_VERSION": "2"}
     hybrid = config("sharding_strategy=HYBRID_SHARD")
-    assert [each for each in accelerate_overrides(hybrid, variables, 1) if "strategy" in each] == []
+    assert [text for text in accelerate_overrides(hybrid, variables, 1) if "strategy" in text] == []
 
 
 def test_mixed_precision_is_honoured_where_it_was_chosen(config):

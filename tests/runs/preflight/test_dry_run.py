@@ -44,7 +44,7 @@ def test_adapters_without_a_way_out_are_refused_before_the_first_step(tmp_path, 
     save_tiny_llama(tmp_path / "model", tied=tied)
     with pytest.raises(ConfigError, match=message):
         dry_run(make_config(tmp_path, tmp_path / "run", lora_peft_config={"r": 2, **options}))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["model", "run.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run.yaml"]
 
 
 PASSES = {
@@ -158,7 +158,7 @@ MATCHED = [
 @pytest.mark.parametrize("options", UNMATCHED)
 def test_names_of_adapters_that_no_layer_has_are_refused(inputs, tmp_path, options):
     wrong = next(
-        each for each in ("v_porj", "lm_haed", "zzz", r"\^q_proj", "99") if each.strip("\\") in str(options)
+        name for name in ("v_porj", "lm_haed", "zzz", r"\^q_proj", "99") if name.strip("\\") in str(options)
     )
     with pytest.raises(ConfigError, match=rf"lora_peft_config=.*{wrong}"):
         dry_run(make_config(inputs, tmp_path / "run", lora_peft_config={"r": 2, **options}))

@@ -65,7 +65,7 @@ def most_held(topology, folder, train):
         return model if train.lora_peft_config is None else add_lora(model, train.lora_peft_config)
 
     model = load_sharded(load, topology, train.model)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
     optimizer_step = OptimizerStep(model, optimizer, None, 1.0, topology)
     computes = LanguageModel(model, context=ContextGroup.of(topology))
     # The last token of a row is not computed.

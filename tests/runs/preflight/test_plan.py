@@ -284,7 +284,7 @@ def test_adapters_are_counted_as_peft_makes_them(folder, loaded):
     for lora in ({"r": 2, "target_modules": ["q_proj", "down_proj"]}, {"r": 4}):
         model = AutoModelForCausalLM.from_pretrained(folder)
         adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
-        trained = sum(each.numel() for each in adapted.parameters() if each.requires_grad)
+        trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
         assert count_adapter_parameters(folder, lora) == trained
 
 
@@ -295,8 +295,13 @@ def held_bytes(topology, model_dir):
     loop.objective.sum_loss(next(loop.remaining_steps())[0])[0].backward()
     step.optimizer.step()
     local = [
-        (each, each.grad, step.optimizer.state[each]["exp_avg"], step.optimizer.state[each]["exp_avg_sq"])
-        for each in step.model.parameters()
+        (
+            weight,
+            weight.grad,
+            step.optimizer.state[weight]["exp_avg"],
+            step.optimizer.state[weight]["exp_avg_sq"],
+        )
+        for weight in step.model.parameters()
     ]
     return [sum(kinds[index].to_local().nbytes for kinds in local) for index in range(4)]
 
@@ -326,7 +331,7 @@ def saved_bytes(num_layers, dtype):
         max_position_embeddings=64,
     )
     model = LlamaForCausalLM(config).to(dtype)
-    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept = {}
 
     def pack(tensor):

@@ -175,7 +175,7 @@ def test_every_advice_is_accepted_and_saves_memory(folder, monkeypatch, kind, pl
             _, after = plan_of(settings, int(number or 2), int(size * GIB))
             kind = find_shortage(before).kind
             lacking = [
-                needed - available for needed, available in (needs_of(each)[kind] for each in (before, after))
+                needed - available for needed, available in (needs_of(plan)[kind] for plan in (before, after))
             ]
             assert lacking[1] < lacking[0], (setting, value)
             if "Set " in advice:
