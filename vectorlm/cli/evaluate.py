@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,13 @@ from vectorlm.cli.arguments import add_set_argument
 from vectorlm.cli.sample import (
     MAX_TOKENS,
     add_sampling_arguments,
-    ask,
     check_sampling,
     open_engine,
     read_pairs,
     require_model,
     sampling_params,
 )
-from vectorlm.data.encoding import asked, is_messages, split_unfinished
+from vectorlm.data.encoding import is_messages, split_unfinished
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
@@ -265,39 +264,34 @@ def _weighted_sums(
 
 
 def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
-    """Return the answers to each question: one turn, or rollouts with the environment."""
-    from vectorlm.rl.rollout import Rollout
+    """Return the answers to each question, from rollouts with the environment if there is one."""
+    from vectorlm.rl.evaluation.evaluator import answer_prompts
     from vectorlm.rl.rollouts.builder import SamplerBuilder
 
     model, adapter = require_model(args)
-    if exam.environment is None or exam.collect is None:
-        prompts = [asked(record) for record in exam.prompt_records]
-        longest = {} if exam.max_seq_len == -1 else {"max_model_len": exam.max_seq_len}
-        engine_args = {**longest, **exam.engine_args}
-        sampled = ask(args.engine, model, adapter, prompts, exam.sampling_params, engine_args)
-        return [
-            [Rollout.from_completion(record, each) for each in options]
-            for record, options in zip(exam.prompt_records, sampled, strict=True)
-        ]
     check_sampling(args.engine, exam.sampling_params)
-    engine_args = {"max_model_len": exam.max_seq_len, **exam.engine_args}
-    if engine_args["max_model_len"] == -1:
+    longest = exam.engine_args.get("max_model_len", exam.max_seq_len)
+    if longest == -1 and exam.environment is not None:
         from transformers import AutoConfig, AutoTokenizer
 
         from vectorlm.rl.evaluation.harness import context_length
 
-        own = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-        engine_args["max_model_len"] = context_length(*own)
-    with open_engine(args.engine, model, adapter, engine_args) as opened, ExitStack() as stack:
-        environments = SamplerBuilder(
-            {"": exam.environment},
-            opened,
-            copy.deepcopy(opened.tokenizer),
-            max_model_len=engine_args["max_model_len"],
-            timeout_s=exam.collect.environment_timeout_s,
-            stack=stack,
-        )
-        return environments.player(exam.collect, exam.sampling_params, exam.seed)(exam.prompt_records)
+        longest = context_length(AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model))
+    engine_args = {**exam.engine_args, **({} if longest == -1 else {"max_model_len": longest})}
+    with open_engine(args.engine, model, adapter, engine_args) as engine, ExitStack() as stack:
+        engine.wait_until_ready()
+        play = {}
+        if exam.environment is not None and exam.collect is not None:
+            environments = SamplerBuilder(
+                {"": exam.environment},
+                engine,
+                copy.deepcopy(engine.tokenizer),
+                max_model_len=longest,
+                timeout_s=exam.collect.environment_timeout_s,
+                stack=stack,
+            )
+            play[""] = environments.player(exam.collect, exam.sampling_params, exam.seed)
+        return answer_prompts(engine, exam.prompt_records, play, exam.sampling_params)
 
 
 def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -321,27 +315,27 @@ def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         return harness.run_tasks(scored, tasks, args.limit)
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Exam:
-    """The questions, sampling parameters and rewards of an evaluation."""
+    """Questions, sampling parameters and rewards of an evaluation."""
 
     prompt_records: Sequence[PromptRecord] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """The weight of each reward function, by its name."""
+    """Weight of each reward function, by its name."""
     sampling_params: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": MAX_TOKENS})
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = 300.0
-    """Longest call of a reward function, in seconds."""
+    """Seconds to wait for a call of a reward function; None waits forever."""
     at_k: Sequence[int] = ()
     """The k of pass@k and maj@k."""
     environment: str | None = None
-    """The environment of the questions."""
+    """The environment of the questions; None for single turns."""
     collect: CollectSettings | None = None
-    """How rollouts are made with it."""
+    """Settings for rollouts with the environment."""
     max_seq_len: int = -1
-    """Longest prompt with its answer, where the engine's arguments have no max_model_len; -1 for the model's own."""
+    """Longest prompt and answer together, unless the engine's arguments have max_model_len; -1: the model's length."""
     seed: int = 0
-    """The seed from which seeds are drawn if the sampling parameters have none."""
+    """Seed of the questions with an environment, if the sampling parameters have none."""
 
 
 def read_exam(args: argparse.Namespace) -> Exam:
@@ -352,77 +346,75 @@ def read_exam(args: argparse.Namespace) -> Exam:
     """
     exam = Exam()
     if args.yaml_path:
-        config = load_config(args.yaml_path, args.overrides)
-        exam = _exam_of(config if args.source is None else _of_source(config, args.source), not args.prompts)
-    rewards = dict.fromkeys(args.rewards, 1.0) if args.rewards else exam.rewards
-    if not rewards and exam.environment is None:
+        exam = _exam_of(load_config(args.yaml_path, args.overrides), args.source, not args.prompts)
+    if args.rewards:
+        exam.rewards = dict.fromkeys(args.rewards, 1.0)
+    if not exam.rewards and exam.environment is None:
         raise ConfigError("nothing scores the answers. Use --reward countdown, or --reward file.py:NAME.")
     records = read_prompts(args.prompts, "--prompts") if args.prompts else exam.prompt_records
+    exam.prompt_records = records[: args.limit]
+    exam.sampling_params = {**exam.sampling_params, **sampling_params(args)}
     engine_args = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
-    exam = replace(
-        exam,
-        prompt_records=records[: args.limit],
-        rewards=rewards,
-        sampling_params={**exam.sampling_params, **sampling_params(args)},
-        engine_args={**exam.engine_args, **engine_args},
-        at_k=args.at_k or exam.at_k,
-    )
-    if (largest := max(exam.at_k, default=1)) > (num := exam.sampling_params.get("n") or 1):
+    exam.engine_args = {**exam.engine_args, **engine_args}
+    exam.at_k = args.at_k or exam.at_k
+    num_answers = exam.sampling_params.get("n") or 1
+    if (largest := max(exam.at_k, default=1)) > num_answers:
         raise ConfigError(
-            f"--at_k {largest} needs as many answers to each question, and there are {num}. Use --n {largest}."
+            f"--at_k {largest}: there must be as many answers to each question, not {num_answers}. Use --n {largest}."
         )
-    if args.pairs and ((exam.sampling_params.get("n") or 1) < 2 or exam.environment is not None):
+    if args.pairs and (num_answers < 2 or exam.environment is not None):
         raise ConfigError(
             "--pairs needs several answers to each question, and no environment. Use --n 8, for example."
         )
     return exam
 
 
-def _of_source(config: Config, name: str) -> Config:
-    """Return a config whose questions, rewards and environment are those of one of its sources."""
-    sources = {} if config.rl is None else config.rl.by_source
-    known = [each for each, source in sources.items() if source.held_out is not None]
-    if config.rl is None or config.train_parameters.sampler is None or name not in known:
+def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
+    """Return the held-out questions of a run, or of one of its sources, with their rewards.
+
+    The rewards of `rl` score them if no reward is set for them.
+    """
+    sampler, rl = config.train_parameters.sampler, config.rl
+    sources = {} if rl is None else rl.by_source
+    known = [name for name, settings in sources.items() if settings.held_out is not None]
+    if source is not None and (sampler is None or source not in known):
         raise ConfigError(
-            f"--source {name}: rl.sources has no source of that name with held_out questions. It has "
+            f"--source {source}: rl.sources must have a source of that name with held_out questions. It has "
             f"{', '.join(known) or 'none at all'}."
         )
-    source, sampler = sources[name], config.train_parameters.sampler
-    reward = config.held_out_rewards.get(name)
-    held_out = replace(sampler.evaluation, prompts=source.held_out, reward=reward, further_rewards=())
-    sampler = replace(sampler, evaluation=held_out)
-    collect = replace(config.rl.collect, environment=source.environment)
-    return replace(
-        config,
-        train_parameters=replace(config.train_parameters, sampler=sampler),
-        rl=replace(config.rl, collect=collect),
-    )
-
-
-def _exam_of(config: Config, reads_prompts: bool) -> Exam:
-    """Return the held-out questions of a run with what scores them; without a sampler's reward, that of `rl`."""
-    sampler, rl = config.train_parameters.sampler, config.rl
-    if sampler is None or (sampler.evaluation.prompts is None and reads_prompts):
+    if sampler is None or (source is None and sampler.evaluation.prompts is None and reads_prompts):
         raise ConfigError(
-            "the config has no held-out questions (train_parameters.sampler.prompts). Use --source if rl.sources have "
-            "some, or --prompts, and --reward if the config has no reward either."
+            "train_parameters.sampler.prompts=null: the config has no held-out questions. Use --source if rl.sources "
+            "have some, or --prompts, and --reward if the config has no reward either."
         )
-    settings, held_out = sampler.engine, sampler.evaluation
-    exam = Exam(sampling_params=settings.sampling_params, timeout_s=settings.timeout_s, at_k=held_out.at_k)
+    if source is None:
+        held_out = sampler.evaluation
+        prompts, reward, further = held_out.prompts, held_out.reward, held_out.further_rewards
+        environment = None if rl is None else rl.collect.environment_of("")
+    else:
+        prompts, reward, further = sources[source].held_out, config.held_out_rewards.get(source), ()
+        environment = sources[source].environment
+    settings = sampler.engine
+    exam = Exam(
+        sampling_params=settings.sampling_params,
+        timeout_s=settings.timeout_s,
+        at_k=sampler.evaluation.at_k,
+        environment=environment,
+        collect=None if rl is None else rl.collect,
+        seed=config.train_parameters.seed,
+    )
     if settings.inference == "vllm":
         dtype = config.train_parameters.engine_dtype(has_gpu())
-        exam = replace(exam, engine_args={"dtype": dtype, **settings.engine_args})
+        exam.engine_args = {"dtype": dtype, **settings.engine_args}
     if rl is not None:
-        # Half an answer is a wrong one: it ends where the run ends it.
-        exam = replace(exam, max_seq_len=config.train_parameters.longest_rollout)
-    if rl is not None and (environment := rl.collect.environment_of("")) is not None:
-        exam = replace(exam, environment=environment, collect=rl.collect, seed=config.train_parameters.seed)
-    if reads_prompts and held_out.prompts is not None:
-        exam = replace(exam, prompt_records=read_prompts(held_out.prompts))
-    if held_out.reward is not None:
-        return replace(exam, rewards=dict.fromkeys((held_out.reward, *held_out.further_rewards), 1.0))
-    if rl is None:
-        return exam
-    if rl.reward.reward_models:
-        raise ConfigError("rl.reward_models cannot be evaluated. Set sampler.reward.")
-    return replace(exam, rewards=dict(rl.reward.rewards), timeout_s=rl.reward.reward_timeout_s)
+        # Answers end where they end in the run: half an answer is wrong.
+        exam.max_seq_len = config.train_parameters.longest_rollout
+    if reads_prompts and prompts is not None:
+        exam.prompt_records = read_prompts(prompts)
+    if reward is not None:
+        exam.rewards = dict.fromkeys((reward, *further), 1.0)
+    elif rl is not None:
+        if rl.reward.reward_models:
+            raise ConfigError("rl.reward_models cannot be evaluated. Set sampler.reward.")
+        exam.rewards, exam.timeout_s = dict(rl.reward.rewards), rl.reward.reward_timeout_s
+    return exam

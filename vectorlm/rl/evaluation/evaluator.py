@@ -14,7 +14,7 @@ from vectorlm.rl.evaluation.grade import grade
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.rl.rollout import Rollout, logged_means
 from vectorlm.train.handover import DeviceTurn
-from vectorlm.types import ENVIRONMENT, PromptRecord, RewardResult
+from vectorlm.types import ENVIRONMENT, Engine, PromptRecord, RewardResult
 
 Answers = list[Sequence[Rollout]]
 Results = list[list[RewardResult]]
@@ -23,6 +23,34 @@ Play = Callable[[Sequence[PromptRecord]], Answers]
 """Has questions played with their environment."""
 NUM_SHOWN = 3
 """Answers that each evaluation shows on the console."""
+
+
+def answer_prompts(
+    engine: Engine,
+    prompt_records: Sequence[PromptRecord],
+    play: Mapping[str, Play],
+    sampling_params: Mapping[str, Any] | None = None,
+    *,
+    what: str = "sampling",
+    is_on: bool = True,
+) -> Answers:
+    """Return the answers to each prompt; prompts of a source in `play` are played with their environment.
+
+    Ranks with `is_on` show the progress of `what`. The players have their own sampling parameters.
+    """
+    answers: dict[int, Sequence[Rollout]] = {}
+    for source, play_prompts in play.items():
+        places = [place for place, record in enumerate(prompt_records) if record.source == source]
+        with report_wait(f"{what} with their environment", is_on=is_on):
+            played = play_prompts([prompt_records[place] for place in places])
+        answers |= zip(places, played, strict=True)
+    places = [place for place in range(len(prompt_records)) if place not in answers]
+    prompts = [asked(prompt_records[place]) for place in places]
+    # Ask the engine even without prompts: a run that evaluates tasks only must update its weights.
+    sampled = sample_with_progress(engine, prompts, sampling_params, what=what, is_on=is_on)
+    for place, options in zip(places, sampled, strict=True):
+        answers[place] = [Rollout.from_completion(prompt_records[place], option) for option in options]
+    return [answers[place] for place in range(len(answers))]
 
 
 class Evaluator:
@@ -71,7 +99,13 @@ class Evaluator:
         """Evaluate the weights after training step `step`; called on all ranks."""
         with self._turn.sampling(step) as report:
             start_s = time.perf_counter()
-            answers = self._answer(f"step {step}: sampling the held-out prompts")
+            answers = answer_prompts(
+                self._turn.engine,
+                self._prompt_records,
+                self._play,
+                what=f"step {step}: sampling the held-out prompts",
+                is_on=self._lines is not None,
+            )
             generate_s = time.perf_counter() - start_s
             of_tasks = {} if self._run_tasks is None else self._run_tasks()
         num_tokens = sum(each.num_policy_tokens for options in answers for each in options)
@@ -111,20 +145,6 @@ class Evaluator:
             for name, value in of_tasks.items():
                 self._say(f"  {name} {value:.4g}")
         return metrics
-
-    def _answer(self, what: str) -> Answers:
-        found: dict[int, Sequence[Rollout]] = {}
-        for source, play in self._play.items():
-            places = self._places[source]
-            with report_wait(f"{what} with their environment", is_on=self._lines is not None):
-                found |= zip(places, play([self._prompt_records[place] for place in places]), strict=True)
-        places = [place for place in range(len(self._prompt_records)) if place not in found]
-        prompts = [asked(self._prompt_records[place]) for place in places]
-        # With none, for the tasks alone, the engine is asked too: its update is due.
-        sampled = sample_with_progress(self._turn.engine, prompts, what=what, is_on=self._lines is not None)
-        for place, options in zip(places, sampled, strict=True):
-            found[place] = [Rollout.from_completion(self._prompt_records[place], each) for each in options]
-        return [found[place] for place in range(len(found))]
 
     def _score(self, answers: Answers, of_source: Mapping[str, RewardFunction | None]) -> Results:
         """Return what each answer was given: NaN where nothing scores the question."""
