@@ -1,4 +1,4 @@
-"""``vectorlm evaluate``: how well a model answers, by a run's own questions and rewards or by tasks of a harness."""
+"""``vectorlm evaluate``: score a model on a run's questions, or on tasks of the lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = "one of the config's rl.sources: its held-out questions and rewards"
     parser.add_argument("--source", metavar="NAME", help=help_text)
     parser.add_argument("--prompts", metavar="FILE", help="questions: a JSONL file, a `prompt` in every line")
-    help_text = "what scores the answers: countdown, or file.py:NAME; may be repeated"
+    help_text = "a reward for the answers: countdown, or file.py:NAME; may be repeated"
     parser.add_argument("--reward", dest="rewards", action="append", metavar="NAME", help=help_text)
     help_text = "the k of pass@k and maj@k, up to --n (default: 2, 4, 8 and so on)"
     parser.add_argument("--at_k", metavar="K,…", type=_ints, default=(), help=help_text)
     help_text = "tasks of the lm-evaluation-harness instead, or YAML files of such tasks"
     parser.add_argument("--tasks", metavar="NAME,…", help=help_text)
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions (of each task)")
-    parser.add_argument("--output", metavar="FILE", help="write the numbers and every answer there, as JSON")
-    help_text = "write there for each question its best and worst answer, as rows for dataset_preprocess.examples=pairs"
+    parser.add_argument("--output", metavar="FILE", help="write the results and all answers to FILE, as JSON")
+    help_text = "write the best and worst answer to every question there, as rows for dataset_preprocess.examples=pairs"
     parser.add_argument("--pairs", metavar="FILE", help=help_text)
     help_text = "an argument of vLLM's engine, for example max_model_len=2048; may be repeated"
     parser.add_argument(
@@ -70,7 +70,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate_command(args: argparse.Namespace) -> int:
-    """Say how well a model answers questions."""
+    """Evaluate a model and print the results."""
     require_model(args)
     _require_sense(args)
     start_s = time.perf_counter()
@@ -79,26 +79,26 @@ def evaluate_command(args: argparse.Namespace) -> int:
     print(f"{text}\n{seconds:.1f} s")
     if args.output is not None:
         result = {"model": args.model, "engine": args.engine, "seconds": seconds, **found}
-        # Half a character, as JSON lines may hold it, is written as its escape.
+        # A lone surrogate, which JSON lines may contain, is written as its escape.
         text = json_text(result, indent=1, ensure_ascii=False) + "\n"
         Path(args.output).write_text(text, encoding="utf-8", errors="backslashreplace")
     if args.pairs is not None:
         pairs = [pair for row in found["answers"] if (pair := _pair_of(row)) is not None]
         text = "".join(json_text(pair, ensure_ascii=False) + "\n" for pair in pairs)
         Path(args.pairs).write_text(text, encoding="utf-8", errors="backslashreplace")
-        num_others = len(found["answers"]) - len(pairs)
+        others = len(found["answers"]) - len(pairs)
         print(
-            f"{args.pairs}: {len(pairs)} pairs; {num_others} questions have answers that score alike or are cut off"
+            f"{args.pairs}: {len(pairs)} pairs; {others} questions have equal scores or only answers that were cut off"
         )
     return 0
 
 
 def _pair_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the best whole answer to a question and the worst, by their rewards' sum; None if they score alike."""
+    """Return the best complete answer to a question and the worst, by the sum of rewards; None if they are equal."""
     # Of several rewards the last is their weighted sum.
     scores = [list(each["rewards"].values())[-1] for each in row["completions"]]
     scored = [place for place, score in enumerate(scores) if score is not None and not math.isnan(score)]
-    # Training would put an end behind an answer that was cut off.
+    # Training would append an end token to an answer that was cut off.
     whole = [place for place in scored if row["completions"][place]["finish_reason"] != "length"]
     best, worst = (
         pick(places, key=lambda place: scores[place], default=None)
@@ -111,13 +111,13 @@ def _pair_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
         prompt, begun = split_unfinished(prompt)
         texts = [[{"role": "assistant", "content": begun + text}] for text in texts]
     pair = {"prompt": prompt, "chosen": texts[0], "rejected": texts[1]}
-    # The template renders them before both texts, as it did for the answers.
+    # The template renders tools before both texts, as it did for the answers.
     tools = {name: value for name, value in row["columns"].items() if name == "tools"}
     return {**pair, "score_chosen": scores[best], "score_rejected": scores[worst], **tools}
 
 
 def _require_sense(args: argparse.Namespace) -> None:
-    """Refuse arguments that are missing, would have no effect, or fail only after the work."""
+    """Refuse missing arguments, arguments without effect, and files that could not be written at the end."""
     own = {"my.yaml": args.yaml_path, "--prompts": args.prompts, "--reward": args.rewards}
     own |= {
         "--source": args.source,
@@ -134,35 +134,35 @@ def _require_sense(args: argparse.Namespace) -> None:
     }
     given = [name for name, value in own.items() if value not in (None, [])]
     if args.tasks and given:
-        raise ConfigError(f"{given[0]} has no effect with --tasks: each task brings its own. Leave it out.")
+        raise ConfigError(f"{given[0]} has no effect with --tasks, because a task has its own. Leave it out.")
     if args.tasks and not is_installed("lm_eval"):
         raise ConfigError(
-            "--tasks needs the package lm_eval, which is not installed. pip install 'vectorlm[eval]'"
+            "--tasks needs the package lm_eval, which is not installed. Run: pip install 'vectorlm[eval]'"
         )
     if not args.tasks and not args.yaml_path and not args.prompts:
         raise ConfigError(
-            "there are no questions. Name a config file, --prompts FILE --reward NAME, or --tasks."
+            "the command needs questions. Name a config file, --prompts FILE --reward NAME, or --tasks."
         )
     if args.source is not None and (args.prompts or not args.yaml_path):
         raise ConfigError(
-            "--source needs a config file and no --prompts: it names one of the config's rl.sources."
+            "--source names one of the config's rl.sources, so it needs a config file and no --prompts."
         )
     if args.overrides and not args.yaml_path:
         raise ConfigError("--set has no effect without a config file. Name one, or leave it out.")
     if args.engine_args and args.engine == "hf":
         raise ConfigError(
-            "--engine_arg is for vLLM's engine, and has no effect with --engine hf. Leave it out."
+            "--engine_arg has no effect with --engine hf, because it is for vLLM's engine. Leave it out."
         )
     if args.prompts and not Path(args.prompts).is_file():
         raise ConfigError(
-            f"--prompts {args.prompts} is not a file: name a JSONL file with a prompt in every line."
+            f"--prompts {args.prompts}: it must be a JSONL file with a prompt in every line. Correct the path."
         )
     if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit {args.limit} leaves no question: it must be at least 1.")
+        raise ConfigError(f"--limit {args.limit}: it must be at least 1. Use a larger number.")
     for name in ("output", "pairs"):
         path = Path(getattr(args, name) or "new")
         if not path.parent.is_dir() or path.is_dir():
-            raise ConfigError(f"--{name} {path} cannot be written: name a file in a folder that exists.")
+            raise ConfigError(f"--{name} {path}: the file needs a folder that exists. Name another file.")
 
 
 def _ints(text: str) -> tuple[int, ...]:
@@ -173,21 +173,21 @@ def _ints(text: str) -> tuple[int, ...]:
 
 
 def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Answer the questions of an exam; return what is written to a file, and the text to print."""
-    # It imports torch, which the other commands do without.
+    """Answer and score the questions; return the content of the output file, and the text to print."""
+    # This imports torch, which the other commands do not need.
     from vectorlm.rl.rollout import logged_means
 
     exam = read_exam(args)
     if args.pairs is not None and exam.environment is not None:
         raise ConfigError(
-            "--pairs cannot be used with an environment: its words would be trained on as the policy's. Leave it out."
+            "--pairs cannot be used with an environment, whose text would be trained on as the policy's. Leave it out."
         )
-    # Functions of two files may have one name.
+    # Functions in two files may have the same name.
     short = [short_name(name) for name in exam.rewards]
     labels = short if len(set(short)) == len(short) else list(exam.rewards)
     records = exam.prompt_records
     for name in exam.rewards:
-        # Refused before the model is loaded.
+        # Raise before the model is loaded.
         for rule, fix in signature_problems(get_reward(name), records, "the questions"):
             raise ConfigError(f"the reward {name!r} {rule}. {fix}")
     answers = _answers(args, exam)
@@ -202,13 +202,13 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if exam.environment is not None:
         scored[ENVIRONMENT] = score_answers(None, answers, "")
     if len(scored) > 1:
-        # As in training, where an environment's rewards have no other weight.
+        # As in training, where an environment's rewards always have weight 1.
         weights = [*exam.rewards.values(), *[1.0] * (exam.environment is not None)]
         scored["sum"] = _weighted_sums([*scored.values()], weights)
     grades = {name: grade(results, exam.at_k) for name, results in scored.items()}
     lines = []
     for name, each in grades.items():
-        # One question has no error.
+        # A single question has no standard error.
         of_right, of_mean = f" ± {each.accuracy_error:.1%}", f" ± {each.mean_error:.4f}"
         if each.num_questions < 2:
             of_right = of_mean = ""
@@ -251,7 +251,7 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _weighted_sums(
     scored: Sequence[Sequence[Sequence[RewardResult]]], weights: Sequence[float]
 ) -> list[list[RewardResult]]:
-    """Add up the rewards of each answer; as in training, a None is left out."""
+    """Return the weighted sum of every answer's rewards; as in training, None is left out."""
 
     def total(found: Sequence[RewardResult]) -> RewardResult:
         addends = [weight * each.reward for weight, each in zip(weights, found, strict=True)]
@@ -295,7 +295,7 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
 
 
 def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Run tasks of the harness; return its results, and the text to print."""
+    """Run tasks of the harness; return the results, and the text to print."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
@@ -350,7 +350,9 @@ def read_exam(args: argparse.Namespace) -> Exam:
     if args.rewards:
         exam.rewards = dict.fromkeys(args.rewards, 1.0)
     if not exam.rewards and exam.environment is None:
-        raise ConfigError("nothing scores the answers. Use --reward countdown, or --reward file.py:NAME.")
+        raise ConfigError(
+            "--reward: the answers need a reward. Use --reward countdown, or --reward file.py:NAME."
+        )
     records = read_prompts(args.prompts, "--prompts") if args.prompts else exam.prompt_records
     exam.prompt_records = records[: args.limit]
     exam.sampling_params = {**exam.sampling_params, **sampling_params(args)}
@@ -360,11 +362,11 @@ def read_exam(args: argparse.Namespace) -> Exam:
     num_answers = exam.sampling_params.get("n") or 1
     if (largest := max(exam.at_k, default=1)) > num_answers:
         raise ConfigError(
-            f"--at_k {largest}: there must be as many answers to each question, not {num_answers}. Use --n {largest}."
+            f"--at_k {largest} needs {largest} answers to every question, not {num_answers}. Use --n {largest}."
         )
     if args.pairs and (num_answers < 2 or exam.environment is not None):
         raise ConfigError(
-            "--pairs needs several answers to each question, and no environment. Use --n 8, for example."
+            "--pairs needs several answers to every question, and no environment. Use --n 8, for example."
         )
     return exam
 
@@ -415,6 +417,8 @@ def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
         exam.rewards = dict.fromkeys((reward, *further), 1.0)
     elif rl is not None:
         if rl.reward.reward_models:
-            raise ConfigError("rl.reward_models cannot be evaluated. Set sampler.reward.")
+            raise ConfigError(
+                "rl.reward_models cannot be used by this command. Set train_parameters.sampler.reward."
+            )
         exam.rewards, exam.timeout_s = dict(rl.reward.rewards), rl.reward.reward_timeout_s
     return exam

@@ -18,11 +18,11 @@ from vectorlm.types import ENVIRONMENT, Engine, PromptRecord, RewardResult
 
 Answers = list[Sequence[Rollout]]
 Results = list[list[RewardResult]]
-"""Of each answer to each question."""
+"""The result of every answer to every prompt."""
 Play = Callable[[Sequence[PromptRecord]], Answers]
-"""Has questions played with their environment."""
+"""Plays prompts with their environment and returns the answers."""
 NUM_SHOWN = 3
-"""Answers that each evaluation shows on the console."""
+"""Number of answers that an evaluation shows on the console."""
 
 
 def answer_prompts(
@@ -54,7 +54,7 @@ def answer_prompts(
 
 
 class Evaluator:
-    """Hot-swaps the weights into the engine, samples all prompts, records and scores the answers."""
+    """Evaluates a run: swap the weights into the engine, answer the held-out prompts, score and record the answers."""
 
     def __init__(
         self,
@@ -71,19 +71,27 @@ class Evaluator:
         run_tasks: Callable[[], Mapping[str, float]] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
+        """Open `samples_path` on rank 0 and keep its lines up to `resume_step`; the other ranks pass None.
 
-        The reward `of_source` of a question says which answers are right; ``""`` is the source of questions without
-        one. The `further` rewards score these too, by their names; `at_k` are the k of pass@k and maj@k. Questions of a
-        source in `play` have an environment, which says what is right where there is no other reward: by its metric
-        `acc`, or by rewards that add up to 1. An answer may have `max_tokens`; the context may leave it less, which is
-        said. `run_tasks` asks the engine more, and returns metrics.
+        Args:
+            turn: The engine and the hand-over of the devices to it.
+            prompt_records: The held-out prompts.
+            samples_path: The file for the answers.
+            resume_step: The step that the run resumes from; None starts a new file.
+            of_source: The reward that decides which answers are correct, by the prompts' source (``""``: no source).
+            further: More rewards of the prompts without a source, by name.
+            at_k: The k of pass@k and maj@k.
+            play: Functions that play the prompts of a source with their environment. Without a reward, an answer is
+                correct if the metric `acc` is 1, or if its rewards add up to 1.
+            max_tokens: Limit of an answer; the console says how many answers the context cut off earlier.
+            run_tasks: Evaluates further tasks with the engine, and returns metrics.
+            say: Prints to the console.
         """
         self._turn = turn
         self._prompt_records = prompt_records
         self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
         self._places: dict[str, list[int]] = {}
-        """Of the questions of each source."""
+        """Places of the prompts of every source."""
         for place, record in enumerate(prompt_records):
             self._places.setdefault(record.source, []).append(place)
         self._play = {source: each for source, each in (play or {}).items() if source in self._places}
@@ -96,7 +104,7 @@ class Evaluator:
         self._say = say
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the weights after training step `step`; called on all ranks."""
+        """Evaluate the weights after training step `step`; call it on all ranks."""
         with self._turn.sampling(step) as report:
             start_s = time.perf_counter()
             answers = answer_prompts(
@@ -147,7 +155,7 @@ class Evaluator:
         return metrics
 
     def _score(self, answers: Answers, of_source: Mapping[str, RewardFunction | None]) -> Results:
-        """Return what each answer was given: NaN where nothing scores the question."""
+        """Return the result of every answer; its reward is NaN if nothing scores the prompt."""
         results = [[RewardResult(math.nan)] * len(options) for options in answers]
         for source, reward in of_source.items():
             places = self._places.get(source, [])
@@ -204,7 +212,7 @@ class Evaluator:
         )
         if num_short:
             lines.append(
-                f"  {num_short} answers met the engine's max_model_len before max_tokens, and were cut off there"
+                f"  {num_short} answers reached the engine's max_model_len before max_tokens and were cut off"
             )
         for mark, record, options in zip(marks[:NUM_SHOWN], self._prompt_records, answers, strict=False):
             lines.append(f"  {mark}{shown_prompt(record.prompt)!r} → {options[0].text!r}")

@@ -1,4 +1,4 @@
-"""The reward of reasoning-gym's tasks: each task's own scorer."""
+"""The reward of reasoning-gym's tasks, from the scorer of the task."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from vectorlm.rl.rewards.code import OverLimit, limited
 
 
 def reasoning_gym(completion: str, item: Mapping[str, Any]) -> float:
-    """Score the answer by the task that made the item, from 0 to 1; partly right answers count in some tasks.
+    """Score the answer with the scorer of its task, from 0 to 1; some tasks reward partly correct answers.
 
-    The answer is what the last ``<answer>`` tags hold; without such tags it is the whole text. An answer that the
-    scorer cannot read, or not within 3 s of processor time, is worth 0.
+    The answer is the text in the last ``<answer>`` tags, or else the whole text. The reward is 0 if the scorer cannot
+    read the answer, or not within 3 s of CPU time.
     *Source*: the package reasoning-gym.
 
     Args:
         completion: The text of the model.
-        item: What the task made: ``question``, ``answer`` and ``metadata``.
+        item: The row of the task: ``question``, ``answer`` and ``metadata``.
     """
     try:
         return float(limited("reasoning_gym", f"{__name__}:scored", completion, item))
@@ -27,10 +27,10 @@ def reasoning_gym(completion: str, item: Mapping[str, Any]) -> float:
 
 
 def scored(completion: str, item: Mapping[str, Any]) -> float:
-    """Return what the task's scorer gives the answer.
+    """Return the score of an answer from the task's scorer.
 
     Raises:
-        Exception: The scorer cannot read the right answer either.
+        Exception: The scorer cannot read the correct answer either.
     """
     from reasoning_gym.utils import extract_answer
 

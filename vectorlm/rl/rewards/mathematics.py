@@ -1,4 +1,4 @@
-"""Rewards for mathematics: equal to the right answer as a formula, or as the text in a box."""
+"""Rewards for mathematics: the final formula, or the text in the box, must equal the correct answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from vectorlm.rl.rewards.code import OverLimit, limited
 
-# Each call would say that its own time limits are off: a reward's worker has one.
+# Every call would warn that math-verify's time limits are off; the worker has a time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -18,7 +18,7 @@ def _drop(name: str, value: Any) -> None:
 
 
 def math(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float | None:
-    r"""Return 1.0 if the completion's final formula equals the answer, else 0.0; None if the answer is no formula.
+    r"""Return 1.0 if the completion's final formula equals the answer, else 0.0; None if the answer is not a formula.
 
     A formula that takes more than 3 s of processor time to compare, such as ``9^{9^{9}}``, does not equal the answer.
     The formula is taken from ``\boxed{}``, from ``$...$``, or is the last number or expression of the text.
@@ -27,7 +27,7 @@ def math(completion: str, answer: str | float, log: Callable[[str, Any], None] =
     Args:
         completion: The text of the model.
         answer: A number, an expression or LaTeX, with or without ``$``.
-        log: Takes the formula of the completion, as its `answer`.
+        log: Receives the formula of the completion, as `answer`.
     """
     try:
         reward, found = limited("math_verify", f"{__name__}:compared", completion, str(answer))
@@ -42,21 +42,19 @@ def compared(completion: str, answer: str) -> tuple[bool | None, str | None]:
     """Return whether the completion's final formula equals the answer, and that formula."""
     from math_verify import parse, verify
 
-    # An expression such as x+1 is found between dollars alone.
+    # math-verify finds an expression such as x+1 only between dollars.
     gold = parse(f"${answer}$".replace("$$", "$"), parsing_timeout=None)
     if not gold:
         return None, None
     try:
         found = parse(completion, parsing_timeout=None)
         return verify(gold, found, timeout_seconds=None), str(found[0]) if found else None
-    except (
-        Exception
-    ):  # Of numbers of more digits than Python prints, of parentheses that are too deep, and so on.
+    except Exception:  # Too many digits to print, parentheses nested too deeply, and similar.
         return False, None
 
 
 def boxed(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float:
-    r"""Return 1.0 if the completion's last ``\boxed{}`` holds the answer, white space aside, else 0.0."""
+    r"""Return 1.0 if the completion's last ``\boxed{}`` equals the answer without white space, else 0.0."""
     start = completion.rfind(r"\boxed{")
     if start < 0:
         return 0.0
