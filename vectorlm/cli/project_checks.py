@@ -184,15 +184,13 @@ class ProjectUnderTest:
                     for each in records
                     for text in texts(each.columns)
                 ]
-                # What reads an environment's numbers is called in the run alone.
-                for name in filter(_reads_text, source.rewards):
+                # Rewards that read an environment's metrics are called only in the run.
+                for name in source.rewards:
+                    if "environment" in RewardSignature.of(get_reward(name)).kinds:
+                        continue
                     reward = RewardFunction(name, pool, timeout_s=self.rl.reward.reward_timeout_s)
                     scored.setdefault(name, []).extend(zip(items, reward.score(items), strict=True))
         return scored
-
-
-def _reads_text(reward: str) -> bool:
-    return "environment" not in RewardSignature.of(get_reward(reward)).kinds
 
 
 def save_tiny_model(path: Path, tokenizer: Any) -> None:

@@ -18,7 +18,7 @@ from vectorlm.runs.config.value import raise_problems
 from vectorlm.runs.preflight.local_model import describe_absent, download, local_folder
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.train.lora import base_of, is_adapter_folder
-from vectorlm.types import Completion, Prompt
+from vectorlm.types import Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
 MAX_TOKENS = 64
@@ -92,8 +92,14 @@ def sample_command(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--chat needs a chat template, but the tokenizer of {model} has none. Leave it out."
         )
+    from vectorlm.report.step_lines import sample_with_progress
+
+    check_sampling(args.engine, params)
+    with open_engine(args.engine, model, adapter, {}) as engine:
+        engine.wait_until_ready()
+        sampled = sample_with_progress(engine, asked, params)
     pages = []
-    for prompt, completions in zip(prompts, ask(args.engine, model, adapter, asked, params), strict=True):
+    for prompt, completions in zip(prompts, sampled, strict=True):
         texts = [completion.text.strip() or "(nothing)" for completion in completions]
         if len(texts) > 1:
             texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
@@ -146,23 +152,6 @@ def check_sampling(inference: str, params: Mapping[str, Any]) -> None:
         read_parameters(params)
     except EngineError as error:
         raise ConfigError(str(error)) from error
-
-
-def ask(
-    inference: str,
-    model: str,
-    adapter: str | None,
-    prompts: Sequence[Prompt],
-    params: Mapping[str, Any],
-    engine_args: Mapping[str, Any] | None = None,
-) -> list[list[Completion]]:
-    """Start the engine and return its completions of each prompt."""
-    from vectorlm.report.step_lines import sample_with_progress
-
-    check_sampling(inference, params)
-    with open_engine(inference, model, adapter, engine_args or {}) as engine:
-        engine.wait_until_ready()
-        return sample_with_progress(engine, list(prompts), dict(params))
 
 
 @contextmanager
