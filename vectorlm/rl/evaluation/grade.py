@@ -1,4 +1,4 @@
-"""A grade: the mean of a reward over questions, and how far chance may have moved it."""
+"""Grade answers: mean reward, accuracy, standard errors, pass@k and maj@k."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from vectorlm.types import RewardResult
 
 @dataclass(frozen=True)
 class Grade:
-    """What one reward gave the answers to some questions."""
+    """Statistics of one reward over the answers to some questions."""
 
     mean: float
-    """The mean reward; NaN where no answer has one."""
+    """The mean reward; NaN if no answer has a reward."""
     mean_error: float
-    """Its standard error; NaN with fewer than two questions."""
+    """Standard error of `mean`; NaN with fewer than two questions."""
     accuracy: float
-    """The share of right answers: those with a reward of 1, or those that `acc` 1 is logged of."""
+    """The share of correct answers: answers with a reward of 1, or with a logged `acc` of 1."""
     accuracy_error: float
-    """Its standard error."""
+    """Standard error of `accuracy`."""
     pass_at: Mapping[int, float]
-    """By k, the chance that one of k answers is right."""
+    """Probability that at least one of k answers is correct, by k."""
     majority_at: Mapping[int, float]
-    """By k, the chance that most of k answers give a right one; empty where the reward has logged no `answer`."""
+    """Probability that the majority of k answers is correct, by k; empty if the reward logged no `answer`."""
     num_questions: int
     """Questions that have an answer with a reward."""
     num_unscored: int
-    """Answers that the reward returned None for, which count nowhere."""
+    """Answers for which the reward returned None; all statistics ignore them."""
 
 
 def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -> Grade:
-    r"""Grade what a reward gave each question's answers, NaN where it gave none.
+    r"""Grade the results of a reward for the answers to every question; a reward of NaN is no reward.
 
     What it logs as `answer` is voted with. `at_k` are the k of pass@k and maj@k, up to the fewest answers to a
     question; none stand for 2, 4, 8 and so on.
@@ -68,7 +68,7 @@ def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -
 
 
 def _majority_at(k: int, votes: Sequence[tuple[Hashable, bool]]) -> float:
-    """Return the mean over all choices of k votes, each with whether it is right."""
+    """Return the mean over all choices of k votes; a vote is an answer and whether it is correct."""
     right: dict[Hashable, list[bool]] = {}
     for vote, is_right in votes:
         if vote is not None:
