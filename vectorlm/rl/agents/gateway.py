@@ -110,11 +110,7 @@ class Gateway:
             _digest(request.headers.get("authorization", "").removeprefix("Bearer "))
         )
         if session is None:
-            raise RequestError(
-                "Authorization: the key must be the one of an open session. Pass the agent's key.",
-                status=401,
-                code="invalid_api_key",
-            )
+            raise RequestError("the key must belong to an open session.", status=401, code="invalid_api_key")
         return session
 
     async def respond(
@@ -265,9 +261,7 @@ async def _body(request: Request) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    raise RequestError(
-                        f"the body must not be larger than {MAX_BODY_BYTES} bytes.", status=413
-                    )
+                    raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
     except TimeoutError:
         raise RequestError(f"the body must arrive within {ARRIVES_WITHIN_S:g} s.", status=408) from None
     return bytes(body)

@@ -31,7 +31,7 @@ _REWARDS = {
     "judge": f"{_HOME}.judge:judge",
     "length": f"{_HOME}.shape:length",
     "math": f"{_HOME}.mathematics:math",
-    "reasoning_gym": f"{_HOME}.gym:reasoning_gym",
+    "reasoning_gym": f"{_HOME}.mathematics:reasoning_gym",
     "repetition": f"{_HOME}.shape:repetition",
 }
 _CALL = re.compile(r"(.*?\w)\((.*)\)", re.DOTALL)
@@ -75,9 +75,7 @@ def get_reward(name: str) -> Reward:
             raise TypeError("every argument needs a name")
         inspect.signature(reward).bind_partial(**arguments)
     except (SyntaxError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"the arguments of the reward {name!r} must fit its parameters: {error}."
-        ) from error
+        raise ConfigError(f"the arguments of the reward {name!r} must fit it: {error}.") from error
     return partial(reward, **arguments)
 
 
@@ -136,12 +134,8 @@ class RewardSignature:
             for name, parameter in named.items()
             if parameter.default is parameter.empty and name != completion
         )
-        return cls(
-            takes_lists,
-            completion,
-            {name: parameter.kind for name, parameter in parameters.items()},
-            required,
-        )
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
+        return cls(takes_lists, completion, kinds, required)
 
     def call(
         self,
