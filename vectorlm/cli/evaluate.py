@@ -96,7 +96,7 @@ def evaluate_command(args: argparse.Namespace) -> int:
 def _pair_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the best complete answer to a question and the worst, by the sum of rewards; None if they are equal."""
     # Of several rewards the last is their weighted sum.
-    scores = [list(each["rewards"].values())[-1] for each in row["completions"]]
+    scores = [list(answer["rewards"].values())[-1] for answer in row["completions"]]
     scored = [place for place, score in enumerate(scores) if score is not None and not math.isnan(score)]
     # Training would append an end token to an answer that was cut off.
     whole = [place for place in scored if row["completions"][place]["finish_reason"] != "length"]
@@ -207,18 +207,18 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         scored["sum"] = _weighted_sums([*scored.values()], weights)
     grades = {name: grade(results, exam.at_k) for name, results in scored.items()}
     lines = []
-    for name, each in grades.items():
+    for name, graded in grades.items():
         # A single question has no standard error.
-        of_right, of_mean = f" ± {each.accuracy_error:.1%}", f" ± {each.mean_error:.4f}"
-        if each.num_questions < 2:
+        of_right, of_mean = f" ± {graded.accuracy_error:.1%}", f" ± {graded.mean_error:.4f}"
+        if graded.num_questions < 2:
             of_right = of_mean = ""
-        right = f"{each.accuracy:6.1%}{of_right} right, " if name != "sum" else ""
-        unscored = f", {each.num_unscored} answers without a reward" if each.num_unscored else ""
-        mean = f"mean reward {each.mean:.4f}{of_mean}"
-        chances = "".join(f", pass@{k} {value:.1%}" for k, value in each.pass_at.items() if name != "sum")
-        chances += "".join(f", maj@{k} {value:.1%}" for k, value in each.majority_at.items())
+        right = f"{graded.accuracy:6.1%}{of_right} right, " if name != "sum" else ""
+        unscored = f", {graded.num_unscored} answers without a reward" if graded.num_unscored else ""
+        mean = f"mean reward {graded.mean:.4f}{of_mean}"
+        chances = "".join(f", pass@{k} {value:.1%}" for k, value in graded.pass_at.items() if name != "sum")
+        chances += "".join(f", maj@{k} {value:.1%}" for k, value in graded.majority_at.items())
         lines.append(f"{name:{max(map(len, grades))}}  {right}{mean}{chances}{unscored}")
-    measured = logged_means(each.measured for options in answers for each in options)
+    measured = logged_means(answer.measured for options in answers for answer in options)
     lines += [f"{name}  {value:.4f}, measured by the environment" for name, value in measured.items()]
     num_answers = sum(map(len, answers))
     lines.append(f"{len(records)} questions, {num_answers} answers")
@@ -241,7 +241,7 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "sampling_params": exam.sampling_params,
         "num_questions": len(records),
         "num_answers": num_answers,
-        "rewards": {name: asdict(each) for name, each in grades.items()},
+        "rewards": {name: asdict(graded) for name, graded in grades.items()},
         "logged": measured,
         "answers": rows,
     }
@@ -254,8 +254,8 @@ def _weighted_sums(
     """Return the weighted sum of every answer's rewards; as in training, None is left out."""
 
     def total(found: Sequence[RewardResult]) -> RewardResult:
-        addends = [weight * each.reward for weight, each in zip(weights, found, strict=True)]
-        known = [each for each in addends if not math.isnan(each)]
+        addends = [weight * result.reward for weight, result in zip(weights, found, strict=True)]
+        known = [addend for addend in addends if not math.isnan(addend)]
         return RewardResult(sum(known) if known else math.nan)
 
     return [

@@ -180,9 +180,9 @@ class ProjectUnderTest:
             for source in self.rl.by_source.values():
                 records = islice(read_prompts(source.prompts, is_held_out=False), NUM_PROMPTS)
                 items = [
-                    Scorable(text, each.prompt, (), each.columns, chat_of(each.prompt, text))
-                    for each in records
-                    for text in texts(each.columns)
+                    Scorable(text, record.prompt, (), record.columns, chat_of(record.prompt, text))
+                    for record in records
+                    for text in texts(record.columns)
                 ]
                 # Rewards that read an environment's metrics are called only in the run.
                 for name in source.rewards:

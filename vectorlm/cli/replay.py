@@ -68,10 +68,10 @@ def _by_step(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
 
 def _differences(run: Path, other: Path) -> Iterator[str]:
     """Yield the differences of the first step that differs, causes before their effects."""
-    rollouts = [_by_step(each / "rollouts.jsonl", "train_step") for each in (run, other)]
-    metrics = [_by_step(each / "metrics.jsonl", "step") for each in (run, other)]
+    rollouts = [_by_step(folder / "rollouts.jsonl", "train_step") for folder in (run, other)]
+    metrics = [_by_step(folder / "metrics.jsonl", "step") for folder in (run, other)]
     for step in sorted(rollouts[0].keys() & rollouts[1].keys()):
-        here, there = (each[step] for each in rollouts)
+        here, there = (steps[step] for steps in rollouts)
         found = []
         if len(here) != len(there):
             found.append(f"step {step}: {len(here)} rollouts and {len(there)}")
@@ -85,7 +85,7 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
                 where = f"{len(unlike)} of {len(pairs)} rollouts, the first {row}"
                 found.append(f"step {step}: {what} differ in {where}: {str(a)[:60]!r} and {str(b)[:60]!r}")
         for what, key in OF_METRICS.items():
-            a, b = (each[step][-1].get(key) if step in each else None for each in metrics)
+            a, b = (steps[step][-1].get(key) if step in steps else None for steps in metrics)
             if a != b:
                 found.append(f"step {step}: the {what} differs: {a} and {b}")
         if found:
@@ -122,7 +122,7 @@ def _replay(run: Path, step: int) -> int:
     kept = folder_of(run / "checkpoints", step)
     if not kept.is_dir() and step == max(logged) and train.keep.final_model == "last":
         kept = run / "final-model"
-    first = max((each for each in steps_in(run / "checkpoints") if each < step), default=0)
+    first = max((saved for saved in steps_in(run / "checkpoints") if saved < step), default=0)
     with tempfile.TemporaryDirectory(prefix="replay-", dir=run) as folder:
         output = Path(folder)
         if first:
@@ -134,7 +134,7 @@ def _replay(run: Path, step: int) -> int:
             train.keep, keep_best=False, final_model="last", early_stopping_patience=None, best_metric=None
         )
         train = replace(train, output_dir=str(output), checkpointing_enabled=True, sampler=sampler, keep=keep)
-        sources = {name: replace(each, held_out=None) for name, each in rl.collect.sources.items()}
+        sources = {name: replace(source, held_out=None) for name, source in rl.collect.sources.items()}
         rl = replace(
             rl,
             collect=replace(rl.collect, sources=sources),
@@ -177,7 +177,7 @@ def _is_as_logged(logged: Mapping[str, Any], again: Mapping[str, Any], kept: Pat
     if not kept.is_dir():
         print(f"  {'weights':19}  not compared: {kept} is not there")
         return is_same
-    known, found = (load_source(find_source(each))[0].state_dict() for each in (kept, model))
+    known, found = (load_source(find_source(path))[0].state_dict() for path in (kept, model))
     unlike = [name for name, tensor in known.items() if not tensor.equal(found[name].to(tensor.dtype))]
     text = f"{len(unlike)} of {len(known)} tensors differ" if unlike else "as logged"
     print(f"  {'weights':19}  {text}")

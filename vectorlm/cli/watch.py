@@ -126,4 +126,4 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _visible(text: str) -> str:
     """Return text on one line, without control characters."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -196,7 +196,7 @@ class TextRequest(Request):
     @field_validator("prompt", mode="before")
     @classmethod
     def _only(cls, prompt: Any) -> Any:
-        if not isinstance(prompt, list) or not any(isinstance(each, str | list) for each in prompt):
+        if not isinstance(prompt, list) or not any(isinstance(part, str | list) for part in prompt):
             return prompt
         if len(prompt) > 1:
             raise ValueError("a request has one prompt. Ask for each by itself")
@@ -219,8 +219,8 @@ class TextRequest(Request):
             if self.logprobs is not None:
                 found = form.logprobs(turn, bool(self.return_tokens_as_token_ids))
                 choice["logprobs"] = {
-                    "tokens": [each["token"] for each in found],
-                    "token_logprobs": [each["logprob"] for each in found],
+                    "tokens": [token["token"] for token in found],
+                    "token_logprobs": [token["logprob"] for token in found],
                     "top_logprobs": None,
                     "text_offset": [],
                 }
@@ -268,9 +268,9 @@ class TokenRequest(Strict):
 def explained(error: ValidationError) -> RequestError:
     """Return the reason why a body is refused, with the wrong field."""
     # If a field has several forms, use the error of the form that matched furthest.
-    first = max(error.errors(), key=lambda each: len(each["loc"]))
-    names = [each for each in first["loc"] if isinstance(each, int) or each.isidentifier()]
-    place = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in names)
+    first = max(error.errors(), key=lambda found: len(found["loc"]))
+    names = [name for name in first["loc"] if isinstance(name, int) or name.isidentifier()]
+    place = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     place, value = place.removeprefix("."), str(first["input"])[:60]
     why = NOT_TAKEN.get(str(first["loc"][0]) if len(first["loc"]) == 1 else "")
     if why is None and first["type"] == "extra_forbidden":

@@ -94,10 +94,10 @@ class Evaluator:
         """Places of the prompts of every source."""
         for place, record in enumerate(prompt_records):
             self._places.setdefault(record.source, []).append(place)
-        self._play = {source: each for source, each in (play or {}).items() if source in self._places}
+        self._play = {source: player for source, player in (play or {}).items() if source in self._places}
         rewards = {name: (of_source or {}).get(name) for name in sorted(self._places)}
         self._rewards = {
-            name: each for name, each in rewards.items() if each is not None or name in self._play
+            name: reward for name, reward in rewards.items() if reward is not None or name in self._play
         }
         self._further, self._at_k = further or {}, at_k
         self._max_tokens, self._run_tasks = max_tokens, run_tasks
@@ -116,7 +116,7 @@ class Evaluator:
             )
             generate_s = time.perf_counter() - start_s
             of_tasks = {} if self._run_tasks is None else self._run_tasks()
-        num_tokens = sum(each.num_policy_tokens for options in answers for each in options)
+        num_tokens = sum(answer.num_policy_tokens for options in answers for answer in options)
         metrics = {
             "sampler/generate_s": generate_s,
             "sampler/tokens_per_s": num_tokens / generate_s,
@@ -134,7 +134,7 @@ class Evaluator:
         }
         if self._play:
             further[ENVIRONMENT] = dict.fromkeys(self._play)
-            measured = logged_means(each.measured for options in answers for each in options)
+            measured = logged_means(answer.measured for options in answers for answer in options)
             metrics |= {f"eval/logged/{name}": value for name, value in measured.items()}
         for name, of_source in further.items():
             of_further[name] = self._score(answers, of_source)
@@ -164,8 +164,8 @@ class Evaluator:
                 [answers[place] for place in places],
                 f"rl.sources.{source}.rewards" if source else "sampler.reward",
             )
-            for place, each in zip(places, found, strict=True):
-                results[place] = each
+            for place, scored in zip(places, found, strict=True):
+                results[place] = scored
         return results
 
     def _samples(
@@ -185,10 +185,10 @@ class Evaluator:
             if record.source:
                 line["source"] = record.source
             if rewards is not None:
-                line["rewards"] = [each.reward for each in rewards[index]]
+                line["rewards"] = [result.reward for result in rewards[index]]
             if of_further:
                 line["further_rewards"] = {
-                    name: [each.reward for each in found[index]] for name, found in of_further.items()
+                    name: [result.reward for result in found[index]] for name, found in of_further.items()
                 }
             yield line
 
@@ -205,9 +205,9 @@ class Evaluator:
             head = f"step {step}: {'; '.join(counts)}"
         lines = [head]
         num_short = sum(
-            each.finish_reason == "length" and len(each.token_ids) < self._max_tokens
+            answer.finish_reason == "length" and len(answer.token_ids) < self._max_tokens
             for record, options in zip(self._prompt_records, answers, strict=True)
-            for each in options
+            for answer in options
             if record.source not in self._play
         )
         if num_short:
@@ -228,11 +228,11 @@ def _mark(result: RewardResult) -> str:
 
 
 def _counted(results: Results) -> str:
-    scored = [each for options in results for each in options if not math.isnan(each.reward)]
-    right = f"{sum(each.is_right for each in scored)}/{len(scored)} right"
-    if all(each.reward == each.is_right for each in scored):
+    scored = [result for options in results for result in options if not math.isnan(result.reward)]
+    right = f"{sum(result.is_right for result in scored)}/{len(scored)} right"
+    if all(result.reward == result.is_right for result in scored):
         return right
-    return f"{right}, mean reward {sum(each.reward for each in scored) / len(scored):.4g}"
+    return f"{right}, mean reward {sum(result.reward for result in scored) / len(scored):.4g}"
 
 
 def _graded(name: str, results: Results) -> dict[str, float]:

@@ -47,23 +47,23 @@ def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -
     the mean over the same choices of k answers: 1 where the answer with the most votes is right, its share of the
     answers that are tied, 0 without a vote; Wang et al. 2022, arXiv 2203.11171.
     """
-    scored = [[each for each in question if not math.isnan(each.reward)] for question in results]
+    scored = [[result for result in question if not math.isnan(result.reward)] for question in results]
     num_unscored = sum(map(len, results)) - sum(map(len, scored))
     scored = [question for question in scored if question]
     mean, mean_error = _mean_and_error(
-        [statistics.fmean(each.reward for each in question) for question in scored]
+        [statistics.fmean(result.reward for result in question) for question in scored]
     )
     accuracy, accuracy_error = _mean_and_error(
-        [statistics.fmean(each.is_right for each in question) for question in scored]
+        [statistics.fmean(result.is_right for result in question) for question in scored]
     )
     fewest = min(map(len, scored), default=0)
     ks = [k for k in at_k or (2**power for power in range(1, fewest.bit_length())) if k <= fewest]
-    counts = [(len(question), sum(each.is_right for each in question)) for question in scored]
+    counts = [(len(question), sum(result.is_right for result in question)) for question in scored]
     pass_at = {k: statistics.fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) for k in ks}
-    votes = [[(each.logged.get("answer"), each.is_right) for each in question] for question in scored]
+    votes = [[(result.logged.get("answer"), result.is_right) for result in question] for question in scored]
     majority_at = {}
     if any(vote is not None for question in votes for vote, _ in question):
-        majority_at = {k: statistics.fmean(_majority_at(k, each) for each in votes) for k in ks}
+        majority_at = {k: statistics.fmean(_majority_at(k, voted) for voted in votes) for k in ks}
     return Grade(mean, mean_error, accuracy, accuracy_error, pass_at, majority_at, len(scored), num_unscored)
 
 
@@ -75,8 +75,8 @@ def _majority_at(k: int, votes: Sequence[tuple[Hashable, bool]]) -> float:
             right.setdefault(vote, []).append(is_right)
     num_silent = len(votes) - sum(map(len, right.values()))
     total = 0.0
-    for answer, each in right.items():
-        for num_votes in range(1, min(len(each), k) + 1) if any(each) else ():
+    for answer, are_right in right.items():
+        for num_votes in range(1, min(len(are_right), k) + 1) if any(are_right) else ():
             # Choices of the other answers, by how many are tied with this one and by their votes together.
             ways = np.zeros((k // num_votes + 1, k + 1))
             ways[0] = [math.comb(num_silent, num) for num in range(k + 1)]
@@ -86,7 +86,7 @@ def _majority_at(k: int, votes: Sequence[tuple[Hashable, bool]]) -> float:
                     tied = int(num == num_votes)
                     ways[tied:, num:] += math.comb(count, num) * before[: len(ways) - tied, : k + 1 - num]
             shares = ways[:, k - num_votes] / np.arange(1, len(ways) + 1)
-            total += statistics.fmean(each) * math.comb(len(each), num_votes) * float(shares.sum())
+            total += statistics.fmean(are_right) * math.comb(len(are_right), num_votes) * float(shares.sum())
     return total / math.comb(len(votes), k)
 
 

@@ -142,7 +142,7 @@ def _score(row: Sequence[int], logprobs: Sequence[Any], num_scored: int) -> tupl
         )
     places = range(len(row) - num_scored, len(row))
     found = [logprobs[place][row[place]] for place in places]
-    return sum(each.logprob for each in found), all(each.rank == 1 for each in found)
+    return sum(token.logprob for token in found), all(token.rank == 1 for token in found)
 
 
 def transformers_model(path: str, adapter: str | None = None) -> Any:

@@ -60,7 +60,7 @@ async def judge(
     question, begun = prompt, ""
     if is_messages(prompt):
         before, begun = split_unfinished(prompt)
-        lines = [f"{each['role']}: {text_of_message(each)}" for each in before]
+        lines = [f"{message['role']}: {text_of_message(message)}" for message in before]
         question = text_of_message(before[0]) if len(before) == 1 else "\n".join(lines)
     if not isinstance(question, str):
         raise TypeError(

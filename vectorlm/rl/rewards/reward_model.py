@@ -102,7 +102,7 @@ class RewardModel:
         if self._of_steps is None:
             return scores[:, 0].tolist()
         found = (row[is_end].sigmoid() for row, is_end in zip(scores, mask, strict=True))
-        return [self._combine(each).item() for each in found]
+        return [self._combine(scores).item() for scores in found]
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         if self._of_steps is not None:
@@ -110,7 +110,7 @@ class RewardModel:
             is_asked = rows.is_asked.to(at_ends.device)
             return at_ends.new_zeros(is_asked.shape).masked_scatter(is_asked, at_ends)
         input_ids, attention_mask = (
-            each.to(self._topology.device) for each in (rows.input_ids, rows.attention_mask)
+            field.to(self._topology.device) for field in (rows.input_ids, rows.attention_mask)
         )
         logits = self._model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         return logits[:, :1].expand(input_ids.shape)
@@ -125,7 +125,7 @@ class RewardModel:
             *prompt, last = rollout.messages
             whole = last["content"]
         *_, answer = rollout.turn_texts or (whole,)
-        steps = [each for each in answer.split(self._separator) if each.strip()] or [answer]
+        steps = [step for step in answer.split(self._separator) if step.strip()] or [answer]
         ids = encode(prompt, lambda: self._tokenizer)
         if before := whole.removesuffix(answer):
             ids = ids + self._tokenizer(before, add_special_tokens=False)["input_ids"]

@@ -194,15 +194,15 @@ def _run_lists(
         if own := dict(item.policy_contents):
             # An environment or an agent may also have written assistant messages.
             return [
-                {**each, "content": own[place]} if place in own else each
-                for place, each in enumerate(chat)
-                if place in own or (place > min(own) and each["role"] != "assistant")
+                {**message, "content": own[place]} if place in own else message
+                for place, message in enumerate(chat)
+                if place in own or (place > min(own) and message["role"] != "assistant")
             ]
         before, _ = split_unfinished(item.prompt)
         # An environment may have changed the prompt, and an agent may have sent another one.
         is_same = itertools.takewhile(bool, map(operator.eq, before, chat))
         rest = chat[len(list(is_same)) :]
-        return list(itertools.dropwhile(lambda each: each["role"] != "assistant", rest))
+        return list(itertools.dropwhile(lambda message: message["role"] != "assistant", rest))
 
     columns = [_columns(item) for item in items]
     names = dict.fromkeys(name for row in columns for name in row)

@@ -134,4 +134,4 @@ def ifeval(
 
     count = len(instruction_id_list)
     asked = zip(instruction_id_list, kwargs[:count], strict=True)
-    return sum(follows(*each, completion) for each in asked) / count if count else None
+    return sum(follows(*instruction, completion) for instruction in asked) / count if count else None
