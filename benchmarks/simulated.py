@@ -5,13 +5,12 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rewards.scorer import GroupScorer
 from vectorlm.rl.rollout import RolloutGroup, kept_groups
 from vectorlm.rl.rollouts.sampler import SampledGroup, Task
 from vectorlm.rl.rollouts.source import RolloutSource
@@ -187,21 +186,19 @@ class Engines:
 class Scorer:
     """Gives equal rewards to the groups of `dropped` lengths, which are told apart by identity."""
 
-    dropped: dict[int, bool] = field(default_factory=dict)
+    dropped: dict[int, bool]
+    settings: CollectSettings
+    drops_constant_groups = True
 
-    def score(self, groups: Sequence[Any], greedy: Any, results: Any) -> list[RolloutGroup]:
+    def score(self, groups: Sequence[Any]) -> list[RolloutGroup]:
         """Score groups; their rollouts are their lengths."""
         equal, others = torch.ones(2), torch.tensor([0.0, 1.0])
-        return [Lengths(group, equal if self.dropped[id(group)] else others, {}) for group in groups]
-
-
-class Lengths(RolloutGroup):
-    """A group of rollouts that are numbers of tokens."""
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether dynamic sampling drops it."""
-        return bool(self.rewards[0] == self.rewards[1])
+        scored = []
+        for group in groups:
+            is_dropped = self.dropped[id(group.rollouts)]
+            rewards = equal if is_dropped else others
+            scored.append(RolloutGroup(group.rollouts, rewards, {}, is_dropped=is_dropped))
+        return scored
 
 
 def simulate(
@@ -225,7 +222,7 @@ def simulate(
         overlap = AsyncSettings(max_staleness=max_staleness, update="drain" if drains else "keep")
     dropped = {id(record.columns["lengths"]): record.columns["equal"] for record in records}
     # Also where none is dropped: finished groups are looked at one by one then.
-    scorer = GroupScorer(scorer=Scorer(dropped), settings=settings, drops_constant_groups=True)
+    scorer = Scorer(dropped, settings)
     source = RolloutSource(engines, scorer, PromptOrder(records, 0), overlap=overlap)
     ends, waits, busy = [], [], []
     for step in range(SKIPPED + num_steps):

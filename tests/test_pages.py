@@ -296,7 +296,7 @@ def test_an_interrupted_preprocessing_says_that_nothing_has_changed(workplace, c
     Path("my.yaml").write_text(blocks("docs/data.md", "yaml")[0].replace("models/mine", "model"))
     monkeypatch.setattr("vectorlm.data.preprocess.preprocess", interrupt)
     assert main(["preprocess", "my.yaml"]) == 130
-    assert capsys.readouterr().err.endswith("interrupted; data/train is as it was before\n")
+    assert capsys.readouterr().err.endswith("interrupted; data/train is unchanged\n")
 
 
 def test_a_model_is_resized_for_a_tokenizer_that_outgrew_it(workplace):

@@ -85,7 +85,7 @@ def test_a_chat_is_the_same_as_its_rendered_text(model_path, capsys):
         (["--prompt", "a", "--param", "top_p=3"], "top_p=3"),
         (["--prompt", "a", "--param", "top_p"], "--param top_p"),
         (["--prompt", "a", "--param", "stop=[a"], "--param stop=[a"),
-        (["--prompt", "a", "--prompt", " "], "--prompt is empty"),
+        (["--prompt", "a", "--prompt", " "], "--prompt must not be empty"),
         ([], "--prompt TEXT"),
     ],
 )

@@ -9,7 +9,7 @@ from vectorlm.data.encoding import encode
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.environments.environment import Player, make_environment
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rewards.scorer import GroupScorer, RewardScorer
+from vectorlm.rl.rewards.scorer import RewardScorer
 from vectorlm.rl.rollouts.sampler import GroupSampler
 from vectorlm.rl.rollouts.source import RolloutSource
 from vectorlm.rl.settings import CollectSettings
@@ -124,8 +124,10 @@ def make_source(
         needs_greedy=needs_greedy,
     )
     weights = {name: 1.0} | ({} if make is None else {ENVIRONMENT: 1.0})
-    scorer = GroupScorer(
-        scorer=RewardScorer(functions={name: reward}, weights=weights, topology=Topology()),
+    scorer = RewardScorer(
+        functions={name: reward},
+        weights=weights,
+        topology=Topology(),
         settings=settings,
         drops_constant_groups=drops_constant_groups,
         by_turn=by_turn,

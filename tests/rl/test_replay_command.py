@@ -79,7 +79,7 @@ def test_the_first_step_at_which_two_runs_differ_is_named_with_what_differs(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"), [([], "--step N"), (["--bisect", "nowhere"], "rollouts.jsonl is not there")]
+    ("arguments", "text"), [([], "--step N"), (["--bisect", "nowhere"], "rollouts.jsonl")]
 )
 def test_what_is_missing_is_said_in_one_line(tmp_path, capsys, arguments, text):
     assert main(["replay", str(tmp_path), *arguments]) == 2
@@ -123,7 +123,7 @@ def test_a_step_that_dropped_all_its_groups_is_made_again_only_on_the_way_to_oth
     assert sorted(num_kept.values()) == [0, 0, 1, 1]
     for step, num in num_kept.items():
         assert main(["replay", str(run), "--step", str(step)]) == (0 if num else 2)
-        assert (f"step {step} of {run} kept none of its groups" in capsys.readouterr().err) == (num == 0)
+        assert (f"--step {step}:" in capsys.readouterr().err) == (num == 0)
 
 
 def test_all_rows_of_an_agent_that_starts_afresh_are_logged_and_trained_on_again(

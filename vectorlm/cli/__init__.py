@@ -1,4 +1,4 @@
-"""The ``vectorlm`` command: which commands there are, and what their errors look like."""
+"""The ``vectorlm`` command line: its commands, its exit codes, and the form of its errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Command(NamedTuple):
     """A command of the command line."""
 
     what: str
-    """What it does, after "vectorlm COMMAND: "."""
+    """The description of the command, without its name."""
     example: str
     module: str | None = None
     """The module with `add_COMMAND_arguments(parser)` and `COMMAND_command(args)`; None means ``vectorlm.cli.COMMAND``.
@@ -32,11 +32,11 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command(
-        "train as a config file says, by fine-tuning or reinforcement learning",
+        "train by fine-tuning or reinforcement learning, from a config file",
         "vectorlm run configs/countdown_sft.yaml --world_size 2",
     ),
     "watch": Command(
-        "show how a run is doing, from its output folder",
+        "show the progress of a run, from its output folder",
         "vectorlm watch runs/countdown_sft",
     ),
     "check": Command(
@@ -45,20 +45,20 @@ COMMANDS = {
         "vectorlm.cli.run",
     ),
     "doctor": Command(
-        "say whether a run would start on this machine, and what to do if not",
+        "check whether a run can start on this machine, and how to fix problems",
         "vectorlm doctor",
     ),
     "new": Command(
-        "make a folder to begin from: a config, a reward, an environment, and tests of them",
+        "create a project folder: a config, a reward, an environment, and tests for them",
         "vectorlm new my_project",
     ),
     "preprocess": Command(
-        "make a dataset as the config's dataset_preprocess section says",
+        "tokenise a dataset, from the section dataset_preprocess of a config",
         "vectorlm preprocess my.yaml --set dataset_preprocess.save_path=data/mine",
         "vectorlm.cli.run",
     ),
     "model": Command(
-        "fetch a model's folder from the Hugging Face Hub, or make it of a GGUF file",
+        "download a model from the Hugging Face Hub, or convert a GGUF file",
         "vectorlm model HuggingFaceTB/SmolLM2-135M-Instruct data/smollm2",
     ),
     "sample": Command(
@@ -66,28 +66,28 @@ COMMANDS = {
         'vectorlm sample --model data/countdown/model --prompt "Using the numbers 3, 5, 8 make 16."',
     ),
     "export": Command(
-        "make a model folder of a run, a checkpoint or LoRA adapters, for vLLM and transformers",
+        "export a run, a checkpoint or LoRA adapters as a model folder for vLLM and transformers",
         "vectorlm export runs/countdown_lora --merge --dtype bfloat16",
     ),
     "plot": Command(
-        "draw the curves of runs, over each other",
+        "plot the curves of several runs in one picture",
         "vectorlm plot runs/countdown_sft runs/countdown_lora --output compared.png",
         "vectorlm.cli.report",
     ),
     "report": Command(
-        "make one HTML page of runs: settings, curves, samples, times",
+        "write an HTML page about runs: settings, curves, samples, times",
         "vectorlm report runs/countdown_sft --output report.html",
     ),
     "evaluate": Command(
-        "say how well a model answers a run's questions, or tasks of the lm-evaluation-harness",
+        "score a model on a run's held-out questions, or on tasks of the lm-evaluation-harness",
         "vectorlm evaluate --model runs/countdown_grpo/final-model configs/countdown_grpo.yaml",
     ),
     "replay": Command(
-        "make a logged step of a run again and compare it, or find where two runs part",
+        "repeat a logged step of a run and compare it, or find the first step at which two runs differ",
         "vectorlm replay runs/countdown_grpo --step 5",
     ),
     "verify": Command(
-        "prove that a running vLLM server holds a checkpoint",
+        "check that a running vLLM server holds the weights of a checkpoint",
         "vectorlm verify http://127.0.0.1:8000 runs/countdown_sft/final-model",
         "vectorlm.cli.export",
     ),
@@ -97,10 +97,10 @@ COMMANDS = {
         "vectorlm.sampling.backends.server.serve",
     ),
 }
-"""By name; a new command needs a line here and two functions in its module."""
+"""Commands by name. A new command needs an entry here and two functions in its module."""
 
 INTERRUPTED, UNREAD = (128 + number for number in (signal.SIGINT, signal.SIGPIPE))
-"""The exit codes after Ctrl-C, and where nobody reads the output any more, as shells have them."""
+"""Exit codes after Ctrl-C and after a closed pipe, as in shells."""
 
 HELP = """Train a language model with PyTorch FSDP and sample from it with vLLM on the same devices: the weights are
 hot-swapped inside the running engine between optimizer steps.
@@ -118,21 +118,21 @@ every setting, engines.md the engines, architecture.md how it works."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 1 (the run failed), 2 (the input was wrong) or 130 (Ctrl-C)."""
     given = sys.argv[1:] if argv is None else argv
-    # A shell replaces ~ at the beginning of a word, not after an equals sign.
+    # A shell expands ~ at the beginning of a word, but not after an equals sign.
     words = [re.sub(r"^(--[\w-]+=)~(?=/|$)", rf"\1{Path.home()}", word) for word in given]
     args = build_parser([name for name in COMMANDS if name in words]).parse_args(words)
     return exit_code(lambda: args.run_command(args))
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; an error, or Ctrl-C, is one line on the standard error."""
+    """Run a command and return its exit code; print an error or Ctrl-C as one line on the standard error."""
     escape_what_the_console_cannot_show()
     try:
         code = command()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # As in `vectorlm check | head`; the interpreter would write the rest again as it ends.
+        # For example `vectorlm check | head`. The interpreter would write the rest again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
     except VectorLMError as error:
@@ -145,7 +145,7 @@ def exit_code(command: Callable[[], int]) -> int:
 
 @contextmanager
 def at_interrupt(what_is_left: str) -> Iterator[None]:
-    """Let Ctrl-C in the block say what it leaves behind."""
+    """Add `what_is_left` to the message that Ctrl-C in the block prints."""
     try:
         yield
     except KeyboardInterrupt:
@@ -153,9 +153,9 @@ def at_interrupt(what_is_left: str) -> Iterator[None]:
 
 
 def build_parser(names: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser with every command; `run_command` is the function of the parsed one.
+    """Return the parser of all commands; `run_command` of its result runs the command.
 
-    Only the commands in `names` get their arguments: importing all modules takes a second.
+    Only the commands in `names` get their arguments, because importing all modules takes a second.
     """
     parser = argparse.ArgumentParser(
         prog="vectorlm",
@@ -168,7 +168,7 @@ def build_parser(names: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentP
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    # Named in the description; argparse's own list would wrap it.
+    # The description lists the commands; argparse would wrap its own list.
     added = parser.add_subparsers(metavar="COMMAND", help=argparse.SUPPRESS, prog="vectorlm")
     for name, (what, example, module) in COMMANDS.items():
         command = added.add_parser(

@@ -27,7 +27,7 @@ def add_path_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_override_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--world_size`` and the repeatable ``--set`` alone, for commands that name the file themselves."""
+    """Add ``--world_size`` and the repeatable ``--set``, for commands with their own argument for the file."""
     help_text = "number of ranks, on all nodes together (default 1)"
     parser.add_argument("--world_size", type=int, default=1, metavar="N", help=help_text)
     add_set_argument(parser)
@@ -46,24 +46,24 @@ def add_set_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--ignore_memory_plan``, which is an override of one setting."""
+    """Add ``--ignore_memory_plan``, which overrides one setting."""
     parser.add_argument(
         "--ignore_memory_plan",
         dest="overrides",
         action="append_const",
         const="ignore_memory_plan=true",
-        help="start although the memory plan does not fit: print its numbers and go on",
+        help="start even if the memory plan does not fit, and print its numbers",
     )
 
 
 def add_profile_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--profile``, which is an override of one setting."""
+    """Add ``--profile``, which overrides one setting."""
     parser.add_argument(
         "--profile",
         dest="overrides",
         action="append_const",
         const=f"train_parameters.profile_steps={PROFILE_STEPS}",
-        help=f"record {PROFILE_STEPS} steps with torch's profiler, and end with the time of each phase",
+        help=f"record {PROFILE_STEPS} steps with torch's profiler, then print the time of every phase and end",
     )
 
 

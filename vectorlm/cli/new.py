@@ -1,4 +1,4 @@
-"""``vectorlm new``: a folder to begin from, with a config, a reward, an environment, and tests of them."""
+"""``vectorlm new``: create a project with a config, a reward, an environment, and tests for them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ WORKFLOW = ".github/workflows/test.yml"
 
 def add_new_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm new``."""
-    parser.add_argument("path", metavar="DIR", help="the folder to make")
+    parser.add_argument("path", metavar="DIR", help="the folder to create")
     parser.add_argument(
         "--repository",
         metavar="URL",
-        help=f"where {WORKFLOW} clones vectorlm from; without it, write it there",
+        help=f"the repository from which {WORKFLOW} clones vectorlm",
     )
 
 
 def new_command(args: argparse.Namespace) -> int:
-    """Make the folder and print what to do in it."""
+    """Create the folder and print the command that runs its tests."""
     path = Path(args.path)
     if path.exists() and any(path.iterdir()):
-        raise ConfigError(f"{path} is not empty. Name a new folder.")
+        raise ConfigError(f"{path} must be empty or new. Name another folder.")
     shutil.copytree(TEMPLATE, path, dirs_exist_ok=True)
     for module in path.glob("*.py.in"):
         module.rename(module.with_suffix(""))
@@ -41,6 +41,6 @@ def new_command(args: argparse.Namespace) -> int:
     if args.repository:
         workflow.write_text(workflow.read_text().replace("REPOSITORY", args.repository))
     else:
-        print(f"write where vectorlm is cloned from into {workflow}, in place of REPOSITORY", file=sys.stderr)
+        print(f"replace REPOSITORY in {workflow} by the URL of your vectorlm repository", file=sys.stderr)
     print(f"cd {path} && python -m pytest")
     return 0

@@ -1,4 +1,4 @@
-"""Checks of a project of one's own: its config, rewards and environment, on a tiny model with the real engine.
+"""Check a user's project: its config, rewards and environment, on a tiny model with the real engine.
 
 ``pytest -p vectorlm.cli.pytest_plugin --vectorlm CONFIG`` runs them; a test of your own may name completions:
 
@@ -43,11 +43,11 @@ __all__ = ["PROJECT_CHECKS", "ProjectUnderTest"]
 
 NUM_PROMPTS, MAX_TOKENS = 8, 16
 MAX_SEQ_LEN = 1 << 16
-"""The tiny model's longest sequence, which fills the engine's KV cache."""
+"""Longest sequence of the tiny model, in tokens; it fills the engine's KV cache."""
 LOGPROB_TOLERANCE = 1e-3
-"""Largest difference between the log-probabilities of engine and trainer, which are both in float32."""
+"""Largest difference between the log-probabilities of engine and trainer, both in float32."""
 STRANGE = ("", "\u4f60\u597d \U0001f642 \u202e e\u0301 \x00", "12 " * 50_000)
-"""What a model may write some day: nothing, any characters, very much."""
+"""Unusual completions: empty, with any characters, and very long."""
 SHOWN_CHARACTERS = 60
 
 Scored = list[tuple[Scorable, RewardResult]]
@@ -55,34 +55,34 @@ Scored = list[tuple[Scorable, RewardResult]]
 
 @dataclass
 class ProjectUnderTest:
-    """A config for reinforcement learning with what it names; the checks share one run of two steps."""
+    """A config for reinforcement learning and its files; the checks share one run of two steps."""
 
     config_path: str | Path
     completions: Sequence[str] = ()
-    """Completions that each reward should tell apart, beside the values of the prompts' columns."""
+    """Completions that every reward should distinguish, besides the values of the prompts' columns."""
 
     @functools.cached_property
     def folder(self) -> Path:
-        """Where the tiny model and the run are, as long as this object."""
+        """The folder of the tiny model and the run, deleted with this object."""
         folder = Path(tempfile.mkdtemp(prefix="vectorlm-project-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
     @functools.cached_property
     def config(self) -> Config:
-        """The config as it was written."""
+        """The config, without the overrides of the checks."""
         return load_config(self.config_path)
 
     @property
     def rl(self) -> RLSettings:
-        """Its section `rl`."""
+        """The section `rl` of the config."""
         if self.config.rl is None:
-            raise ConfigError(f"{self.config_path} has no section rl, which these checks are about.")
+            raise ConfigError(f"{self.config_path} needs a section rl for these checks. Add it.")
         return self.config.rl
 
     @functools.cached_property
     def model(self) -> Path:
-        """A tiny model with the tokenizer of the config's model, or SmolLM2's where that one cannot be had."""
+        """A tiny model with the tokenizer of the config's model, or of SmolLM2 if that tokenizer is not available."""
         try:
             tokenizer = load_tokenizer(self.config.model)
         except EngineError:
@@ -94,7 +94,7 @@ class ProjectUnderTest:
 
     @property
     def overrides(self) -> list[str]:
-        """What makes its run short and small; a config that `preflight` accepts is accepted with them too."""
+        """Overrides that make the run short and small; `preflight` accepts them for every valid config."""
         train, collect = self.config.train_parameters, self.rl.collect
         num_prompts = min(collect.prompts_per_step, NUM_PROMPTS)
         # vLLM refuses fewer than min_tokens.
@@ -104,16 +104,16 @@ class ProjectUnderTest:
         )
         longest = resolve_model(self.config).train_parameters.max_seq_len
         if longest == -1:
-            # The config's model is not here: a micro-batch must have room for a whole group of such sequences.
+            # The config's model is not here. A micro-batch must have room for a whole group of these sequences.
             longest = self.rl.update.max_tokens_per_micro_batch // collect.group_size
         changes: dict[str, Any] = {
             "model": str(self.model),
-            # All that it writes is in the folder.
+            # The run writes only to this folder.
             "train_parameters.output_dir": str(self.folder / "run"),
             "train_parameters.sampler.output_jsonl_path": None,
             "trackers": {},
             "enable_wandb_logging": False,
-            # Two short steps, without a profile, which begins after them.
+            # Two short steps, without a profile, which would begin later.
             "rl.max_steps": 2,
             "rl.prompts_per_step": num_prompts,
             "rl.num_mini_batches": min(self.rl.update.num_mini_batches, num_prompts),
@@ -122,27 +122,27 @@ class ProjectUnderTest:
             "rl.critic.warmup_steps": min(self.rl.critic.warmup_steps, 1),
             "train_parameters.max_seq_len": min(longest, MAX_SEQ_LEN),
             "train_parameters.profile_steps": 0,
-            # Without checkpoints there is no best one.
+            # Without checkpoints there is no best checkpoint.
             "train_parameters.checkpointing_enabled": False,
             "train_parameters.keep_best": False,
-            # One rank, which computes in float32, as the engine does.
+            # One rank that computes in float32, like the engine.
             "train_parameters.context_parallel": 1,
             "train_parameters.dtype": "float32",
             "train_parameters.use_mp": False,
             "train_parameters.use_flash_attention": False,
             "train_parameters.quantization": None,
-            # Adapters fit the config's own model, and name its layers.
+            # The config's adapters fit its own model, and name its layers.
             "train_parameters.adapters": None,
             "train_parameters.merge_adapters": False,
             "train_parameters.lora_peft_config": None,
-            # A tiny model's answers are alike and cut off: all of them are trained on, and compared with the engine's.
+            # A tiny model's answers are similar and cut off. Train on all of them, to compare them with the engine's.
             "rl.dynamic_sampling": False,
             "rl.drop_truncated": False,
             "rl.correction": {},
         }
         sampler = train.sampler
         if sampler is None or sampler.engine.inference in ("vllm", "server"):
-            # Arguments of vLLM or a server fit the config's own model and devices.
+            # Arguments of vLLM or a server fit the config's model and devices.
             changes |= {
                 "train_parameters.sampler.inference": "vllm",
                 "train_parameters.sampler.vllm_dtype": "float32",
@@ -166,7 +166,7 @@ class ProjectUnderTest:
 
     @functools.cached_property
     def scored(self) -> dict[str, Scored]:
-        """What each reward gives to completions made of the prompts' columns, and to those that were named."""
+        """Results of every reward for completions made of the prompts' columns, and for `completions`."""
         return self.score(self.made_of)
 
     def made_of(self, columns: Mapping[str, Any]) -> list[str]:
@@ -174,29 +174,27 @@ class ProjectUnderTest:
         return ["", "no idea", *(str(value) for value in columns.values()), *self.completions]
 
     def score(self, texts: Callable[[Mapping[str, Any]], Sequence[str]]) -> dict[str, Scored]:
-        """Have each reward score texts, made of a prompt's columns, for some prompts of its source."""
+        """Score texts, made of a prompt's columns, with every reward, for some prompts of its source."""
         scored: dict[str, Scored] = {}
         with WorkerPool(1) as pool:
             for source in self.rl.by_source.values():
                 records = islice(read_prompts(source.prompts, is_held_out=False), NUM_PROMPTS)
                 items = [
-                    Scorable(text, each.prompt, (), each.columns, chat_of(each.prompt, text))
-                    for each in records
-                    for text in texts(each.columns)
+                    Scorable(text, record.prompt, (), record.columns, chat_of(record.prompt, text))
+                    for record in records
+                    for text in texts(record.columns)
                 ]
-                # What reads an environment's numbers is called in the run alone.
-                for name in filter(_reads_text, source.rewards):
+                # Rewards that read an environment's metrics are called only in the run.
+                for name in source.rewards:
+                    if "environment" in RewardSignature.of(get_reward(name)).kinds:
+                        continue
                     reward = RewardFunction(name, pool, timeout_s=self.rl.reward.reward_timeout_s)
                     scored.setdefault(name, []).extend(zip(items, reward.score(items), strict=True))
         return scored
 
 
-def _reads_text(reward: str) -> bool:
-    return "environment" not in RewardSignature.of(get_reward(reward)).kinds
-
-
 def save_tiny_model(path: Path, tokenizer: Any) -> None:
-    """Save a Llama of two narrow blocks with random weights and somebody's tokenizer."""
+    """Save a Llama of two narrow blocks with random weights, and a tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -218,14 +216,14 @@ def save_tiny_model(path: Path, tokenizer: Any) -> None:
 
 
 def rewards_survive_any_completion(project: ProjectUnderTest) -> None:
-    """No reward raises or is late for an empty, a strange or a huge completion."""
+    """No reward raises or times out for an empty, unusual or huge completion."""
     for name, scored in project.score(lambda columns: STRANGE).items():
         for item, result in scored:
             assert result.error is None, f"{name}: {item.failure(result.error or '')}"
 
 
 def rewards_are_deterministic(project: ProjectUnderTest) -> None:
-    """The same completions of the same prompts have the same rewards, in another process too."""
+    """The same completions have the same rewards, also in another process."""
     second = project.score(project.made_of)
     for name, scored in project.scored.items():
         for (item, one), (_, other) in zip(scored, second[name], strict=True):
@@ -252,13 +250,13 @@ def two_steps_train(project: ProjectUnderTest) -> None:
 
 
 def engine_and_trainer_agree(project: ProjectUnderTest) -> None:
-    """The engine's log-probabilities are the trainer's; turns are trained on as they were sampled."""
+    """Engine and trainer report the same log-probabilities; turns are trained on as they were sampled."""
     gaps = [row[GAP] for row in read_lines(project.run / "metrics.jsonl") if GAP in row]
     assert max(gaps, default=math.inf) < LOGPROB_TOLERANCE, f"{GAP} is {gaps}"
 
 
 def each_step_samples_from_the_weights_before(project: ProjectUnderTest) -> None:
-    """A swap that was proven lies between two steps: each samples from what the one before has left."""
+    """Every step samples from the weights of the step before, which a proven swap brought to the engine."""
     versions = {(row["train_step"], row["version"]) for row in read_lines(project.run / "rollouts.jsonl")}
     allowed = 0 if project.rl.async_ is None else project.rl.async_.max_staleness
     late = sorted((step, version) for step, version in versions if step - 1 - version > allowed)
@@ -274,4 +272,4 @@ PROJECT_CHECKS: tuple[Callable[[ProjectUnderTest], None], ...] = (
     engine_and_trainer_agree,
     each_step_samples_from_the_weights_before,
 )
-"""In the order in which they are quick; each raises `AssertionError` where the project is wrong."""
+"""The checks, the fastest first; a check raises `AssertionError` if the project is wrong."""

@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     """Collect the config that was named."""
-    named = [Path(each).resolve() for each in parent.config.getoption("--vectorlm")]
+    named = [Path(name).resolve() for name in parent.config.getoption("--vectorlm")]
     return Project.from_parent(parent, path=file_path) if file_path in named else None
 
 

@@ -1,4 +1,4 @@
-"""``vectorlm replay``: make a logged step again and compare it, or find where two runs part."""
+"""``vectorlm replay``: repeat a logged step and compare it, or find the first step at which two runs differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vectorlm.runs.config.load import load_config
 from vectorlm.train.checkpoint.folder import folder_of, steps_in
 
 COMPARED = ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/kl", "reward/trained_mean")
-"""Metrics of the groups that a step trained on: the log lacks those that dynamic sampling dropped."""
+"""Metrics of the groups that a step trained on; the log has no groups that dynamic sampling dropped."""
 OF_ROLLOUTS = {
     "prompts": "prompt",
     "tokens": "token_ids",
@@ -29,24 +29,24 @@ OF_ROLLOUTS = {
     "rewards": "reward",
     "advantages": "advantage",
 }
-"""What is compared of the rollouts of two runs, in the order in which a step makes it, with its key."""
+"""Compared values of the rollouts of two runs and their keys, in the order in which a step computes them."""
 OF_METRICS = {"gradient norm": "policy/grad_norm", "loss": "policy/loss"}
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm replay``."""
     parser.add_argument("run", metavar="RUN", help="the output folder of a run of reinforcement learning")
-    help_text = "the step to make again, from the checkpoint before it; the run needs rl.rollout.save_tokens"
+    help_text = "the step to repeat, from the checkpoint before it; the run needs rl.rollout.save_tokens"
     parser.add_argument("--step", type=int, metavar="N", help=help_text)
-    help_text = "name the first step at which RUN and this run differ, and in what"
+    help_text = "print the first step where RUN and OTHER_RUN differ, and the differences"
     parser.add_argument("--bisect", metavar="OTHER_RUN", help=help_text)
 
 
 def replay_command(args: argparse.Namespace) -> int:
-    """Return 0 if everything is as it was logged, or the runs agree, and else 1."""
+    """Return 0 if the step equals the log, or the runs agree; otherwise 1."""
     if (args.step is None) == (args.bisect is None):
         raise ConfigError(
-            "there is nothing to do, or two things. Give one of --step N and --bisect OTHER_RUN."
+            "the command needs exactly one of --step N and --bisect OTHER_RUN. Pass one of them."
         )
     if args.bisect is not None:
         differences = list(_differences(Path(args.run), Path(args.bisect)))
@@ -57,7 +57,9 @@ def replay_command(args: argparse.Namespace) -> int:
 
 def _by_step(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
     if not path.is_file():
-        raise ConfigError(f"{path} is not there: name the output folder of a run of reinforcement learning.")
+        raise ConfigError(
+            f"{path} does not exist: RUN must be the output folder of a run of reinforcement learning. Correct it."
+        )
     found: dict[int, list[dict[str, Any]]] = {}
     for line in read_lines(path):
         found.setdefault(line[key], []).append(line)
@@ -65,11 +67,11 @@ def _by_step(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
 
 
 def _differences(run: Path, other: Path) -> Iterator[str]:
-    """Yield in what the first step that differs does so, the cause before what it causes."""
-    rollouts = [_by_step(each / "rollouts.jsonl", "train_step") for each in (run, other)]
-    metrics = [_by_step(each / "metrics.jsonl", "step") for each in (run, other)]
+    """Yield the differences of the first step that differs, causes before their effects."""
+    rollouts = [_by_step(folder / "rollouts.jsonl", "train_step") for folder in (run, other)]
+    metrics = [_by_step(folder / "metrics.jsonl", "step") for folder in (run, other)]
     for step in sorted(rollouts[0].keys() & rollouts[1].keys()):
-        here, there = (each[step] for each in rollouts)
+        here, there = (steps[step] for steps in rollouts)
         found = []
         if len(here) != len(there):
             found.append(f"step {step}: {len(here)} rollouts and {len(there)}")
@@ -83,7 +85,7 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
                 where = f"{len(unlike)} of {len(pairs)} rollouts, the first {row}"
                 found.append(f"step {step}: {what} differ in {where}: {str(a)[:60]!r} and {str(b)[:60]!r}")
         for what, key in OF_METRICS.items():
-            a, b = (each[step][-1].get(key) if step in each else None for each in metrics)
+            a, b = (steps[step][-1].get(key) if step in steps else None for steps in metrics)
             if a != b:
                 found.append(f"step {step}: the {what} differs: {a} and {b}")
         if found:
@@ -92,7 +94,7 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
 
 
 def _replay(run: Path, step: int) -> int:
-    """Make the steps from the checkpoint before `step` again, in a folder of their own, and compare the last."""
+    """Repeat the steps from the checkpoint before `step` in a temporary folder, and compare the last one."""
     from vectorlm.algorithms.registry import get_algorithm
     from vectorlm.ranks.launcher import launch
     from vectorlm.runs.preflight.checked import preflight
@@ -104,35 +106,35 @@ def _replay(run: Path, step: int) -> int:
     config = load_config(run / "config.yaml")
     train, rl = config.train_parameters, config.rl
     if rl is None or train.sampler is None:
-        raise ConfigError(f"{run} is no run of reinforcement learning.")
+        raise ConfigError(f"{run} must be a run of reinforcement learning. Name another folder.")
     if logged[step][-1].get("rollout/groups") == 0:
         raise ConfigError(
-            f"step {step} of {run} kept none of its groups and left the weights as they were: there is nothing to "
-            "make again. Choose another step."
+            f"--step {step}: the step must have trained on a group, but it kept none. Choose another step."
         )
     spec = get_algorithm(rl.algorithm)
     if spec.needs_greedy or spec.needs_parts:
         raise ConfigError(
-            f"{spec.name} reads more of a group than is logged, so its steps cannot be made again."
+            f"rl.algorithm={spec.name}: its steps cannot be repeated, because they need more than is logged. "
+            "Use --bisect."
         )
     masks = rl.async_ is not None and rl.async_.overdue == "mask"
     max_lag = rl.async_.max_staleness if masks and rl.async_ is not None else None
     kept = folder_of(run / "checkpoints", step)
     if not kept.is_dir() and step == max(logged) and train.keep.final_model == "last":
         kept = run / "final-model"
-    first = max((each for each in steps_in(run / "checkpoints") if each < step), default=0)
+    first = max((saved for saved in steps_in(run / "checkpoints") if saved < step), default=0)
     with tempfile.TemporaryDirectory(prefix="replay-", dir=run) as folder:
         output = Path(folder)
         if first:
             source = folder_of(run / "checkpoints", first)
-            # A link to each file takes no room.
+            # Links take no disk space.
             shutil.copytree(source, folder_of(output / "checkpoints", first), copy_function=os.link)
         sampler = replace(train.sampler, evaluation=EvaluationSettings())
         keep = replace(
             train.keep, keep_best=False, final_model="last", early_stopping_patience=None, best_metric=None
         )
         train = replace(train, output_dir=str(output), checkpointing_enabled=True, sampler=sampler, keep=keep)
-        sources = {name: replace(each, held_out=None) for name, each in rl.collect.sources.items()}
+        sources = {name: replace(source, held_out=None) for name, source in rl.collect.sources.items()}
         rl = replace(
             rl,
             collect=replace(rl.collect, sources=sources),
@@ -175,7 +177,7 @@ def _is_as_logged(logged: Mapping[str, Any], again: Mapping[str, Any], kept: Pat
     if not kept.is_dir():
         print(f"  {'weights':19}  not compared: {kept} is not there")
         return is_same
-    known, found = (load_source(find_source(each))[0].state_dict() for each in (kept, model))
+    known, found = (load_source(find_source(path))[0].state_dict() for path in (kept, model))
     unlike = [name for name, tensor in known.items() if not tensor.equal(found[name].to(tensor.dtype))]
     text = f"{len(unlike)} of {len(known)} tensors differ" if unlike else "as logged"
     print(f"  {'weights':19}  {text}")

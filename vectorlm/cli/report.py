@@ -1,4 +1,4 @@
-"""Pictures of runs: ``vectorlm report`` and ``vectorlm plot``."""
+"""``vectorlm report`` and ``vectorlm plot``: pages and pictures of runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from vectorlm.errors import ConfigError
 
 EVERY_S = 5.0
-"""With --follow, the page is written this often; less often where writing it takes long."""
+"""Seconds between two writes of the page with --follow; longer if writing takes long."""
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,19 +18,19 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the output_dir of a run")
     help_text = "the page (default report.html in the folder of the first run)"
     parser.add_argument("--output", metavar="FILE", type=Path, help=help_text)
-    help_text = "write the page again while a run goes on; in a browser it loads itself again"
+    help_text = "update the page until the runs end; a browser reloads it automatically"
     parser.add_argument("--follow", action="store_true", help=help_text)
 
 
 def report_command(args: argparse.Namespace) -> int:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     from vectorlm.report.page import write_page
     from vectorlm.report.runs import RunFolder
 
     runs = [RunFolder(path) for path in args.runs]
     output = args.output or args.runs[0] / "report.html"
     write_page(runs, output, EVERY_S if args.follow else None)
-    until = ", written again until the runs end or Ctrl-C" if args.follow else ""
+    until = ", updated until the runs end or Ctrl-C" if args.follow else ""
     print(f"{output} ({output.stat().st_size / 1e6:.1f} MB){until}", flush=True)
     if args.follow:
         try:
@@ -40,10 +40,10 @@ def report_command(args: argparse.Namespace) -> int:
                     time.sleep(pause_s)
                     began = time.monotonic()
                     write_page(runs, output, pause_s)
-                    # At most a tenth of the time, also where the files have become long.
+                    # Writing takes at most a tenth of the time, even if the files are long.
                     pause_s = max(EVERY_S, 9 * (time.monotonic() - began))
         finally:
-            # A page that nobody writes any more does not load itself again.
+            # The final page does not reload itself.
             write_page(runs, output)
     return 0
 
@@ -51,14 +51,14 @@ def report_command(args: argparse.Namespace) -> int:
 def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm plot``."""
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the output_dir of a run")
-    help_text = "draw these metrics instead of the usual ones, for example train/loss,perf/mfu"
+    help_text = "plot these metrics instead of the default ones, for example train/loss,perf/mfu"
     parser.add_argument("--metrics", metavar="A,B", default="", help=help_text)
     help_text = "the picture (default plot.png)"
     parser.add_argument("--output", metavar="FILE", type=Path, default=Path("plot.png"), help=help_text)
 
 
 def plot_command(args: argparse.Namespace) -> int:
-    """Draw the runs and say which settings differ."""
+    """Plot the runs and print the settings that differ."""
     # These import matplotlib when they draw.
     from vectorlm.report.plots import plot_runs
     from vectorlm.report.runs import RunFolder, differences, names_of
@@ -66,7 +66,7 @@ def plot_command(args: argparse.Namespace) -> int:
     runs = [RunFolder(path) for path in args.runs]
     metrics = [name.strip() for name in args.metrics.split(",") if name.strip()]
     if not plot_runs(runs, args.output, metrics):
-        raise ConfigError(f"{', '.join(names_of(runs))} logged nothing to draw. Wait for the first step.")
+        raise ConfigError(f"{', '.join(names_of(runs))} logged nothing to plot. Wait for the first step.")
     for name, values in differences(runs).items():
         told = ", ".join(f"{run}: {value}" for run, value in zip(names_of(runs), values, strict=True))
         print(f"{name} differs: {told}")

@@ -38,7 +38,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Check the config, then train on every rank: by rewards where it has a section ``rl``, else on text."""
+    """Check the config, then train on every rank: with rewards if it has a section ``rl``, else on text."""
     config = config_from_arguments(args)
     asked = accelerate_overrides(config, os.environ, args.world_size)
     if asked:
@@ -49,7 +49,7 @@ def run_command(args: argparse.Namespace) -> int:
     is_main = Topology.from_environment().is_main
     if asked and is_main:
         print(f"from accelerate: {', '.join(asked)}", file=sys.stderr)
-    with at_interrupt("with checkpoints, the same command goes on from the last one"):
+    with at_interrupt("with checkpoints, the same command resumes from the last one"):
         what_was = start(config, args.world_size)
     if is_main:
         end = f"the model is in {Path(config.train_parameters.output_dir, 'final-model')}"
@@ -58,11 +58,11 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def run_script(section: str, description: str) -> None:
-    """Be a script that does what ``vectorlm run`` does, for one kind of training.
+    """Run a script that works like ``vectorlm run``, for one kind of training.
 
     Args:
         section: The section of the config that the script needs: ``dataset`` or ``rl``.
-        description: What ``--help`` shows.
+        description: The text of ``--help``.
     """
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=as_written)
@@ -72,7 +72,7 @@ def run_script(section: str, description: str) -> None:
     def run_section() -> int:
         if getattr(config_from_arguments(args), section) is None:
             raise ConfigError(
-                f"{args.yaml_path} has no section {section!r}: llama_example_mp.py trains on text (dataset), "
+                f"{args.yaml_path} needs a section {section!r}: llama_example_mp.py trains on text (dataset), "
                 "rl_example_mp.py on rewards (rl). Name another file with --yaml_path."
             )
         return run_command(args)
@@ -86,7 +86,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         "--device_memory_gib",
         type=_positive,
         metavar="X",
-        help="plan for CUDA devices of X GiB; by default for those of this machine, or its CPU",
+        help="plan for CUDA devices of X GiB (default: the devices of this machine, or its CPU)",
     )
     add_path_argument(parser)
     add_override_arguments(parser)
@@ -96,7 +96,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_command(args: argparse.Namespace) -> int:
-    """Check a config file and say what the run would do."""
+    """Check a config file and print a summary of the run."""
     checked = preflight(config_from_arguments(args), args.world_size, args.nnodes)
     asked = args.device_memory_gib
     device_bytes = device_memory_bytes() if asked is None else int(asked * GIB)
@@ -107,9 +107,9 @@ def check_command(args: argparse.Namespace) -> int:
         ranks_per_node=args.world_size // args.nnodes,
     )
     notes: list[str] = []
-    # A description alone is planned with.
+    # Without weights, only the memory plan is possible.
     if not missing_files(Path(checked.config.model)):
-        # It imports torch and transformers.
+        # This imports torch and transformers.
         from vectorlm.runs.preflight.dry_run import dry_run
 
         notes = dry_run(checked.config)
@@ -120,7 +120,7 @@ def check_command(args: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> float:
-    """Read a finite number above 0; argparse names this function's argument where it raises."""
+    """Read a finite number above 0."""
     if not 0 < (number := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
     return number
@@ -133,22 +133,22 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def preprocess_command(args: argparse.Namespace) -> int:
-    """Tokenise and pack a text dataset, and save it where training will look for it."""
-    # Training alone reads the section 'dataset', which may be incomplete until the datasets are made.
+    """Tokenise and pack a text dataset, and save it for training."""
+    # Only training reads the section 'dataset', which may be incomplete until the datasets exist.
     config = load_config(args.yaml_path, [*args.overrides, "dataset=null"])
     settings = config.dataset_preprocess
     if settings is None:
         raise ConfigError(
-            f"{args.yaml_path} has no section dataset_preprocess: it says what to make, and from what."
+            f"{args.yaml_path} needs a section dataset_preprocess, which names the data and the folder. Add it."
         )
     from vectorlm.data.preprocess import preprocess
     from vectorlm.train.load import load_tokenizer
 
     config = with_download(config)
-    # Its default would leave the scratch folder behind.
+    # The default handler would not delete the scratch folder.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        with at_interrupt(f"{settings.save_path} is as it was before"):
+        with at_interrupt(f"{settings.save_path} is unchanged"):
             summary = preprocess(settings, load_tokenizer(config.model), config.train_parameters.max_seq_len)
     finally:
         signal.signal(signal.SIGTERM, before)

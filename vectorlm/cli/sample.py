@@ -17,7 +17,7 @@ from vectorlm.runs.config.value import parse_yaml, raise_problems
 from vectorlm.runs.preflight.local_model import describe_absent, download, local_folder
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.train.lora import base_of, is_adapter_folder
-from vectorlm.types import Completion, Prompt
+from vectorlm.types import Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
 MAX_TOKENS = 64
@@ -31,18 +31,18 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
         dest="prompts",
         action="append",
         metavar="TEXT",
-        help="what to continue; may be repeated; without it, every line of the standard input is a prompt",
+        help="a prompt to continue; may be repeated; without it, every line of the standard input is a prompt",
     )
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="ask each prompt as a user's message, by the model's chat template",
+        help="send every prompt as a user message, with the model's chat template",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message of each chat; implies --chat")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say which model samples, by which engine and how."""
+    """Add the arguments for the model, the engine and the sampling parameters."""
     parser.add_argument(
         "--model",
         required=True,
@@ -70,15 +70,17 @@ def sample_command(args: argparse.Namespace) -> int:
     model, adapter = require_model(args)
     prompts = args.prompts
     if prompts is None and sys.stdin.isatty():
-        raise ConfigError("no prompt was given. Use --prompt TEXT, or send prompts to the standard input.")
+        raise ConfigError(
+            "--prompt: the command needs a prompt. Use --prompt TEXT, or send prompts to the standard input."
+        )
     if prompts is None:
         prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
         if not prompts:
             raise ConfigError(
-                "the standard input has no prompts: it must have one on each line. Or use --prompt TEXT."
+                "the standard input must have a prompt on every line, but it is empty. Or use --prompt TEXT."
             )
     if not all(prompt.strip() for prompt in prompts):
-        raise ConfigError("--prompt is empty: there is nothing to continue.")
+        raise ConfigError("--prompt must not be empty. Write a text.")
     params = {"max_tokens": MAX_TOKENS, **sampling_params(args)}
     is_chat = args.chat or args.system is not None
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -87,10 +89,16 @@ def sample_command(args: argparse.Namespace) -> int:
     ]
     if is_chat and not has_chat_template(model):
         raise ConfigError(
-            f"--chat needs a chat template, and the tokenizer of {model} has none. Leave it out."
+            f"--chat needs a chat template, but the tokenizer of {model} has none. Leave it out."
         )
+    from vectorlm.report.step_lines import sample_with_progress
+
+    check_sampling(args.engine, params)
+    with open_engine(args.engine, model, adapter, {}) as engine:
+        engine.wait_until_ready()
+        sampled = sample_with_progress(engine, asked, params)
     pages = []
-    for prompt, completions in zip(prompts, ask(args.engine, model, adapter, asked, params), strict=True):
+    for prompt, completions in zip(prompts, sampled, strict=True):
         texts = [completion.text.strip() or "(nothing)" for completion in completions]
         if len(texts) > 1:
             texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
@@ -98,17 +106,17 @@ def sample_command(args: argparse.Namespace) -> int:
     print(printable("\n\n".join(pages)))
     if not is_chat and has_chat_template(model):
         print(
-            "this tokenizer has a chat template; the prompt was taken as plain text (--chat asks it as a message)",
+            "this tokenizer has a chat template, but the prompt was sent as plain text (--chat sends it as a message)",
             file=sys.stderr,
         )
     return 0
 
 
 def require_model(args: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the model's folder, and that of the adapters on it where ``--model`` names those.
+    """Return the model's folder, and the folder of its adapters if ``--model`` names adapters.
 
     Raises:
-        ConfigError: ``--model`` is no model's folder, or ``--engine`` is not installed.
+        ConfigError: ``--model`` is not a model's folder, or ``--engine`` is not installed.
     """
     download(args.model)
     model, adapter = local_folder(args.model), None
@@ -133,7 +141,7 @@ def sampling_params(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_sampling(inference: str, params: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where the engine would refuse sampling parameters, before it is started."""
+    """Raise `ConfigError` if the engine would refuse the sampling parameters, before it starts."""
     if inference == "vllm":
         raise_problems(list(sampling_problems(params)))
         return
@@ -145,30 +153,13 @@ def check_sampling(inference: str, params: Mapping[str, Any]) -> None:
         raise ConfigError(str(error)) from error
 
 
-def ask(
-    inference: str,
-    model: str,
-    adapter: str | None,
-    prompts: Sequence[Prompt],
-    params: Mapping[str, Any],
-    engine_args: Mapping[str, Any] | None = None,
-) -> list[list[Completion]]:
-    """Start the engine and return its completions of each prompt."""
-    from vectorlm.report.step_lines import sample_with_progress
-
-    check_sampling(inference, params)
-    with open_engine(inference, model, adapter, engine_args or {}) as engine:
-        engine.wait_until_ready()
-        return sample_with_progress(engine, list(prompts), dict(params))
-
-
 @contextmanager
 def open_engine(
     inference: str, model: str, adapter: str | None, engine_args: Mapping[str, Any]
 ) -> Iterator[Any]:
-    """Start the engine that the command line asks for, with the weights of its adapters where it names some.
+    """Start the engine, with the weights of the adapters if there are any.
 
-    Of an `EngineError` one line is kept: the rest is the engine's traceback, which helps nobody at a terminal.
+    An `EngineError` keeps its first paragraph only, without the engine's traceback.
     """
     try:
         if inference == "vllm":
@@ -188,7 +179,7 @@ def open_engine(
 
                 from vectorlm.train.lora import load_adapters
 
-                # The engine takes over the merged weights like those of a training step.
+                # The engine receives the merged weights like the weights of a training step.
                 base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
                 engine.update(load_adapters(Path(adapter), base), 0)
             yield engine
@@ -197,7 +188,7 @@ def open_engine(
 
 
 def read_pairs(flag: str, example: str, texts: Sequence[str]) -> dict[str, Any]:
-    """Read what a repeatable ``NAME=VALUE`` argument was given, each value as YAML."""
+    """Read the values of a repeatable ``NAME=VALUE`` argument as YAML."""
     pairs = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -206,7 +197,7 @@ def read_pairs(flag: str, example: str, texts: Sequence[str]) -> dict[str, Any]:
                 f"{flag} {text} must be a name and a value. Write {flag} {example}, for example."
             )
         try:
-            # As in a config: 1e-1 is a number.
+            # As in a config, 1e-1 is a number.
             pairs[name] = parse_yaml(value, lambda line: flag).plain()
         except ConfigError as error:
             raise ConfigError(f"{flag} {text} has a value that is not YAML. Quote it.") from error

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EVERY_S = 1.0
 PLAIN_HEIGHT = 48
-"""Lines of a frame outside a terminal, at most."""
+"""Maximum lines of a frame outside a terminal."""
 LABEL_WIDTH, VALUE_WIDTH = 24, 9
 SPARKS = "▁▂▃▄▅▆▇█"
 ALWAYS_SHOWN = ("reward/mean", "eval/accuracy")
@@ -30,7 +30,7 @@ ALWAYS_SHOWN = ("reward/mean", "eval/accuracy")
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm watch``."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="the output_dir of a run")
-    help_text = "print how the run is doing once, and end; the default where the output is not a terminal"
+    help_text = "print the progress once, and end; the default if the output is not a terminal"
     parser.add_argument("--once", action="store_true", help=help_text)
 
 
@@ -41,7 +41,7 @@ def watch_command(args: argparse.Namespace) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    # A pipe gets no colours, even under Jupyter, which asks for them. Numbers in samples are not Rich's to colour.
+    # A pipe gets no colours, even under Jupyter, which requests them. Rich must not colour numbers in samples.
     in_terminal = sys.stdout.isatty()
     console = Console(force_terminal=in_terminal, highlight=False)
     if in_terminal and not args.once:
@@ -53,7 +53,7 @@ def watch_command(args: argparse.Namespace) -> int:
                 while watched.is_running:
                     began = time.monotonic()
                     live.update(Text("\n").join(frame(watched, console.width, console.height)), refresh=True)
-                    # The files of a long run take a while to read.
+                    # Reading the files of a long run takes time.
                     time.sleep(max(EVERY_S, 9 * (time.monotonic() - began)))
             finally:
                 live.stop()
@@ -64,7 +64,7 @@ def watch_command(args: argparse.Namespace) -> int:
 
 
 def frame(watched: RunFolder, width: int, height: int) -> list[Text]:
-    """Return the lines that show a run, at most `height`, each at most `width` cells wide."""
+    """Return at most `height` lines that show a run; a line is at most `width` cells wide."""
     from rich.text import Text
 
     state, is_well = watched.state()
@@ -87,10 +87,10 @@ def frame(watched: RunFolder, width: int, height: int) -> list[Text]:
     for sample in samples:
         reward = "" if sample.reward is None else f"{sample.reward:.2f}"
         prompt = _visible(sample.prompt)
-        # Its end leads over to the completion.
+        # The end of a prompt says most about the completion.
         prompt = prompt if len(prompt) <= width // 2 else "…" + prompt[-(width // 3) :]
         texts.append(Text.assemble(f"{reward:>6}  ", (f"{prompt} → ", "dim"), _visible(sample.completion)))
-    # Each block but the last leaves the next ones some room.
+    # Every block but the last leaves lines for the next ones.
     spare = height - len(head)
     blocks = [curves[: max(2, spare // 2)], phases[: max(1, spare // 4)], texts]
     lines = head + [line for block in blocks if block for line in (Text(), *block)]
@@ -125,5 +125,5 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _visible(text: str) -> str:
-    """Return text on one line, without what a terminal would obey."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    """Return text on one line, without control characters."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -33,7 +33,7 @@ from vectorlm.rl.prepare import correction_of
 from vectorlm.rl.prompts import Curriculum, Demonstrations, PromptMixture
 from vectorlm.rl.rewards.registry import COMPLETIONS, RewardSignature, get_reward, short_name
 from vectorlm.rl.rewards.reward_model import RewardModel
-from vectorlm.rl.rewards.scorer import GroupScorer, RewardScorer
+from vectorlm.rl.rewards.scorer import RewardScorer
 from vectorlm.rl.rollouts.builder import SamplerBuilder
 from vectorlm.rl.rollouts.logger import RolloutLogger
 from vectorlm.rl.rollouts.queue import GroupQueue
@@ -262,7 +262,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Sampler
             reads.add(COMPLETIONS)
         stored = read_rollouts(rl.rollout.path, reads)
         replay = replay_order(stored, rl.collect.group_size, seed)
-    scorer = _scorer(run, rl)
+    scorer = _scorer(run, rl, spec)
     sampler = environments.sampler(rl.collect, seed, needs_greedy=spec.needs_greedy, score=scorer.score_group)
     prompts, sources = run.checked.prompts, rl.by_source
     curricula = {
@@ -274,12 +274,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Sampler
     run.stack.callback(groups.close)
     return RolloutSource(
         groups,
-        GroupScorer(
-            scorer=scorer,
-            settings=rl.collect,
-            drops_constant_groups=rl.hyperparameters.dynamic_sampling,
-            by_turn=spec.learns_from_turns,
-        ),
+        scorer,
         PromptMixture(
             prompts, seed, {name: source.weight or 0.0 for name, source in sources.items()}, curricula
         ),
@@ -290,7 +285,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Sampler
     )
 
 
-def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
+def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RewardScorer:
     train = run.config.train_parameters
 
     def weights_of(rewards: Mapping[str, Any], environment: str | None) -> dict[str, float]:
@@ -299,6 +294,7 @@ def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
         return {short_name(name): float(weight) for name, weight in both.items()} | of_environment
 
     return RewardScorer(
+        settings=rl.collect,
         functions={short_name(name): name for name in rl.all_rewards},
         weights=weights_of(rl.reward.rewards, rl.collect.environment_of("")),
         of_source={
@@ -322,5 +318,7 @@ def _scorer(run: Run, rl: RLSettings) -> RewardScorer:
         pool=run.reward_workers,
         timeout_s=rl.reward.reward_timeout_s,
         on_error=rl.reward.on_reward_error,
+        drops_constant_groups=rl.hyperparameters.dynamic_sampling,
+        by_turn=spec.learns_from_turns,
         topology=run.topology,
     )

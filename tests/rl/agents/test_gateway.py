@@ -385,7 +385,6 @@ def test_a_field_that_is_not_taken_is_explained(asked):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
         message = answer.json()["error"]["message"]
         assert message.startswith(f"{name}=")
-        assert any(why in message for why in ("another distribution", "the run draws the seed"))
         assert session.refusal == message
         await chat(client, USER)
         assert session.refusal == ""

@@ -320,7 +320,7 @@ def test_tools_beside_a_prompt_without_a_template_are_refused_before_the_first_t
             finally:
                 await playing.close()
 
-    with pytest.raises(RolloutError, match=r"'Chooses' has tools, .*prompt .* is no chat"):
+    with pytest.raises(RolloutError, match="'Chooses' has tools"):
         asyncio.run(rollout())
 
 

@@ -116,8 +116,7 @@ def test_answers_that_the_context_cuts_off_before_max_tokens_are_counted(folder,
         )
         evaluator.evaluate(1)
         assert [line["finish_reasons"] for line in lines(path)] == [["length"]]
-    cut = "  1 answers met the engine's max_model_len before max_tokens, and were cut off there"
-    assert [text.split("\n")[1] == cut for text in said] == [False, True]
+    assert ["1 answers reached the engine's max_model_len" in text for text in said] == [False, True]
 
 
 def test_further_rewards_and_what_most_answers_say_are_logged(folder, tmp_path):

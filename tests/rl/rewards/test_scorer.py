@@ -17,6 +17,8 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.rewards.scorer import RewardScorer
+from vectorlm.rl.rollouts.sampler import SampledGroup
+from vectorlm.rl.settings import CollectSettings
 from vectorlm.types import ENVIRONMENT, PromptRecord
 
 
@@ -36,6 +38,7 @@ def vowels(text):
 
 def scorer_of(functions, topology=None, weights=None, **more):
     return RewardScorer(
+        settings=CollectSettings(prompts_per_step=1),
         functions=functions,
         weights=weights or dict.fromkeys(functions, 1.0),
         topology=topology or Topology(),
@@ -48,9 +51,13 @@ def scorer(topology=None, **more):
     return scorer_of({"length": length, "vowels": vowels}, topology, weights, **more)
 
 
+def group_of(*texts, greedy=None):
+    return SampledGroup(rollouts(*texts), greedy and rollouts(greedy)[0])
+
+
 def groups_of(*texts):
     """Return groups of one rollout each."""
-    return [[rollout] for rollout in rollouts(*texts)]
+    return [group_of(text) for text in texts]
 
 
 def rewards_of(groups):
@@ -69,24 +76,24 @@ def test_a_weighted_sum_of_the_rewards():
 def test_what_an_environment_gave_is_added_where_its_weight_counts():
     played = [replace(each, turn_rewards=(1.0, 0.25)) for each in rollouts("aeb", "XYZ", "bad")]
     one = scorer_of({"vowels": vowels}, weights={"vowels": 0.5, ENVIRONMENT: 1.0}, on_error="skip")
-    (group,) = one.score([played])
+    (group,) = one.score([SampledGroup(played)])
     assert group.rewards[:2].tolist() == [2.25, 1.25], "a None takes no other reward along"
     assert group.rewards[2].isnan(), "a function that fails does"
     assert group.rewards_by_name[ENVIRONMENT].tolist() == [1.25] * 3
-    (alone,) = scorer_of({"length": length}).score([played])
+    (alone,) = scorer_of({"length": length}).score([SampledGroup(played)])
     assert alone.rewards.tolist() == [1.0] * 3
     assert list(alone.rewards_by_name) == ["length"]
 
 
 def test_completions_for_which_no_reward_counts_have_0():
     mixed = [replace(each, prompt_record=PromptRecord("a", {"wanted": 2}, "b")) for each in rollouts("aeb")]
-    (group,) = scorer_of({"length": length}, of_source={"b": {}}).score([mixed])
+    (group,) = scorer_of({"length": length}, of_source={"b": {}}).score([SampledGroup(mixed)])
     assert group.rewards.tolist() == [0.0]
 
 
 def test_a_greedy_completion_is_scored_beside_its_group():
-    groups = [rollouts("aa", "bbb"), rollouts("c", "dd")]
-    first, second = scorer(on_error="skip").score(groups, rollouts("eeee", "bad"))
+    groups = [group_of("aa", "bbb", greedy="eeee"), group_of("c", "dd", greedy="bad")]
+    first, second = scorer(on_error="skip").score(groups)
     assert first.rewards.tolist() == [0.0 + 1.0, 1.0]
     assert first.greedy_reward.item() == 2.0 + 2.0
     assert second.greedy_reward.isnan()
@@ -113,7 +120,7 @@ def test_or_its_completion_is_skipped_and_counted():
 @pytest.mark.parametrize("answer", [1.0, ["much", "a", 1.0]])
 def test_a_call_for_several_completions_that_fails_is_one_error(answer):
     quiet = scorer_of({"all": lambda completions: answer}, on_error="skip")
-    first, second = quiet.score([*groups_of("a", "b"), rollouts("c")])[:2]
+    first, second = quiet.score([*groups_of("a", "b"), group_of("c")])[:2]
     assert first.rewards.isnan()
     assert second.rewards.isnan()
     assert (len(first.errors), len(second.errors)) == (1, 0)
@@ -146,7 +153,7 @@ def test_a_completion_that_no_function_scores_has_no_reward():
 
 def compare_on_rank(topology):
     groups = [
-        [rollout_of(record, text) for text in texts]
+        SampledGroup([rollout_of(record, text) for text in texts])
         for record, texts in ((PromptRecord("one"), "abc"), (PromptRecord("two"), "dd"))
     ]
 
@@ -211,15 +218,16 @@ def score_early_on_rank(topology):
 
     functions = {"compared": compared, "judged": judged, "counted": counted}
     weights = {"compared": 0.25, "judged": 1.0, "counted": 0.5}
-    groups, greedy = [rollouts("aeb", "XYZ"), rollouts("bad", "ee")], rollouts("e", "dd")
+    groups = [group_of("aeb", "XYZ", greedy="e"), group_of("bad", "ee", greedy="dd")]
     with WorkerPool(2) as pool:
         mine = scorer_of(functions, topology, weights, pool=pool, on_error="skip")
         ended = [
-            asyncio.run(mine.score_group([*group, last])) for group, last in zip(groups, greedy, strict=True)
+            replace(group, results=asyncio.run(mine.score_group([*group.rollouts, group.greedy])))
+            for group in groups
         ]
-        early = mine.score(groups, greedy, ended)
-        late = mine.score(groups, greedy)
-    return [sorted(each) for each in ended], *(
+        early = mine.score(ended)
+        late = mine.score(groups)
+    return [sorted(group.results) for group in ended], *(
         [
             (
                 each.rewards.tolist(),
@@ -292,7 +300,12 @@ def test_ranks_share_the_calls_and_all_know_all_rewards_and_errors():
 def score_by_source(topology):
     mine = scorer(topology, of_source={"a": {"length": 2.0}, "b": {"length": 1.0, "vowels": 1.0}})
     groups = [
-        [replace(each, prompt_record=replace(each.prompt_record, source=source)) for each in group]
+        SampledGroup(
+            [
+                replace(each, prompt_record=replace(each.prompt_record, source=source))
+                for each in group.rollouts
+            ]
+        )
         for group, source in zip(groups_of("aeb", "XYZ", "bad", "aaa"), ("a", "b", "a", ""), strict=True)
     ]
     return mine.score(groups)
@@ -301,7 +314,7 @@ def score_by_source(topology):
 def score_two_groups_of_one_prompt(topology):
     record = PromptRecord("ask", {"wanted": 2})
     asked_twice = [[replace(each, prompt_record=record) for each in rollouts("a", "bb", "ccc")] for _ in "12"]
-    groups = [*asked_twice, rollouts("d", "ee", "fff")]
+    groups = [*map(SampledGroup, asked_twice), group_of("d", "ee", "fff")]
     if not topology.is_main:
         # As another rank receives them, a group at a time.
         groups = [pickle.loads(pickle.dumps(group)) for group in groups]
@@ -312,7 +325,7 @@ def test_ranks_share_the_work_alike_though_two_groups_have_one_prompt():
     expected = [
         group.rewards.tolist()
         for group in scorer().score(
-            [rollouts("a", "bb", "ccc"), rollouts("a", "bb", "ccc"), rollouts("d", "ee", "fff")]
+            [group_of("a", "bb", "ccc"), group_of("a", "bb", "ccc"), group_of("d", "ee", "fff")]
         )
     ]
     assert on_ranks(2, score_two_groups_of_one_prompt) == [expected] * 2

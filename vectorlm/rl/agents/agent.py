@@ -1,4 +1,4 @@
-"""An agent of the user's, which makes rollouts through the gateway."""
+"""Run the user's agent, which makes rollouts through the gateway."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ POLL_S = 0.5
 
 
 class AgentHost:
-    """Runs an agent once for each rollout, in a worker that no other rollout has meanwhile.
+    """Runs an agent once per rollout, in a worker that no other rollout uses at the time.
 
-    It is a function ``run(client_url, key, row)``, maybe a coroutine function, which returns a reward, a mapping with a
-    ``reward`` and further numbers, or None.
+    An agent is a function or coroutine function ``run(client_url, key, row)``. It returns a reward, a mapping with a
+    ``reward`` and further metrics, or None.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class AgentHost:
         timeout_s: float | None,
         is_trained_on: bool = True,
     ) -> None:
-        """Take the agent's name; between two requests it may take `timeout_s`."""
+        """Take the agent's name; `timeout_s` is the longest time between two of its requests."""
         self._run, self._gateway, self._workers = run, gateway, workers
         self._sampling, self._timeout_s = sampling, math.inf if timeout_s is None else timeout_s
         self._is_trained_on = is_trained_on
 
     async def rollout(self, record: PromptRecord, ask: Ask, seed_of: Callable[[int], int]) -> Rollout:
-        """Return what the agent made of a prompt.
+        """Return the agent's rollout of a prompt.
 
         Raises:
-            RolloutError: It raised, asked for nothing, or took too long.
+            RolloutError: The agent raised, sent no request, or timed out.
         """
         gateway = self._gateway
         session = Session(
@@ -71,13 +71,13 @@ class AgentHost:
                     raise RuntimeError(f"no request and no result within {self._timeout_s:g} s")
             reward, measured = work.result()
         except (WorkerLost, RuntimeError) as error:
-            # Frameworks raise when there is no room for a further turn, which ends the rollout and not the run.
+            # Frameworks raise if the context is full. That ends the rollout, not the run.
             if not session.is_full:
-                # Clients that raise for a status may not say what the gateway answered.
+                # Clients that raise for a status may not show the gateway's answer.
                 refusal = session.refusal and f", after its request was refused: {session.refusal}"
                 raise RolloutError(
                     f"the agent {self._run!r} failed: {error}{refusal} (prompt {str(record.prompt)[:80]!r}). Catch the "
-                    "error there, and return a reward or None instead."
+                    "error in the agent, and return a reward or None."
                 ) from error
             reward, measured = None, {}
         finally:
@@ -97,7 +97,7 @@ class AgentHost:
 
 
 class AgentRollouts:
-    """Makes rollouts of an agent with an engine, in a loop of your own; a context manager, made on all ranks.
+    """Rollouts of an agent, for your own training loop. A context manager; create it on all ranks.
 
     Example:
         >>> with AgentRollouts(engine, "agents.py:guess", max_model_len=2048) as agents:  # doctest: +SKIP
@@ -119,15 +119,17 @@ class AgentRollouts:
         num_workers: int = 8,
         seed: int = 0,
     ) -> None:
-        """Take the agent as ``file.py:NAME``, which makes `group_size` rollouts of each row, `num_workers` at once.
+        """Take the agent as ``file.py:NAME``. It makes `group_size` rollouts per row, `num_workers` at a time.
+
+        Without `sampling_params` the engine's own are used.
 
         Raises:
-            TypeError: `sampling_params`, which are the engine's own when omitted, are not a mapping.
+            TypeError: `sampling_params` are not a mapping.
         """
         sampling = engine.sampling_params or {} if sampling_params is None else sampling_params
         if not isinstance(sampling, Mapping):
             raise TypeError(
-                f"sampling_params={sampling!r}: agents take a mapping, such as {{'max_tokens': 512}}."
+                f"sampling_params={sampling!r}: agents need a mapping. Pass {{'max_tokens': 512}}, for example."
             )
         self._stack, self._num_begun = ExitStack(), 0
         self._ranks = engine.engine_ranks
@@ -147,11 +149,11 @@ class AgentRollouts:
         self._stack.callback(self._queue.close)
 
     def sample(self, rows: Sequence[Mapping[str, Any]]) -> list[Sequence[Rollout]]:
-        """Return the rollouts of each row, which has a ``prompt``; a collective, with the same result on all ranks.
+        """Return the rollouts of every row; a row has a ``prompt``. All ranks call this and get the same result.
 
         Raises:
-            RolloutError: The agent failed; the rollouts of the other rows are given up.
-            RankMismatch: A rank passed other rows than rank 0.
+            RolloutError: The agent failed; the rollouts of all rows are cancelled.
+            RankMismatch: A rank passed different rows than rank 0.
         """
         self._ranks.check_same_args("sample", comparable({"rows": list(rows)}), f"{len(rows)} rows")
         tasks = [
@@ -165,7 +167,7 @@ class AgentRollouts:
         return self._queue.sample(tasks)
 
     def close(self) -> None:
-        """End the agents; not a collective."""
+        """Stop the agents; ranks need not call this together."""
         self._stack.close()
 
     def __enter__(self) -> AgentRollouts:

@@ -1,4 +1,4 @@
-"""The requests that a gateway takes, in OpenAI's forms and vLLM's, and its answers."""
+"""Requests and answers of the gateway, in the forms of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHANGES_NOTHING = {
     },
     **{"best_of": 1, "echo": False, "top_logprobs": 0, "stream": False, "max_tokens": None},
 }
-"""What fields are taken with that are not listed, besides null and what is empty."""
+"""Accepted values of fields that have no effect, besides null and empty values."""
 OTHER_DISTRIBUTION = "would sample from another distribution than the one that is trained"
 NOT_TAKEN = {
     "seed": "cannot be chosen: the run draws the seed of every request, so that a resumed run samples the same. Leave "
@@ -45,13 +45,13 @@ NOT_TAKEN = {
 
 
 class StreamOptions(BaseModel):
-    """How an answer is streamed."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
 
 
 class Strict(BaseModel):
-    """A body whose fields are all known, or ask for nothing."""
+    """A request body whose fields are all known, or have no effect."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -71,7 +71,7 @@ class Strict(BaseModel):
 
 
 class Sampling(Strict):
-    """Parameters of a request."""
+    """Sampling parameters of a request."""
 
     n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     temperature: float | None = None
@@ -91,14 +91,14 @@ class Sampling(Strict):
 
 
 class Request(Sampling):
-    """What chats and texts have in common."""
+    """Fields shared by chats and texts."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    # They change nothing that is sampled.
+    # These fields do not change the samples.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -157,7 +157,7 @@ class ChatRequest(Request):
         return super().is_streamed and not self.offered
 
     async def answer(self, session: Session, hear: Hear | None = None) -> list[Turn]:
-        """Ask the session."""
+        """Send the request to the session."""
         params = self.params()
         if self.max_completion_tokens is not None:
             params["max_tokens"] = self.max_completion_tokens
@@ -166,7 +166,7 @@ class ChatRequest(Request):
 
     @property
     def offered(self) -> list[dict[str, Any]] | None:
-        """The tools that the policy is told of."""
+        """The tools in the chat template."""
         return None if self.tool_choice == "none" else self.tools or None
 
     def shown(self, turns: Sequence[Turn], form: Form) -> dict[str, Any]:
@@ -196,14 +196,14 @@ class TextRequest(Request):
     @field_validator("prompt", mode="before")
     @classmethod
     def _only(cls, prompt: Any) -> Any:
-        if not isinstance(prompt, list) or not any(isinstance(each, str | list) for each in prompt):
+        if not isinstance(prompt, list) or not any(isinstance(part, str | list) for part in prompt):
             return prompt
         if len(prompt) > 1:
             raise ValueError("a request has one prompt. Ask for each by itself")
         return prompt[0]
 
     async def answer(self, session: Session, hear: Hear | None = None) -> list[Turn]:
-        """Ask the session."""
+        """Send the request to the session."""
         return await session.write_on(self.prompt, self.params(), hear)
 
     def shown(self, turns: Sequence[Turn], form: Form) -> dict[str, Any]:
@@ -219,8 +219,8 @@ class TextRequest(Request):
             if self.logprobs is not None:
                 found = form.logprobs(turn, bool(self.return_tokens_as_token_ids))
                 choice["logprobs"] = {
-                    "tokens": [each["token"] for each in found],
-                    "token_logprobs": [each["logprob"] for each in found],
+                    "tokens": [token["token"] for token in found],
+                    "token_logprobs": [token["logprob"] for token in found],
                     "top_logprobs": None,
                     "text_offset": [],
                 }
@@ -247,7 +247,7 @@ class TokenRequest(Strict):
     return_token_ids: Any = None
 
     async def answer(self, session: Session) -> list[Turn]:
-        """Ask the session."""
+        """Send the request to the session."""
         return await session.write_on(self.token_ids, self.sampling_params.params())
 
     def shown(self, turns: Sequence[Turn], form: Form) -> dict[str, Any]:
@@ -266,11 +266,11 @@ class TokenRequest(Strict):
 
 
 def explained(error: ValidationError) -> RequestError:
-    """Return why a body is refused, with a field at fault."""
-    # Of the forms that a field may have, the one that was tried furthest; pydantic names it in the place.
-    first = max(error.errors(), key=lambda each: len(each["loc"]))
-    names = [each for each in first["loc"] if isinstance(each, int) or each.isidentifier()]
-    place = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in names)
+    """Return the reason why a body is refused, with the wrong field."""
+    # If a field has several forms, use the error of the form that matched furthest.
+    first = max(error.errors(), key=lambda found: len(found["loc"]))
+    names = [name for name in first["loc"] if isinstance(name, int) or name.isidentifier()]
+    place = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     place, value = place.removeprefix("."), str(first["input"])[:60]
     why = NOT_TAKEN.get(str(first["loc"][0]) if len(first["loc"]) == 1 else "")
     if why is None and first["type"] == "extra_forbidden":
@@ -282,13 +282,13 @@ def explained(error: ValidationError) -> RequestError:
 
 
 class Form:
-    """What answers say of the model and its tokens."""
+    """The model's name and tokenizer, for answers."""
 
     def __init__(self, model: str, tokenizer: Any) -> None:
         self.model, self._tokenizer = model, tokenizer
 
     def logprobs(self, turn: Turn, as_ids: bool) -> list[dict[str, Any]]:
-        """Return the log-probability of each token, of what it was drawn from."""
+        """Return the log-probability of every token under the distribution that it was sampled from."""
         found: list[dict[str, Any]] = []
         for token, logprob in zip(turn.completion.token_ids, turn.completion.sampler_logprobs, strict=True):
             text = f"token_id:{token}" if as_ids else self._tokenizer.decode([token])
@@ -296,13 +296,13 @@ class Form:
         return found
 
     def ids(self, turn: Turn, is_asked: bool) -> dict[str, Any]:
-        """Return a choice's tokens, each with the version of the weights that sampled it."""
+        """Return a choice's tokens and, for every token, the version of the weights that sampled it."""
         return (
             {"token_ids": turn.completion.token_ids, "versions": turn.completion.versions} if is_asked else {}
         )
 
     def body(self, kind: str, choices: list[Any], turns: Sequence[Turn], with_ids: bool) -> dict[str, Any]:
-        """Return an answer of OpenAI's form."""
+        """Return an answer in OpenAI's form."""
         num_prompt = len(turns[0].completion.prompt_token_ids)
         num_sampled = sum(len(turn.completion.token_ids) for turn in turns)
         found = {
@@ -329,7 +329,7 @@ class Events:
         self._num_tokens = self._num_characters = 0
 
     def part(self, completion: Completion) -> str:
-        """Return the event of what was sampled of a single answer since the last part."""
+        """Return the event for the tokens of a single answer since the last part."""
         self._num_tokens += len(completion.token_ids)
         self._num_characters += len(completion.text)
         is_first = not self._head
@@ -337,7 +337,7 @@ class Events:
         return self._piece(body["choices"][0], is_first)
 
     def rest(self, turns: Sequence[Turn]) -> Iterator[str]:
-        """Yield the events of whole answers, without what was told of a single one."""
+        """Yield the events of complete answers, without the parts already sent."""
         is_first = not self._head
         body = self._begun(self._asked.shown(turns, self._form))
         left = [replace(turn, completion=self._left_of(turn.completion)) for turn in turns]
@@ -352,7 +352,7 @@ class Events:
         yield "data: [DONE]\n\n"
 
     def _begun(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Take over what all events have in common; parts know no prompt."""
+        """Keep the fields that all events share; parts of an answer have no prompt."""
         if not self._head:
             self._head = {name: body[name] for name in ("id", "object", "created", "model")}
             if self._head["object"] == "chat.completion":

@@ -1,4 +1,4 @@
-"""An HTTP server on loopback before an engine: any agent that takes a ``base_url`` makes rollouts."""
+"""A local HTTP server in front of the engine: any agent that takes a ``base_url`` can make rollouts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from vectorlm.rl.agents.session import RequestError, Session, Turn
 from vectorlm.types import Completion
 
 MODEL = "policy"
-"""The name that agents give the model."""
+"""The name of the model in requests."""
 MAX_BODY_BYTES = 16 * 2**20
 ARRIVES_WITHIN_S = 30.0
-"""Longest time for a request to arrive whole, and for its answer to be taken."""
+"""Seconds in which a request must arrive completely, and in which its answer must be read."""
 KEPT_ALIVE_S = 300.0
-"""How long a connection may rest between two requests."""
+"""Seconds that a connection may be idle between two requests."""
 CLOSE_S = 5.0
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -42,10 +42,10 @@ Result = TypeVar("Result")
 
 
 class Gateway:
-    """Serves sessions, each with its own key, from a thread of its own; a context manager.
+    """Serves sessions from a background thread; a context manager.
 
-    ``/v1/chat/completions``, ``/v1/completions``, ``/inference/v1/generate`` and ``/v1/models`` ask for
-    ``Authorization: Bearer KEY``; ``/health`` does not.
+    Every session has a key. ``/v1/chat/completions``, ``/v1/completions``, ``/inference/v1/generate`` and
+    ``/v1/models`` need ``Authorization: Bearer KEY``; ``/health`` does not.
     """
 
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
@@ -55,7 +55,7 @@ class Gateway:
         self._sessions: dict[bytes, Session] = {}
         self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
         self.url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/v1"
-        """What agents call `base_url`."""
+        """The `base_url` for agents."""
         routes = [
             Route("/health", _health),
             Route("/v1/models", self._models),
@@ -76,7 +76,7 @@ class Gateway:
             timeout_keep_alive=int(KEPT_ALIVE_S),
             timeout_graceful_shutdown=1,
         )
-        # It speaks of clients that are broken or gone; what goes wrong here, the agent is told.
+        # It logs broken and closed connections; the agent gets the errors of its requests.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server = Server(config)
         self._thread = threading.Thread(
@@ -85,11 +85,11 @@ class Gateway:
         self._thread.start()
 
     def open(self, session: Session) -> None:
-        """Answer a session's requests."""
+        """Start to answer a session's requests."""
         self._sessions[_digest(session.key)] = session
 
     def end(self, session: Session) -> None:
-        """Answer no more of a session's requests."""
+        """Stop answering a session's requests."""
         self._sessions.pop(_digest(session.key), None)
 
     def close(self) -> None:
@@ -105,12 +105,12 @@ class Gateway:
         self.close()
 
     def session_of(self, request: Request) -> Session:
-        """Return the session whose key a request has; raise `RequestError` where it has none."""
+        """Return the session of a request's key; raise `RequestError` if there is none."""
         session = self._sessions.get(
             _digest(request.headers.get("authorization", "").removeprefix("Bearer "))
         )
         if session is None:
-            raise RequestError("the key belongs to no session.", status=401, code="invalid_api_key")
+            raise RequestError("the key must belong to an open session.", status=401, code="invalid_api_key")
         return session
 
     async def respond(
@@ -121,7 +121,7 @@ class Gateway:
         asked = form.model_validate_json(await _body(request))
         if asked.model not in (None, MODEL):
             raise RequestError(
-                f"there is no model {asked.model!r}: it is called {MODEL!r}.",
+                f"model={asked.model!r}: the model must be {MODEL!r}.",
                 "model",
                 404,
                 "model_not_found",
@@ -137,7 +137,7 @@ class Gateway:
     async def _streamed(
         self, request: Request, session: Session, asked: ChatRequest | TextRequest
     ) -> tuple[_EventStream, list[Turn]]:
-        """Return what sends an answer while it is sampled, and a list of its turn, which is empty until then."""
+        """Return a stream that sends an answer while it is sampled, and a list that receives its turn at the end."""
         loop, parts, turns = asyncio.get_running_loop(), asyncio.Queue[Completion | None](), list[Turn]()
 
         def hear(part: Completion) -> None:
@@ -149,7 +149,7 @@ class Gateway:
         try:
             first = await _unless_gone(request, parts.get())
             if first is None:
-                # What is refused has a status of its own.
+                # A refused request has its own status.
                 work.result()
         except BaseException:
             work.cancel()
@@ -187,7 +187,7 @@ class Gateway:
 
 
 class _Endpoint:
-    """One path, as an ASGI application: it knows when its answer has been sent."""
+    """An ASGI application for one path; it marks turns as read once the answer has been sent."""
 
     def __init__(self, gateway: Gateway, form: type[Asked]) -> None:
         self._gateway, self._form = gateway, form
@@ -217,7 +217,7 @@ class _Endpoint:
 
 
 class _EventStream:
-    """Sends events as they come, as an ASGI application; when it ends, so does the work that makes them."""
+    """An ASGI application that sends events as they arrive, and cancels the work behind them when it ends."""
 
     def __init__(self, events: AsyncIterator[str], work: asyncio.Future[Any]) -> None:
         self._events, self._work = events, work
@@ -234,7 +234,7 @@ class _EventStream:
 
 
 class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """Closes a connection whose first request does not begin: uvicorn waits for it without limit."""
+    """Closes a connection whose first request does not start in time; uvicorn has no limit for it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -246,7 +246,7 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
 
 def _digest(key: str) -> bytes:
-    """Return what a key is looked up by: how long that takes says nothing of the key."""
+    """Return the digest of a key, so that the time of a look-up reveals nothing about the key."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -263,12 +263,12 @@ async def _body(request: Request) -> bytes:
                 if len(body) > MAX_BODY_BYTES:
                     raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes.", status=413)
     except TimeoutError:
-        raise RequestError(f"the body took more than {ARRIVES_WITHIN_S:g} s to arrive.", status=408) from None
+        raise RequestError(f"the body must arrive within {ARRIVES_WITHIN_S:g} s.", status=408) from None
     return bytes(body)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """Return what `work` does, unless the client goes away before: then it is cancelled."""
+    """Return the result of `work`; cancel it if the client disconnects first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(request.receive())
     try:
@@ -287,13 +287,13 @@ def _refused(error: Exception) -> RequestError:
     if isinstance(error, ValidationError):
         return explained(error)
     if isinstance(error, VectorLMError):
-        # As an engine refuses a request: a step that has a fault of its own fails elsewhere too.
+        # The engine refused the request. An engine that is broken itself fails elsewhere too.
         return RequestError(str(error))
     return RequestError(f"{type(error).__name__}: {error}", status=500)
 
 
 def _refusal(error: RequestError) -> Response:
-    # The rest of a large body is read and dropped, or a client would never see the answer. What is late is not read.
+    # Clients read the answer after they sent their body, so a large body is read and dropped, but a late one is not.
     headers = {"connection": "close"} if error.status == 408 else None
     return JSONResponse(_shown(error), error.status, headers=headers)
 

@@ -1,4 +1,4 @@
-"""One rollout as an agent makes it: its requests, the tokens of each, and which goes on from which."""
+"""Build a rollout from the requests of an agent."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from vectorlm.sampling.handle import Hear
 from vectorlm.types import Completion, PromptRecord
 
 FOLLOWED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""What the trainer computes log-probabilities with, and what it is where nothing says otherwise."""
+"""Sampling parameters that the trainer follows when it computes log-probabilities, and their defaults."""
 MAX_REQUESTS = 1000
-"""Requests of a session: an agent that asks on and on would never end."""
+"""Maximum requests per session, so that every agent ends."""
 
 
 class RequestError(Exception):
@@ -43,25 +43,25 @@ class Turn:
 
     completion: Completion
     before: Turn | None
-    """The turn that it goes on from."""
+    """The turn that this one continues; None for the first."""
     added: tuple[int, ...]
-    """The tokens between the two, which the policy did not choose."""
+    """The tokens between the two turns, which the policy did not sample."""
     added_text: str
     said: Any
-    """What a request that goes on from here begins with: messages with tools, or a text."""
+    """The beginning of every request that continues this turn: messages with tools, or a text."""
     chat: Sequence[Mapping[str, Any]] | None = None
-    """All messages up to its end."""
+    """All messages up to the end of this turn."""
     is_read: bool = False
-    """Whether the agent has got it: what nobody has read has earned no reward."""
+    """Whether the agent received the answer; unread answers are not part of the rollout."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens up to its end."""
+        """All tokens up to the end of this turn."""
         return self.completion.prompt_token_ids + self.completion.token_ids
 
 
 class Session:
-    """The requests of one rollout; made on the event loop that samples, used on the gateway's."""
+    """The requests of one rollout. Created on the event loop that samples, used on the gateway's event loop."""
 
     def __init__(
         self,
@@ -73,37 +73,37 @@ class Session:
         seed_of: Callable[[int], int] | None = None,
         is_trained_on: bool = True,
     ) -> None:
-        """Sample with `ask` and the parameters `sampling`; `seed_of` draws the seed of a request by its number.
+        """Sample with `ask` and the parameters `sampling`; `seed_of` returns the seed of a request by its number.
 
-        Unless it `is_trained_on`, `sampling` takes the place of the parameters that a request has.
+        If the rollout is not trained on, `sampling` replaces the parameters of a request.
         """
         self.key = secrets.token_urlsafe(32)
-        """Who holds it makes this session's requests."""
+        """The key that requests of this session must carry."""
         self._ask, self._loop, self._tokenizer = ask, asyncio.get_running_loop(), tokenizer
         self._sampling, self._seed_of, self.max_model_len = sampling, seed_of, max_model_len
         self._is_trained_on = is_trained_on
         self._turns: list[Turn] = []
         self._num_requests = 0
         self.refusal = ""
-        """Why the last request was refused; "" if it was answered."""
+        """The reason why the last request was refused; "" if it was answered."""
         self._in_flight: set[Future[Sequence[Completion]]] = set()
         self._idle_since = math.inf
         self.is_full = False
-        """Whether a request was refused because the model has no room for it, and no later one was answered."""
+        """Whether a request was refused because the context is full, and no later request was answered."""
         self._num_refused = 0
-        """Tokens of the prompt that was refused last."""
+        """Tokens of the last prompt that was refused."""
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the agent began or got its last answer; at most 0 while it waits for one."""
+        """Seconds since the agent started or received its last answer; at most 0 while it waits for one."""
         return 0.0 if self._in_flight else time.monotonic() - self._idle_since
 
     def begin(self) -> None:
-        """Take note that the agent has begun."""
+        """Record that the agent has started."""
         self._idle_since = time.monotonic()
 
     def close(self) -> None:
-        """Take back what has not been answered."""
+        """Cancel the requests without an answer."""
         for sampled in list(self._in_flight):
             sampled.cancel()
 
@@ -114,9 +114,9 @@ class Session:
         params: Mapping[str, Any],
         hear: Hear | None = None,
     ) -> list[Turn]:
-        """Answer chat messages; of an earlier answer among them, the tokens are taken as they were sampled.
+        """Answer chat messages; earlier answers among them keep the tokens that were sampled.
 
-        Of a single answer `hear` gets what is sampled as it is sampled, in another thread.
+        `hear` receives a single answer as it is sampled, in another thread.
         """
         with _encoding("messages"):
             chat = [_for_template(message, index) for index, message in enumerate(messages)]
@@ -141,7 +141,7 @@ class Session:
     async def write_on(
         self, prompt: str | Sequence[int], params: Mapping[str, Any], hear: Hear | None = None
     ) -> list[Turn]:
-        """Continue a text or token ids; what earlier requests made of their beginning stays as it was sampled."""
+        """Continue a text or token ids; earlier answers at their beginning keep the tokens that were sampled."""
         if not isinstance(prompt, str):
             asked = tuple(prompt)
             before = max(
@@ -155,7 +155,7 @@ class Session:
             return await self._continue(before, ids, text, params, lambda said: None, hear=hear)
 
         def grown(said: str) -> str | None:
-            """Return what a longer prompt may begin with; after an empty answer the same prompt begins a new chat."""
+            """Return the beginning of a longer prompt; after an empty answer the same prompt starts a new chat."""
             return prompt + said if said else None
 
         before = self._longest(
@@ -166,7 +166,7 @@ class Session:
                 whole = encode(prompt, lambda: self._tokenizer)
             return await self._continue(None, whole, "", params, grown, hear=hear)
         rest = prompt[len(before.said) :]
-        # The tokens hold what ended the answer, a stop string for example; the agent writes that itself.
+        # The tokens include the end of the answer, for example a stop string; the agent writes it again.
         decode, text = self._tokenizer.decode, before.completion.text
         there = decode(before.token_ids)[len(decode(before.completion.prompt_token_ids)) :]
         unread = rest.removeprefix(there[len(text) :]) if there.startswith(text) else rest
@@ -174,12 +174,13 @@ class Session:
         return await self._continue(before, ids, rest, params, grown, hear=hear)
 
     def rollout(self, record: PromptRecord) -> Rollout:
-        """Return the rollout that the agent has made of a prompt; what it did not read is left out.
+        """Return the agent's rollout of a prompt, without answers that it did not read.
 
-        The row with the last answer comes first, the others are its `branches`; each token is trained on in one row.
+        The row with the last answer comes first, and the other rows are its `branches`. Every token is trained on in
+        one row.
 
         Raises:
-            RolloutError: The agent has read no answer.
+            RolloutError: The agent read no answer.
         """
         turns = [turn for turn in self._turns if turn.is_read]
         if not turns and self.is_full:
@@ -189,7 +190,9 @@ class Session:
                 "Shorten the prompt, or raise max_seq_len (sampler.engine.engine_args.max_model_len where it is set)."
             )
         if not turns:
-            raise RolloutError("the agent ended without an answer of the policy: it must ask for one.")
+            raise RolloutError(
+                "the agent ended without an answer of the policy: it must send a request. Correct the agent."
+            )
         gone_on_from = {turn.before for turn in turns}
         rows: list[Rollout] = []
         trained: set[Turn] = set()
@@ -201,7 +204,7 @@ class Session:
         return replace(first, branches=tuple(others))
 
     def _longest(self, begins: Callable[[Any], bool], shorter_than: int) -> Turn | None:
-        """Return the turn that a request goes on from: of equal ones the last."""
+        """Return the longest turn that a request continues; the last one among equals."""
         found = [turn for turn in self._turns if begins(turn.said) and len(turn.said) < shorter_than]
         return max(reversed(found), key=lambda turn: len(turn.said), default=None)
 
@@ -235,9 +238,9 @@ class Session:
         self._in_flight.add(sampled)
         try:
             answered = await asyncio.wrap_future(sampled)
-            completions = [replace(each, text=escaped_halves(each.text)) for each in answered]
+            completions = [replace(answer, text=escaped_halves(answer.text)) for answer in answered]
             self.refusal = ""
-            # Answered, and not only asked: it may be one of several at once, of which a refused one ends the agent.
+            # Only after an answer: of several concurrent requests, a refused one may end the agent.
             if goes_on:
                 self.is_full = False
         finally:
@@ -245,20 +248,20 @@ class Session:
             self._idle_since = time.monotonic()
         turns = [
             Turn(
-                each,
+                completion,
                 before,
                 tuple(ids),
                 text,
-                said(each.text),
-                chat_of(chat, each.text),
+                said(completion.text),
+                chat_of(chat, completion.text),
             )
-            for each in completions
+            for completion in completions
         ]
         self._turns += turns
         return turns
 
     def _params(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sampling parameters of a request: the session's, with what the agent may choose."""
+        """Return the sampling parameters of a request: the session's, with those that the agent may choose."""
         given = {name: value for name, value in asked.items() if value is not None}
         params = {**self._sampling, "logprobs": 0, "n": given.pop("n", 1)}
         for name, default in FOLLOWED.items():
@@ -266,15 +269,15 @@ class Session:
             wanted = given.pop(name, fixed)
             if self._is_trained_on and wanted != fixed and {wanted, fixed} != {0, -1}:
                 raise RequestError(
-                    f"{name}={wanted} would sample from another distribution than the one that is trained, whose "
-                    f"{name} is {fixed}. Leave it out, or change it for the whole run in sampling_params.",
+                    f"{name}={wanted}: the request must sample from the distribution that is trained, with {name}="
+                    f"{fixed}. Leave it out, or change it for the whole run in sampling_params.",
                     name,
                 )
         if self._sampling.get("structured_outputs"):
             ends = end_tokens(self._tokenizer) | set(self._sampling.get("stop_token_ids") or ())
             if not ends.issuperset(given.get("stop_token_ids") or ()):
                 raise RequestError(
-                    "stop_token_ids would change which tokens the grammar of the run allows: use its end tokens.",
+                    "stop_token_ids: they must be end tokens of the run, because of its grammar. Leave them out.",
                     "stop_token_ids",
                 )
         limits = [
@@ -284,7 +287,7 @@ class Session:
 
 
 def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
-    """Return all turns up to one, in a row; those in `trained` are trained on in another row."""
+    """Return all turns up to `leaf` as one row; turns in `trained` are trained on in another row."""
     path: list[Turn] = []
     turn: Turn | None = leaf
     while turn is not None:
@@ -303,7 +306,7 @@ def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
     row = replace(row, policy_mask=tuple(mask), messages=leaf.chat)
     if leaf.chat is None:
         return row
-    # The agent may have begun the last answer, and written answers itself.
+    # The agent may have begun the last answer, and may have written answers itself.
     *before, last = [len(turn.chat) - 1 for turn in path if turn.chat is not None]
     contents = [(place, leaf.chat[place]["content"]) for place in before]
     return replace(row, policy_contents=[*contents, (last, leaf.completion.text)])
@@ -311,12 +314,12 @@ def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
 
 @contextmanager
 def _encoding(param: str) -> Iterator[None]:
-    """Refuse what a chat template or a tokenizer does not take, with what it says of it."""
+    """Turn an error of a chat template or tokenizer into a `RequestError`."""
     try:
         yield
     except (RequestError, VectorLMError):
         raise
-    except Exception as error:  # A template may raise whatever its author chose.
+    except Exception as error:  # A template may raise anything.
         raise RequestError(f"{param} cannot be encoded: {type(error).__name__}: {error}", param) from error
 
 
@@ -328,7 +331,7 @@ def _for_template(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _comparable(message: Mapping[str, Any]) -> str:
-    """Return what two forms of the same message have in common: frameworks add fields, and strip answers."""
+    """Return a key that is equal for two forms of a message: frameworks add fields, and strip answers."""
     is_answer = message["role"] == "assistant"
     calls = [
         (call["function"].get("name"), call["function"].get("arguments"))
@@ -339,9 +342,9 @@ def _comparable(message: Mapping[str, Any]) -> str:
 
 
 def spoken(text: str, tools: Sequence[Any] | None) -> dict[str, Any]:
-    """Return what the policy wrote as a message, with the calls of tools that it may call."""
+    """Return the policy's text as a message, with its calls of the given tools."""
     functions = [tool.get("function") for tool in tools or ()]
-    names = [str(each.get("name")) for each in functions if isinstance(each, Mapping)]
+    names = [str(function.get("name")) for function in functions if isinstance(function, Mapping)]
     content, calls = parse_calls(text, names) if tools else (text, [])
     if any(call.error for call in calls):
         content, calls = text, []

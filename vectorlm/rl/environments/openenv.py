@@ -13,19 +13,19 @@ from vectorlm.rl.environments.environment import Reply
 from vectorlm.rl.environments.tools import require_plain
 
 MAX_MESSAGE_BYTES = 100 * 2**20
-"""As OpenEnv's own client."""
+"""The limit of OpenEnv's own client."""
 
 
 class OpenEnv:
-    """One session with the server that the column `openenv_url` names, by OpenEnv's messages over a WebSocket.
+    """A session with the OpenEnv server at the URL in the column `openenv_url`, over a WebSocket.
 
-    What the policy writes beside its thoughts is the action if it is a JSON object. Any other text becomes the field
-    that the column `openenv_action` names (default ``message``). `openenv_reset` holds the arguments of the reset. If
-    the server refuses an action, the policy reads the error; the metric `refused_actions` counts these.
+    The action is the policy's text without its thoughts, if that is a JSON object. Any other text becomes the field
+    that the column `openenv_action` names (default ``message``). The column `openenv_reset` has the arguments of the
+    reset. If the server refuses an action, the policy reads the error, and the metric `refused_actions` counts it.
     """
 
     async def reset(self, row: Mapping[str, Any]) -> Any:
-        """Open the session; return the first observation as a message, or None where it is empty."""
+        """Open the session; return the first observation as a message, or None if it is empty."""
         url = row["openenv_url"].rstrip("/").replace("http", "ws", 1) + "/ws"
         self._action = row.get("openenv_action", "message")
         self._socket = await connect(url, max_size=MAX_MESSAGE_BYTES, proxy=None)
@@ -36,7 +36,7 @@ class OpenEnv:
         return self._messages(found) or None
 
     async def step(self, message: Mapping[str, Any]) -> Reply:
-        """Take what the policy wrote as the action."""
+        """Send the policy's text as the action."""
         said = without_thoughts(message["content"])
         try:
             action = require_plain(json.loads(said))
@@ -61,7 +61,7 @@ class OpenEnv:
         return str(answer.get("type")), answer.get("data") or {}
 
     def _messages(self, found: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return an observation as the policy reads it: a text alone as it is, several fields as JSON."""
+        """Return an observation as messages: a single text field as it is, several fields as JSON."""
         fields = {
             name: value
             for name, value in (found.get("observation") or {}).items()

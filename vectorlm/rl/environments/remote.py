@@ -1,4 +1,4 @@
-"""One rollout's environment in a worker: of its own, or shared by all that are asynchronous."""
+"""Run environments in worker processes: one per rollout, or one for all asynchronous environments."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from vectorlm.types import PromptRecord
 
 
 class EnvironmentWorkers:
-    """Gives each rollout an environment, in a worker that no other rollout has meanwhile.
+    """Workers for the environments of rollouts.
 
-    Asynchronous ones are all in one worker.
+    A synchronous environment has a worker that no other rollout uses at the time. Asynchronous environments share one.
     """
 
     def __init__(self, make: str | Callable[..., Any], workers: WorkerPool, timeout_s: float | None) -> None:
-        """Take the class or function, or its name; each call may take `timeout_s`."""
+        """Take the class or function, or its name; `timeout_s` is the time limit of a call."""
         self.workers, self.timeout_s = workers, timeout_s
         self.make = make if isinstance(make, str) else cloudpickle.dumps(make)
         self.where = make if isinstance(make, str) else getattr(make, "__name__", str(make))
         self.keys = itertools.count()
         self.schemas: dict[Any, Any] = {}
-        """Of the tools that rollouts have had so far, by what `identity_of` returns."""
+        """Schemas of the tools of all rollouts so far, by the key that `identity_of` returns."""
         self.describing = asyncio.Lock()
         self._description: asyncio.Task[bool] | None = None
         self._stack = AsyncExitStack()
         self._shared: asyncio.Task[Worker] | None = None
 
     async def describe(self, record: PromptRecord) -> bool:
-        """Return whether the environment is asynchronous; a worker finds out once.
+        """Return whether the environment is asynchronous; a worker determines it once.
 
-        Called on the event loop of the workers.
+        Call it on the event loop of the workers.
         """
         if self._description is None:
             self._description = asyncio.create_task(self._describe(record))
         return await asyncio.shield(self._description)
 
     async def shared(self) -> Worker:
-        """Return the worker of all asynchronous environments; called on the event loop of the workers."""
+        """Return the worker of all asynchronous environments. Call it on the event loop of the workers."""
         if self._shared is None:
-            # The one that has described it, and so imported the user's file, if it is free; the pool ends it.
+            # If it is free, this is the worker of `describe`, which has imported the user's file. The pool ends it.
             self._shared = asyncio.create_task(self._stack.enter_async_context(self.workers.worker()))
         worker = await asyncio.shield(self._shared)
         worker.is_shared = True
@@ -69,7 +69,7 @@ class RemoteEnvironment:
     """The environment of one rollout; its calls may be awaited on any event loop."""
 
     def __init__(self, host: EnvironmentWorkers, record: PromptRecord) -> None:
-        """Begin with nothing: `reset` makes the environment."""
+        """Store the arguments; `reset` creates the environment."""
         self._host, self._record = host, record
         self._stack = AsyncExitStack()
         self._worker: Worker | None = None
@@ -85,26 +85,26 @@ class RemoteEnvironment:
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
-        """Raise what a chat template raises with the names of the environment and the prompt."""
+        """Raise an error of a chat template as a `RolloutError` that names the environment and the prompt."""
         try:
             yield
-        except Exception as error:  # Whatever the template's author chose.
+        except Exception as error:  # A template may raise anything.
             kind = "" if isinstance(error, VectorLMError) else f"{type(error).__name__}: "
             fix = "Change its messages, or the chat template"
             raise self.failure(f"failed, as {what}: {kind}{error}", fix) from error
 
     async def reset(self) -> Any:
-        """Return what the policy is asked first: the prompt with what the environment adds, and its tools."""
+        """Return the first request to the policy: the prompt, the messages that the environment adds, and its tools."""
         record = self._record
-        # First: who waits for a second worker must not have one.
+        # Call this before the rollout holds a worker, because it may wait for another one.
         self._is_shared = await self._call("describe", record)
         begun = await self._call("begin", self._host.make, self._host.where, record.prompt, record.columns)
         prompt, own_tools = begun
         tools = [*(tools_of(record.columns) or ())] if is_messages(prompt) else []
         if own_tools and not is_messages(prompt):
             raise RolloutError(
-                f"the environment {self._host.where!r} has tools, of which a chat template tells the policy, and the "
-                f"prompt {str(prompt)[:80]!r} is no chat. Write it as messages."
+                f"the environment {self._host.where!r} has tools, which need a chat template, but the prompt "
+                f"{str(prompt)[:80]!r} is not a chat. Write it as messages."
             )
         if own_tools:
             tools += await self._call("describe_tools", own_tools)
@@ -118,10 +118,10 @@ class RemoteEnvironment:
         return found
 
     async def close(self) -> float | None:
-        """Close the environment and give its worker back; return a reward for the whole rollout, if there is one."""
+        """Close the environment and return its worker; return a reward for the whole rollout, or None."""
         try:
             is_there = self._worker is not None and self._worker.loss is None
-            # A call that was cancelled takes a worker of its own along.
+            # A cancelled call has ended the worker, unless it is shared.
             is_there = is_there and (self._is_shared or not self._is_cancelled)
             reward: float | None = await self._call("end") if is_there else None
             return reward
@@ -139,7 +139,7 @@ class RemoteEnvironment:
         except (WorkerLost, RuntimeError) as error:
             methods = {"describe": "its import or constructor", "begin": "reset", "end": "close"}
             method = methods.get(what, what.replace("_", " "))
-            fix = "Correct it there, or catch the error and return what lets the rollout go on"
+            fix = "Correct the environment, or catch the error in it and return a reply"
             raise self.failure(f"failed in {method}: {error}", fix) from error
 
     async def _ask(self, what: str, arguments: tuple[Any, ...]) -> Any:
@@ -159,7 +159,7 @@ class RemoteEnvironment:
         host = self._host
         async with host.describing:
             if not host.schemas.keys() >= set(tools):
-                # It imports torch, for which there is no limit.
+                # This imports torch, so it has no time limit.
                 found = await worker.ask(f"{__name__}:describe_tools", self._key, host.where)
                 host.schemas.update(zip(tools, found, strict=True))
                 if not self._is_shared:
@@ -167,28 +167,28 @@ class RemoteEnvironment:
         return [host.schemas[tool] for tool in tools]
 
 
-# What follows runs in the worker.
+# The functions below run in the worker.
 _players: dict[int, Player] = {}
 _runner = asyncio.Runner()
 
 
 def describe(make: str | bytes, where: str, columns: Mapping[str, Any]) -> Any:
-    """Yield None once it is imported; then whether the environment is asynchronous."""
+    """Yield None after the import; then whether the environment is asynchronous."""
     made: Any = _loaded(make)
     yield None
-    # A shorthand is not made for that: its class says it.
+    # The class of a `respond` environment is enough; it is not instantiated.
     if not hasattr(made, "respond") or environments.kind_of(made, where) != "respond":
         made = environments.make_environment(made, columns)
     yield environments.is_asynchronous(made, where)
 
 
 async def describe_tools(key: int, where: str) -> Any:
-    """Yield the schemas of the tools of an environment that has begun, while others are waited for."""
+    """Yield the tool schemas of a running environment, without blocking the others."""
     yield await asyncio.to_thread(schemas_of, list(_players[key].tools.values()), where)
 
 
 def play(key: int, what: str, *arguments: Any) -> Any:
-    """Yield None and what a call returned; what is awaitable is waited for outside of an event loop that runs."""
+    """Yield None, then the result of a call; awaitables run on an event loop that is otherwise idle."""
     call = _call(key, what, *arguments, value_of=_at_once)
     yield None
     try:

@@ -1,4 +1,4 @@
-"""Tools: what the policy may call, how it writes a call, and what it reads for one that fails."""
+"""Tools: parse the calls in the policy's text, run them, and describe tools to the policy."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from vectorlm.plugin import text_of
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 PYTHON_TAG = "<|python_tag|>"
 MAX_DEPTH = 64
-"""Lists and objects within each other that are read: pickle and chat templates fail at some hundred."""
+"""Maximum nesting of lists and objects; pickle and chat templates fail at a few hundred."""
 
 
 CALL_ID_LENGTH = 9
-"""Letters and digits of a call's id: Mistral's templates refuse any other."""
+"""Length of a call's id; Mistral's templates refuse any other length."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the policy wrote to call a tool."""
+    """A call of a tool in the policy's text."""
 
     name: str
     arguments: Mapping[str, Any]
     error: str | None = None
-    """Why it is not a call."""
+    """The reason why the text is not a valid call."""
     id: str = ""
-    """What the call and its result have in common."""
+    """The id that the call and its result share."""
 
 
 def parse_calls(text: str, names: Collection[str] = ()) -> tuple[str, list[ToolCall]]:
-    """Return what the policy said beside its calls, and the calls.
+    """Return the policy's text without its calls, and the calls.
 
-    Three ways to write them are known: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen);
-    ``{"name": …, "parameters": {…}}``, several joined by ``;``, maybe behind ``<|python_tag|>`` (Llama 3); and plain
-    JSON, an object or a list of them, maybe in a fence. What begins like a call and is none is a `ToolCall` with an
-    error, which the policy is told. Plain JSON with a name that is none of `names` and other keys, none of which are
-    arguments, is an answer. The policy's thoughts hold no calls.
+    There are three forms of calls: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen);
+    ``{"name": …, "parameters": {…}}``, optionally after ``<|python_tag|>`` and joined by ``;`` (Llama 3); and plain
+    JSON, an object or a list of objects, optionally in a fence. An invalid call becomes a `ToolCall` with an error,
+    which the policy reads. Plain JSON is an answer if its name is not among `names` and it has other keys but no
+    arguments. Calls in the policy's thoughts are ignored.
     """
     said = without_thoughts(text)
     if "<tool_call>" in said:
@@ -58,42 +58,43 @@ def parse_calls(text: str, names: Collection[str] = ()) -> tuple[str, list[ToolC
 
 
 def _without(text: str, parts: Sequence[str]) -> str:
-    """Return a text without some of its parts; a thought that quotes one precedes it."""
+    """Remove the last occurrence of each part; a thought that quotes a part precedes it."""
     for part in reversed(parts):
         text = "".join(text.rsplit(part, 1))
     return text.strip()
 
 
 def require_plain(value: Any, depth: int = 0) -> Any:
-    """Return a JSON value that the policy wrote.
+    """Return a JSON value from the policy's text.
 
     Raises:
-        ValueError: It is nested too deeply, or holds half a character: templates and other processes cannot take it.
+        ValueError: It is nested too deeply, or has lone surrogates, which templates and other processes cannot read.
     """
     inner = value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else []
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-    for each in inner:
-        require_plain(each, depth + 1)
+    for part in inner:
+        require_plain(part, depth + 1)
     if isinstance(value, str):
         require_whole_characters(value)
     return value
 
 
 def _is_answer(text: str, names: Collection[str]) -> bool:
-    """Return whether a text is JSON about something that has a name, such as ``{"name": "Bob", "age": 3}``."""
+    """Return whether a text is JSON with a name that is not a call, such as ``{"name": "Bob", "age": 3}``."""
     try:
         found = json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return False
-    objects = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, dict)]
-    keys = {key for each in objects for key in each}
+    values = found if isinstance(found, list) else [found]
+    objects = [value for value in values if isinstance(value, dict)]
+    keys = {key for value in objects for key in value}
     is_call = keys & {"arguments", "parameters", "function"} or not keys - {"name", "type", "id"}
-    return not is_call and not any(each.get("name") in names for each in objects)
+    return not is_call and not any(value.get("name") in names for value in objects)
 
 
 def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """Return what the policy said as a chat message."""
+    """Return the policy's text and calls as a chat message."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -108,7 +109,7 @@ def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 
 
 def _read(text: str) -> list[ToolCall]:
-    """Read the objects of a text, laid end to end or joined by ``;``."""
+    """Read the JSON objects of a text, one after the other or joined by ``;``."""
     decoder, place, found = json.JSONDecoder(strict=False), 0, []
     while text[place:].strip(" \n\t;"):
         place += len(text[place:]) - len(text[place:].lstrip(" \n\t;"))
@@ -118,7 +119,7 @@ def _read(text: str) -> list[ToolCall]:
         except (ValueError, RecursionError) as error:
             found.append(ToolCall("", {}, f"this call is not JSON: {error}"))
             break
-        found += [_to_call(each) for each in (value if isinstance(value, list) else [value])]
+        found += map(_to_call, value if isinstance(value, list) else [value])
     return found or [ToolCall("", {}, "this call is empty")]
 
 
@@ -128,7 +129,7 @@ def _to_call(value: Any) -> ToolCall:
         return ToolCall("", {}, 'a call needs a "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
-        # As OpenAI writes them.
+        # OpenAI's form.
         try:
             arguments = require_plain(json.loads(arguments))
         except (ValueError, RecursionError) as error:
@@ -139,19 +140,19 @@ def _to_call(value: Any) -> ToolCall:
 
 
 def schemas_of(tools: Sequence[Callable[..., Any]], where: str) -> list[dict[str, Any]]:
-    """Return the JSON schema of each tool, from its type hints and its docstring in Google's style.
+    """Return the JSON schemas of tools, from their type hints and docstrings in Google's style.
 
     Raises:
-        ConfigError: A tool lacks a type or a docstring; the text names it, with file and line.
+        ConfigError: A tool has no types or no docstring; the text names it, with file and line.
     """
-    # It imports torch.
+    # This imports torch.
     from transformers.utils import get_json_schema
 
     found = []
     for tool in tools:
         if not callable(tool):
             raise ConfigError(
-                f"{where} has the tool {tool!r}, a {type(tool).__name__}: a tool must be a function."
+                f"{where} has the tool {tool!r}, a {type(tool).__name__}: a tool must be a function. Correct it."
             )
         try:
             found.append(get_json_schema(tool))
@@ -166,14 +167,14 @@ def schemas_of(tools: Sequence[Callable[..., Any]], where: str) -> list[dict[str
 
 
 def identity_of(tool: Any) -> tuple[str, str | None, str]:
-    """Return what the schema of a tool is made of."""
+    """Return a key for the schema of a tool: its name, docstring and signature."""
     signature = str(inspect.signature(tool)) if callable(tool) else ""
     return getattr(tool, "__name__", str(tool)), tool.__doc__, signature
 
 
 def tool_message(call: ToolCall, content: str) -> dict[str, Any]:
-    """Return what the policy reads for a call."""
-    # Errors may quote half a character.
+    """Return the message with the result of a call."""
+    # Errors may quote lone surrogates.
     return {
         "role": "tool",
         "tool_call_id": call.id,
@@ -185,9 +186,9 @@ def tool_message(call: ToolCall, content: str) -> dict[str, Any]:
 async def call_tool(
     call: ToolCall, tools: Mapping[str, Callable[..., Any]], value_of: Callable[[Any], Awaitable[Any]]
 ) -> dict[str, Any]:
-    """Return the message with what a tool returned, or with its error, so that the policy may mend the call.
+    """Run a tool; return the message with its result, or with its error, so that the policy can correct the call.
 
-    `value_of` waits for what a coroutine function returned.
+    `value_of` awaits the result of a coroutine function.
     """
     if call.error is not None:
         return tool_message(call, f"error: {call.error}")
@@ -197,7 +198,7 @@ async def call_tool(
         found = await value_of(tools[call.name](**call.arguments))
         content = found if isinstance(found, str) else json.dumps(found, default=str)
         require_whole_characters(content)
-    except BaseException as error:  # A tool may run what the policy wrote, which raises whatever it likes.
+    except BaseException as error:  # A tool may run the policy's text, which may raise anything.
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             raise
         return tool_message(call, f"error: {type(error).__name__}: {text_of(error)}")
@@ -205,7 +206,7 @@ async def call_tool(
 
 
 def _is_cancelled() -> bool:
-    """Return whether the task of the caller, if it is in one, is itself cancelled."""
+    """Return whether the caller's own task, if there is one, is being cancelled."""
     try:
         task = asyncio.current_task()
     except RuntimeError:

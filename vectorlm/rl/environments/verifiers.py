@@ -1,4 +1,4 @@
-"""The agent that plays the tasks of verifiers 0.4, where prompts are `verifiers:TASKSET`."""
+"""The agent for tasks of verifiers 0.4 (prompts `verifiers:TASKSET`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 from vectorlm.data.tasks import environment_config
 
 KEY = "VECTORLM_ROLLOUT_KEY"
-"""The variable from which verifiers' client reads the key, in the worker alone."""
+"""The environment variable from which verifiers' client reads the key; set only in the worker."""
 
 
 async def play(client_url: str, key: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """Play the episode of a row of `read_taskset`.
+    """Play the episode of a row of `read_taskset`, and return the trace's reward and metrics.
 
-    The reward is the trace's; its rewards, as they are weighted, and its metrics are numbers of the rollout. An episode
-    that verifiers calls failed raises.
+    The metrics include the trace's weighted rewards. A failed episode raises `RuntimeError`.
     """
     import verifiers.v1 as vf
 
@@ -33,7 +32,7 @@ async def play(client_url: str, key: str, row: Mapping[str, Any]) -> dict[str, f
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError(f"verifiers' episode failed: {errors}")
     (trace,) = episode.traces
-    rewards = {name: each.value for name, each in trace.rewards.items() if each is not None}
+    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     found = {"turns": trace.num_turns, "truncated": trace.is_truncated, **rewards, **trace.metrics}
     return {**{name: float(value) for name, value in found.items()}, "reward": float(trace.reward)}
 

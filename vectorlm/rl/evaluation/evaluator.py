@@ -14,19 +14,47 @@ from vectorlm.rl.evaluation.grade import grade
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.rl.rollout import Rollout, logged_means
 from vectorlm.train.handover import DeviceTurn
-from vectorlm.types import ENVIRONMENT, PromptRecord, RewardResult
+from vectorlm.types import ENVIRONMENT, Engine, PromptRecord, RewardResult
 
 Answers = list[Sequence[Rollout]]
 Results = list[list[RewardResult]]
-"""Of each answer to each question."""
+"""The result of every answer to every prompt."""
 Play = Callable[[Sequence[PromptRecord]], Answers]
-"""Has questions played with their environment."""
+"""Plays prompts with their environment and returns the answers."""
 NUM_SHOWN = 3
-"""Answers that each evaluation shows on the console."""
+"""Number of answers that an evaluation shows on the console."""
+
+
+def answer_prompts(
+    engine: Engine,
+    prompt_records: Sequence[PromptRecord],
+    play: Mapping[str, Play],
+    sampling_params: Mapping[str, Any] | None = None,
+    *,
+    what: str = "sampling",
+    is_on: bool = True,
+) -> Answers:
+    """Return the answers to each prompt; prompts of a source in `play` are played with their environment.
+
+    Ranks with `is_on` show the progress of `what`. The players have their own sampling parameters.
+    """
+    answers: dict[int, Sequence[Rollout]] = {}
+    for source, play_prompts in play.items():
+        places = [place for place, record in enumerate(prompt_records) if record.source == source]
+        with report_wait(f"{what} with their environment", is_on=is_on):
+            played = play_prompts([prompt_records[place] for place in places])
+        answers |= zip(places, played, strict=True)
+    places = [place for place in range(len(prompt_records)) if place not in answers]
+    prompts = [asked(prompt_records[place]) for place in places]
+    # Ask the engine even without prompts: a run that evaluates tasks only must update its weights.
+    sampled = sample_with_progress(engine, prompts, sampling_params, what=what, is_on=is_on)
+    for place, options in zip(places, sampled, strict=True):
+        answers[place] = [Rollout.from_completion(prompt_records[place], option) for option in options]
+    return [answers[place] for place in range(len(answers))]
 
 
 class Evaluator:
-    """Hot-swaps the weights into the engine, samples all prompts, records and scores the answers."""
+    """Evaluates a run: swap the weights into the engine, answer the held-out prompts, score and record the answers."""
 
     def __init__(
         self,
@@ -43,38 +71,52 @@ class Evaluator:
         run_tasks: Callable[[], Mapping[str, float]] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Open `samples_path` on rank 0, with its lines up to `resume_step`; the other ranks pass None.
+        """Open `samples_path` on rank 0 and keep its lines up to `resume_step`; the other ranks pass None.
 
-        The reward `of_source` of a question says which answers are right; ``""`` is the source of questions without
-        one. The `further` rewards score these too, by their names; `at_k` are the k of pass@k and maj@k. Questions of a
-        source in `play` have an environment, which says what is right where there is no other reward: by its metric
-        `acc`, or by rewards that add up to 1. An answer may have `max_tokens`; the context may leave it less, which is
-        said. `run_tasks` asks the engine more, and returns metrics.
+        Args:
+            turn: The engine and the hand-over of the devices to it.
+            prompt_records: The held-out prompts.
+            samples_path: The file for the answers.
+            resume_step: The step that the run resumes from; None starts a new file.
+            of_source: The reward that decides which answers are correct, by the prompts' source (``""``: no source).
+            further: More rewards of the prompts without a source, by name.
+            at_k: The k of pass@k and maj@k.
+            play: Functions that play the prompts of a source with their environment. Without a reward, an answer is
+                correct if the metric `acc` is 1, or if its rewards add up to 1.
+            max_tokens: Limit of an answer; the console says how many answers the context cut off earlier.
+            run_tasks: Evaluates further tasks with the engine, and returns metrics.
+            say: Prints to the console.
         """
         self._turn = turn
         self._prompt_records = prompt_records
         self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
         self._places: dict[str, list[int]] = {}
-        """Of the questions of each source."""
+        """Places of the prompts of every source."""
         for place, record in enumerate(prompt_records):
             self._places.setdefault(record.source, []).append(place)
-        self._play = {source: each for source, each in (play or {}).items() if source in self._places}
+        self._play = {source: player for source, player in (play or {}).items() if source in self._places}
         rewards = {name: (of_source or {}).get(name) for name in sorted(self._places)}
         self._rewards = {
-            name: each for name, each in rewards.items() if each is not None or name in self._play
+            name: reward for name, reward in rewards.items() if reward is not None or name in self._play
         }
         self._further, self._at_k = further or {}, at_k
         self._max_tokens, self._run_tasks = max_tokens, run_tasks
         self._say = say
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate the weights after training step `step`; called on all ranks."""
+        """Evaluate the weights after training step `step`; call it on all ranks."""
         with self._turn.sampling(step) as report:
             start_s = time.perf_counter()
-            answers = self._answer(f"step {step}: sampling the held-out prompts")
+            answers = answer_prompts(
+                self._turn.engine,
+                self._prompt_records,
+                self._play,
+                what=f"step {step}: sampling the held-out prompts",
+                is_on=self._lines is not None,
+            )
             generate_s = time.perf_counter() - start_s
             of_tasks = {} if self._run_tasks is None else self._run_tasks()
-        num_tokens = sum(each.num_policy_tokens for options in answers for each in options)
+        num_tokens = sum(answer.num_policy_tokens for options in answers for answer in options)
         metrics = {
             "sampler/generate_s": generate_s,
             "sampler/tokens_per_s": num_tokens / generate_s,
@@ -92,7 +134,7 @@ class Evaluator:
         }
         if self._play:
             further[ENVIRONMENT] = dict.fromkeys(self._play)
-            measured = logged_means(each.measured for options in answers for each in options)
+            measured = logged_means(answer.measured for options in answers for answer in options)
             metrics |= {f"eval/logged/{name}": value for name, value in measured.items()}
         for name, of_source in further.items():
             of_further[name] = self._score(answers, of_source)
@@ -112,22 +154,8 @@ class Evaluator:
                 self._say(f"  {name} {value:.4g}")
         return metrics
 
-    def _answer(self, what: str) -> Answers:
-        found: dict[int, Sequence[Rollout]] = {}
-        for source, play in self._play.items():
-            places = self._places[source]
-            with report_wait(f"{what} with their environment", is_on=self._lines is not None):
-                found |= zip(places, play([self._prompt_records[place] for place in places]), strict=True)
-        places = [place for place in range(len(self._prompt_records)) if place not in found]
-        prompts = [asked(self._prompt_records[place]) for place in places]
-        # With none, for the tasks alone, the engine is asked too: its update is due.
-        sampled = sample_with_progress(self._turn.engine, prompts, what=what, is_on=self._lines is not None)
-        for place, options in zip(places, sampled, strict=True):
-            found[place] = [Rollout.from_completion(self._prompt_records[place], each) for each in options]
-        return [found[place] for place in range(len(found))]
-
     def _score(self, answers: Answers, of_source: Mapping[str, RewardFunction | None]) -> Results:
-        """Return what each answer was given: NaN where nothing scores the question."""
+        """Return the result of every answer; its reward is NaN if nothing scores the prompt."""
         results = [[RewardResult(math.nan)] * len(options) for options in answers]
         for source, reward in of_source.items():
             places = self._places.get(source, [])
@@ -136,8 +164,8 @@ class Evaluator:
                 [answers[place] for place in places],
                 f"rl.sources.{source}.rewards" if source else "sampler.reward",
             )
-            for place, each in zip(places, found, strict=True):
-                results[place] = each
+            for place, scored in zip(places, found, strict=True):
+                results[place] = scored
         return results
 
     def _samples(
@@ -157,10 +185,10 @@ class Evaluator:
             if record.source:
                 line["source"] = record.source
             if rewards is not None:
-                line["rewards"] = [each.reward for each in rewards[index]]
+                line["rewards"] = [result.reward for result in rewards[index]]
             if of_further:
                 line["further_rewards"] = {
-                    name: [each.reward for each in found[index]] for name, found in of_further.items()
+                    name: [result.reward for result in found[index]] for name, found in of_further.items()
                 }
             yield line
 
@@ -177,14 +205,14 @@ class Evaluator:
             head = f"step {step}: {'; '.join(counts)}"
         lines = [head]
         num_short = sum(
-            each.finish_reason == "length" and len(each.token_ids) < self._max_tokens
+            answer.finish_reason == "length" and len(answer.token_ids) < self._max_tokens
             for record, options in zip(self._prompt_records, answers, strict=True)
-            for each in options
+            for answer in options
             if record.source not in self._play
         )
         if num_short:
             lines.append(
-                f"  {num_short} answers met the engine's max_model_len before max_tokens, and were cut off there"
+                f"  {num_short} answers reached the engine's max_model_len before max_tokens and were cut off"
             )
         for mark, record, options in zip(marks[:NUM_SHOWN], self._prompt_records, answers, strict=False):
             lines.append(f"  {mark}{shown_prompt(record.prompt)!r} → {options[0].text!r}")
@@ -200,11 +228,11 @@ def _mark(result: RewardResult) -> str:
 
 
 def _counted(results: Results) -> str:
-    scored = [each for options in results for each in options if not math.isnan(each.reward)]
-    right = f"{sum(each.is_right for each in scored)}/{len(scored)} right"
-    if all(each.reward == each.is_right for each in scored):
+    scored = [result for options in results for result in options if not math.isnan(result.reward)]
+    right = f"{sum(result.is_right for result in scored)}/{len(scored)} right"
+    if all(result.reward == result.is_right for result in scored):
         return right
-    return f"{right}, mean reward {sum(each.reward for each in scored) / len(scored):.4g}"
+    return f"{right}, mean reward {sum(result.reward for result in scored) / len(scored):.4g}"
 
 
 def _graded(name: str, results: Results) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A grade: the mean of a reward over questions, and how far chance may have moved it."""
+"""Grade answers: mean reward, accuracy, standard errors, pass@k and maj@k."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from vectorlm.types import RewardResult
 
 @dataclass(frozen=True)
 class Grade:
-    """What one reward gave the answers to some questions."""
+    """Statistics of one reward over the answers to some questions."""
 
     mean: float
-    """The mean reward; NaN where no answer has one."""
+    """The mean reward; NaN if no answer has a reward."""
     mean_error: float
-    """Its standard error; NaN with fewer than two questions."""
+    """Standard error of `mean`; NaN with fewer than two questions."""
     accuracy: float
-    """The share of right answers: those with a reward of 1, or those that `acc` 1 is logged of."""
+    """The share of correct answers: answers with a reward of 1, or with a logged `acc` of 1."""
     accuracy_error: float
-    """Its standard error."""
+    """Standard error of `accuracy`."""
     pass_at: Mapping[int, float]
-    """By k, the chance that one of k answers is right."""
+    """Probability that at least one of k answers is correct, by k."""
     majority_at: Mapping[int, float]
-    """By k, the chance that most of k answers give a right one; empty where the reward has logged no `answer`."""
+    """Probability that the majority of k answers is correct, by k; empty if the reward logged no `answer`."""
     num_questions: int
     """Questions that have an answer with a reward."""
     num_unscored: int
-    """Answers that the reward returned None for, which count nowhere."""
+    """Answers for which the reward returned None; all statistics ignore them."""
 
 
 def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -> Grade:
-    r"""Grade what a reward gave each question's answers, NaN where it gave none.
+    r"""Grade the results of a reward for the answers to every question; a reward of NaN is no reward.
 
     What it logs as `answer` is voted with. `at_k` are the k of pass@k and maj@k, up to the fewest answers to a
     question; none stand for 2, 4, 8 and so on.
@@ -47,36 +47,36 @@ def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -
     the mean over the same choices of k answers: 1 where the answer with the most votes is right, its share of the
     answers that are tied, 0 without a vote; Wang et al. 2022, arXiv 2203.11171.
     """
-    scored = [[each for each in question if not math.isnan(each.reward)] for question in results]
+    scored = [[result for result in question if not math.isnan(result.reward)] for question in results]
     num_unscored = sum(map(len, results)) - sum(map(len, scored))
     scored = [question for question in scored if question]
     mean, mean_error = _mean_and_error(
-        [statistics.fmean(each.reward for each in question) for question in scored]
+        [statistics.fmean(result.reward for result in question) for question in scored]
     )
     accuracy, accuracy_error = _mean_and_error(
-        [statistics.fmean(each.is_right for each in question) for question in scored]
+        [statistics.fmean(result.is_right for result in question) for question in scored]
     )
     fewest = min(map(len, scored), default=0)
     ks = [k for k in at_k or (2**power for power in range(1, fewest.bit_length())) if k <= fewest]
-    counts = [(len(question), sum(each.is_right for each in question)) for question in scored]
+    counts = [(len(question), sum(result.is_right for result in question)) for question in scored]
     pass_at = {k: statistics.fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) for k in ks}
-    votes = [[(each.logged.get("answer"), each.is_right) for each in question] for question in scored]
+    votes = [[(result.logged.get("answer"), result.is_right) for result in question] for question in scored]
     majority_at = {}
     if any(vote is not None for question in votes for vote, _ in question):
-        majority_at = {k: statistics.fmean(_majority_at(k, each) for each in votes) for k in ks}
+        majority_at = {k: statistics.fmean(_majority_at(k, voted) for voted in votes) for k in ks}
     return Grade(mean, mean_error, accuracy, accuracy_error, pass_at, majority_at, len(scored), num_unscored)
 
 
 def _majority_at(k: int, votes: Sequence[tuple[Hashable, bool]]) -> float:
-    """Return the mean over all choices of k votes, each with whether it is right."""
+    """Return the mean over all choices of k votes; a vote is an answer and whether it is correct."""
     right: dict[Hashable, list[bool]] = {}
     for vote, is_right in votes:
         if vote is not None:
             right.setdefault(vote, []).append(is_right)
     num_silent = len(votes) - sum(map(len, right.values()))
     total = 0.0
-    for answer, each in right.items():
-        for num_votes in range(1, min(len(each), k) + 1) if any(each) else ():
+    for answer, are_right in right.items():
+        for num_votes in range(1, min(len(are_right), k) + 1) if any(are_right) else ():
             # Choices of the other answers, by how many are tied with this one and by their votes together.
             ways = np.zeros((k // num_votes + 1, k + 1))
             ways[0] = [math.comb(num_silent, num) for num in range(k + 1)]
@@ -86,7 +86,7 @@ def _majority_at(k: int, votes: Sequence[tuple[Hashable, bool]]) -> float:
                     tied = int(num == num_votes)
                     ways[tied:, num:] += math.comb(count, num) * before[: len(ways) - tied, : k + 1 - num]
             shares = ways[:, k - num_votes] / np.arange(1, len(ways) + 1)
-            total += statistics.fmean(each) * math.comb(len(each), num_votes) * float(shares.sum())
+            total += statistics.fmean(are_right) * math.comb(len(are_right), num_votes) * float(shares.sum())
     return total / math.comb(len(votes), k)
 
 

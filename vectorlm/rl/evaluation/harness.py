@@ -27,19 +27,19 @@ from vectorlm.ranks.topology import device_of
 from vectorlm.settings import nearest
 
 SCORE = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
-"""vLLM wants to sample one token behind what it scores; nobody reads it."""
+"""vLLM must sample one token after the tokens that it scores; nothing reads it."""
 MAX_NEW_TOKENS = 256
-"""Longest answer where a task names none, as with the harness's own models."""
+"""Longest answer of tasks without a limit, as with the harness's own models."""
 
 
 class EngineLM(TemplateLM):
-    """The harness's view of a vLLM `SamplingEngine`; tokens and windows are those of its model class ``hf``.
+    """A vLLM `SamplingEngine` as a model of the harness; tokens and windows equal those of its class ``hf``.
 
     On several ranks each makes the same calls: the engine's methods are collective.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, max_model_len: int) -> None:
-        """Take an engine that holds `max_model_len` tokens of prompt and completion, and its model's tokenizer."""
+        """Take an engine for `max_model_len` tokens of prompt and completion, and its model's tokenizer."""
         super().__init__()
         self._engine, self.tokenizer = engine, tokenizer
         self._max_model_len = max_model_len
@@ -52,24 +52,24 @@ class EngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that a text without a context is scored after."""
+        """The token before a text that has no context."""
         begin: int | None = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
     @property
     def max_length(self) -> int:
-        """Tokens that can be scored with all of them in view of each other, besides the token that vLLM samples."""
+        """Longest text that can be scored in one window, in tokens; one token is left for vLLM to sample."""
         return self._max_model_len - 1
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness's caches are named after."""
+        """The name of the harness's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the tokens of a text, as the tokenizer adds special ones unless told."""
+        """Return the tokens of a text, by default with the tokenizer's special tokens."""
         if add_special_tokens is None:
-            # A chat template has written the first token already.
+            # The chat template has added the first token.
             begin = self.tokenizer.decode(self.prefix_token_id)
             add_special_tokens = False if string.startswith(begin) else None
         how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
@@ -78,7 +78,7 @@ class EngineLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return messages as one text."""
+        """Render messages as one text."""
         text: str = render_chat(
             self.tokenizer,
             chat_history,
@@ -89,11 +89,11 @@ class EngineLM(TemplateLM):
         return text
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text, every token scored once and after as many others as there is room."""
+        """Return the log-likelihood of every text; a token is scored once, with as much context as fits."""
         windows, counts = [], []
         for request in requests:
             tokens = self.tok_encode(request.args[0])
-            # A window and the token before it together fill the engine.
+            # A window and the token before it fill the engine.
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, 1)
             own = [("", *make_disjoint_window(window)) for window in rolling]
             windows += own
@@ -102,7 +102,7 @@ class EngineLM(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Return the answer to each prompt, up to the first of its stop strings."""
+        """Return the answer to every prompt, up to its first stop string."""
         prompts, params = [], []
         for request in requests:
             text, asked = request.args
@@ -121,7 +121,7 @@ class EngineLM(TemplateLM):
         return [answers[0].text for answers in self._engine.sample(prompts, params)]
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation, and whether each of its tokens was the likeliest.
+        """Return the log-likelihood of every continuation, and whether all its tokens were the most likely ones.
 
         Of what is too long for the engine the beginning is left out, as the harness does with other models.
         """
@@ -134,7 +134,7 @@ class EngineLM(TemplateLM):
 
 
 def _score(row: Sequence[int], logprobs: Sequence[Any], num_scored: int) -> tuple[float, bool]:
-    """Sum the last log-probabilities of a prompt; `logprobs` is None at the first token, which follows nothing."""
+    """Sum the last log-probabilities of a prompt; `logprobs` is None at the first token, which has no context."""
     if num_scored >= len(row):
         raise ConfigError(
             f"a continuation of {num_scored} tokens does not fit into the engine together with a token before it. "
@@ -142,23 +142,23 @@ def _score(row: Sequence[int], logprobs: Sequence[Any], num_scored: int) -> tupl
         )
     places = range(len(row) - num_scored, len(row))
     found = [logprobs[place][row[place]] for place in places]
-    return sum(each.logprob for each in found), all(each.rank == 1 for each in found)
+    return sum(token.logprob for token in found), all(token.rank == 1 for token in found)
 
 
 def transformers_model(path: str, adapter: str | None = None) -> Any:
-    """Return the harness's own model class over transformers, for machines without vLLM; `adapter` is for LoRA."""
+    """Return the harness's own transformers model, for machines without vLLM; `adapter` is a LoRA folder."""
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(pretrained=path, peft=adapter, batch_size=8, device=device_of(0))
 
 
 def context_length(model_config: Any, tokenizer: Any) -> int:
-    """Return the number of tokens that a model was made for."""
+    """Return the context length of a model, in tokens."""
     return resolve_max_length(model_config, tokenizer)
 
 
 def load_tasks(names: Sequence[str], where: str = "--tasks") -> Any:
-    """Load tasks and groups of the harness, each by its name or as a YAML file, with their data.
+    """Load tasks and groups of the harness with their data, by name or from YAML files.
 
     Raises:
         ConfigError: There is no such task, or its data cannot be read.
@@ -173,13 +173,13 @@ def load_tasks(names: Sequence[str], where: str = "--tasks") -> Any:
         if name not in files and name not in manager.all_tasks:
             rule = "is no task of the lm-evaluation-harness; name your own as a .yaml file."
             raise ConfigError(f"{where} {name} {rule} {nearest(name, manager.all_tasks)}".rstrip())
-    # As the harness does, so that tasks which shuffle give its numbers.
+    # The harness does this too, so that tasks which shuffle have the same results.
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
     try:
         loaded = manager.load(list(names))
     except Exception as error:
-        # Whatever the harness, a task's own code, datasets or a missing network raise.
+        # The harness, a task's code, datasets or a missing network may raise anything.
         raise ConfigError(
             f"{where} {','.join(names)} cannot be loaded: {type(error).__name__}: {str(error).strip()}. A task that "
             "downloads its data needs the network, or the data in the cache of the package datasets."
@@ -192,7 +192,7 @@ def load_tasks(names: Sequence[str], where: str = "--tasks") -> Any:
 
 
 def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the numbers of `run_tasks`' results as metrics, ``eval/TASK/METRIC``."""
+    """Return the results of `run_tasks` as metrics ``eval/TASK/METRIC``."""
     return {
         _metric(task, key): float(value)
         for task, numbers in results.items()
@@ -202,7 +202,7 @@ def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def falling_of(found: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether the lowest value is the best, of the metrics of `run_tasks`' results for which tasks say it."""
+    """Return whether lower is better, for the metrics of `run_tasks` whose task defines it."""
     return {
         _metric(task, key): not rises
         for task, numbers in found["results"].items()

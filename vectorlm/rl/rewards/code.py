@@ -58,28 +58,29 @@ def code(
     allow_network: bool = False,
     log: Callable[[str, Any], None] | None = None,
 ) -> float | None:
-    """Return the share of tests that pass after the completion's code has run; None if there are no tests.
+    """Run the completion's code against tests; return the share that pass, or None if there are no tests.
 
     The code is the last fence tagged ``python``, ``python3`` or ``py``; without one the last fence without a tag, or
-    the whole text. Each test is Python, such as ``assert f(2) == 4``, and runs behind the code in a process of its own,
-    with an empty folder, limits of time, memory and file size, and no network. A test passes if it comes to its end,
-    so one that exits fails; code that ends in ``sys.exit`` is tested all the same. This keeps mistakes in; it is not a
-    sandbox against malice: the process may read what its user may read, and an object that calls itself equal to
-    everything passes ``assert f(2) == 4``.
+    the whole text. A test is Python code, such as ``assert f(2) == 4``. Every test runs after the code in a separate
+    process with an empty folder, limits of time, memory and file size, and no network. A test passes if it runs to its
+    end: a test that exits fails. Code that ends in ``sys.exit`` is tested like other code.
+
+    This contains mistakes but is not a sandbox against malicious code. The process can read every file that its user
+    can read, and an object that claims to equal everything passes ``assert f(2) == 4``.
 
     Args:
         completion: The text of the model.
-        tests: A column of the prompts; a text is one test, or a JSON list of them. One that only defines a function
-            passes whatever the code is.
-        timeout_s: Longest time of each test, in seconds.
-        memory_mib: Largest memory that the process may write to, in MiB; addresses that it only reserves do not count.
-            NumPy and the like have one thread.
-        allow_network: Run where the kernel gives no network namespace to ordinary users.
-        log: Takes why the first test failed, as `failure`.
+        tests: A column of the prompts: a list of tests, one test, or a JSON list as text. A test that only defines a
+            function always passes.
+        timeout_s: Seconds that a test may take.
+        memory_mib: MiB of memory that the process may write to; memory that it only reserves does not count. NumPy
+            and similar libraries use one thread.
+        allow_network: Run with network access, for kernels that give ordinary users no network namespace.
+        log: Receives the reason why the first test failed, as `failure`.
 
     Raises:
-        RuntimeError: The network cannot be taken away here.
-        TypeError: A test is no text: pairs of inputs and outputs, for example, would always pass.
+        RuntimeError: The network cannot be blocked here.
+        TypeError: A test is not text. Pairs of inputs and outputs, for example, would always pass.
     """
     listed, num_passed, failure = _listed(tests or ()), 0, ""
     if not listed:
@@ -109,7 +110,7 @@ def code(
             found = passed.read()
         if found == b"no namespace":
             raise RuntimeError(
-                "the reward code cannot take the network away: set allow_network: True, or allow user namespaces"
+                "the reward code needs user namespaces to block the network: allow them, or set allow_network: True"
             )
         if found == mark.encode():
             num_passed += 1
@@ -126,30 +127,30 @@ def _listed(tests: Sequence[str] | str) -> Sequence[str]:
         with suppress(ValueError):
             read = json.loads(tests)
             found = read if isinstance(read, list) else found
-    if other := [each for each in found if not isinstance(each, str)]:
+    if other := [test for test in found if not isinstance(test, str)]:
         raise TypeError(f"the test {str(other[0])[:80]!r} must be a text, such as 'assert f(2) == 4'")
     return found
 
 
 CPU_S = 3
-"""Processor time of a call, which does not depend on what else the machine does. The kernel ends the process after it:
-a Python signal handler would not run before a call of C code returns."""
+"""Seconds of CPU time for a call, which other work on the machine does not change. The kernel then ends the process:
+a Python signal handler would wait until a call of C code returns."""
 MEMORY_BYTES = 4 << 30
-LIMIT = "the call has reached a limit, or has ended its process"
+LIMIT = "the call reached a limit, or ended its process"
 
 
 class OverLimit(Exception):
-    """A call has used up its time or memory, or has ended the process."""
+    """A call used up its time or memory, or ended the process."""
 
 
 def limited(package: str, function: str, *arguments: Any) -> Any:
-    """Return what a function, by its name ``module:NAME``, returns in a process with limits.
+    """Call the function ``module:NAME`` in a process with limits, and return its result.
 
     The process imports `package` once; a call costs a fraction of a millisecond.
 
     Raises:
-        OverLimit: The call has reached a limit.
-        RuntimeError: The function has raised, or the package cannot be imported; the text says what and where.
+        OverLimit: The call reached a limit.
+        RuntimeError: The function raised, or the package cannot be imported; the text names the error and its place.
     """
     return _process(os.getpid(), package).call(function, arguments)
 
@@ -167,7 +168,7 @@ class _Process:
     def call(self, function: str, arguments: tuple[Any, ...]) -> Any:
         with self._lock:
             if self._running is None or self._running.poll() is not None:
-                path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+                path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
                 self._running = subprocess.Popen(
                     [sys.executable, "-P", "-m", __name__, self._package],
                     env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},
@@ -190,7 +191,7 @@ class _Process:
         try:
             error, value = pickle.load(self._running.stdout)
         except BaseException:
-            # An answer that nobody waits for would be the next call's.
+            # The next call would read the answer of this one.
             os.killpg(self._running.pid, signal.SIGKILL)
             self._running.wait()
             raise
@@ -200,8 +201,8 @@ class _Process:
 
 
 def serve(package: str) -> None:
-    """Answer calls in a fork, which is replaced when it has reached a limit."""
-    # A call may print, and close the usual streams.
+    """Answer calls in a fork, and replace the fork after it reached a limit."""
+    # A call may print to the standard streams, and close them.
     asked, answers, is_called = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), mmap.mmap(-1, 1)
     os.dup2(2, 1)
 
@@ -227,7 +228,7 @@ def serve(package: str) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
             error, value = None, function(*arguments)
-        # Some scorers evaluate what a policy has written, which may be exit().
+        # Some scorers evaluate the policy's text, which may be exit().
         except BaseException as raised:
             error, value = raised_at(raised), None
         signal.setitimer(signal.ITIMER_PROF, 0)

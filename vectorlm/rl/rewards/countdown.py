@@ -56,7 +56,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
     text = " ".join(expression.split())
     if not re.fullmatch(r"[0-9+\-*/() ]+", text):
         raise ValueError(f"{text!r} is not arithmetic: use only whole numbers, + - * / and parentheses.")
-    if max(accumulate((each == "(") - (each == ")") for each in text)) > MAX_DEPTH:
+    if max(accumulate((letter == "(") - (letter == ")") for letter in text)) > MAX_DEPTH:
         raise ValueError(f"parentheses are nested deeper than {MAX_DEPTH}: use fewer.")
     numbers: list[int] = []
 

@@ -1,4 +1,4 @@
-"""A reward function that workers run: a call that is late or dies costs its own completion alone."""
+"""Run a reward function in worker processes; a call that hangs or crashes loses only its own completion."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vectorlm.rl.rewards.runner import Kind, Reward, Scorable, run_reward
 from vectorlm.types import RewardResult
 
 if TYPE_CHECKING:
-    # It imports torch, which the check of a config does without.
+    # This imports torch, which checking a config does not need.
     from vectorlm.rl.rollout import Rollout
 
 RUNNER = "vectorlm.rl.rewards.runner"
 GRACE_S = 1.0
-"""What coroutines that run together may take beyond the limit of each, which ends them one by one."""
+"""Seconds beyond the time limit before a worker of coroutines is ended; the coroutines normally time out first."""
 CHUNKS_PER_WORKER, MIN_CHUNK = 4, 4
 
 
 class RewardFunction:
-    """One function with what it may take; see `vectorlm.rl.rewards.runner.run_reward` for its forms."""
+    """A reward function with its workers and time limit; see `vectorlm.rl.rewards.runner.run_reward` for its forms."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class RewardFunction:
     ) -> None:
         """Take a function or its name.
 
-        Without a `pool` it runs in this process, where nothing ends a call that hangs.
+        Without a `pool` it runs in this process, and a call that hangs never times out.
         """
         self._pool, self._timeout_s, self._stops_at_error = pool, timeout_s, stops_at_error
         is_sent = pool is not None and not isinstance(reward, str)
@@ -50,20 +50,20 @@ class RewardFunction:
         self._shared: asyncio.Task[Worker] | None = None
 
     def score(self, items: Sequence[Scorable]) -> list[RewardResult]:
-        """Score completions; with `stops_at_error` those behind a failed call have no reward and no error.
+        """Score completions; with `stops_at_error`, completions after a failed call have neither reward nor error.
 
         Raises:
             ConfigError: The function cannot be imported.
-            WorkersDied: The processes that should run it die one after the other.
+            WorkersDied: The worker processes crash one after the other.
         """
         if self._pool is None:
             return run_reward(self._reward, items, self._timeout_s, self._stops_at_error)
         return self._pool.submit(self._score(items, shares=False)).result() if items else []
 
     async def score_alone(self, items: Sequence[Scorable]) -> list[RewardResult] | None:
-        """Do the same for one group among many, on the pool's event loop; None for a function of lists.
+        """Score one of many groups, on the pool's event loop; return None for a function of lists.
 
-        Such a function may compare groups. Coroutines run in one worker, together with those of other groups.
+        A function of lists may compare groups. Coroutines of all groups run concurrently in one worker.
         """
         self._kind = self._kind or await self._ask_kind()
         return None if self._kind == "lists" else await self._score(items, shares=self._kind == "together")
@@ -74,7 +74,7 @@ class RewardFunction:
         scoring = _Scoring(items)
         size = len(items)
         if self._kind == "each":
-            # A message for each completion of a small group would cost more than most functions.
+            # One message per completion of a small group would cost more than most functions.
             share = math.ceil(size / self._pool.size)
             size = max(math.ceil(share / CHUNKS_PER_WORKER), min(share, MIN_CHUNK))
         places = range(len(items))
@@ -85,7 +85,7 @@ class RewardFunction:
         return [scoring.results.get(place, RewardResult(math.nan)) for place in places]
 
     async def _ask_kind(self) -> Kind:
-        """Ask a worker, which imports the user's file: this process does without it."""
+        """Ask a worker, so that this process does not import the user's file."""
         assert self._pool is not None
         while True:
             with contextlib.suppress(WorkerLost):
@@ -105,7 +105,7 @@ class RewardFunction:
         yield await asyncio.shield(self._shared)
 
     async def _score_chunk(self, scoring: _Scoring, places: Sequence[int], shares: bool) -> None:
-        """Score the completions at some places; after one that is late or dies, another worker goes on."""
+        """Score the completions at some places; another worker continues after a time-out or crash."""
         runs_together = self._kind == "together"
         limit_s = self._timeout_s and self._timeout_s + (GRACE_S if runs_together else 0.0)
         missing = list(places)
@@ -120,7 +120,7 @@ class RewardFunction:
                             self._note(scoring, missing.pop(0), result)
             except WorkerLost as loss:
                 if shares or (runs_together and len(missing) > 1):
-                    # Alone each shows whether it is the one.
+                    # Called alone, each completion shows whether its own call fails.
                     await together(self._score_chunk(scoring, [place], shares=False) for place in missing)
                     return
                 for index in range(1 if self._kind == "each" else len(missing)):
@@ -137,15 +137,15 @@ class RewardFunction:
 class _Scoring:
     items: Sequence[Scorable]
     results: dict[int, RewardResult] = field(default_factory=dict)
-    """By place."""
+    """Results by place in `items`."""
 
 
 class _Stopped(Exception):
-    """A call has failed, and no other is wanted."""
+    """A call failed and the scoring stops there."""
 
 
 def shown(rollout: Rollout) -> Scorable:
-    """Return what a reward function is shown of a rollout."""
+    """Return a rollout as reward functions see it."""
     record = rollout.prompt_record
     text, messages = rollout.policy_text, rollout.messages
     return Scorable(
@@ -163,17 +163,17 @@ def shown(rollout: Rollout) -> Scorable:
 def score_answers(
     reward: RewardFunction | None, answers: Sequence[Sequence[Rollout]], setting: str
 ) -> list[list[RewardResult]]:
-    """Return what the function gave each answer to each prompt; None in its place takes what environments gave.
+    """Score the answers to each prompt; without a function, return the rewards of their environments.
 
     Raises:
-        RewardError: The function raised or was late; the text begins with `setting`.
+        RewardError: The function raised or timed out; the text begins with `setting`.
     """
     if reward is None:
         return [
-            [RewardResult(math.fsum(each.turn_rewards), logged=each.measured) for each in options]
+            [RewardResult(math.fsum(answer.turn_rewards), logged=answer.measured) for answer in options]
             for options in answers
         ]
-    items = [shown(each) for options in answers for each in options]
+    items = [shown(answer) for options in answers for answer in options]
     results = reward.score(items)
     for item, result in zip(items, results, strict=True):
         if result.error is not None:

@@ -1,4 +1,4 @@
-"""A reward that another model gives, asked over HTTP."""
+"""A reward from another model, requested over HTTP."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from vectorlm.data.encoding import is_messages, split_unfinished, text_of_message, without_thoughts
 
 NUMBER = r"(?<![\d.])(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+)?"
-"""A number, of ``8/10`` the first."""
+"""A number; the first one of ``8/10``."""
 MARKED = rf"(?i)(?<!/)(?:score|rating|grade)[^\n:=>]{{0,30}}(?:[:=>]|\bis\b)[^\w\n-]*{NUMBER}"
-"""A number that is called the score."""
+"""A number after a word such as ``Score:``."""
 ASKED = (
     "Rate the answer to the question from 0 (useless) to 10 (perfect). Write nothing but the number.\n\n"
     "Question:\n{prompt}\n\nAnswer:\n{completion}"
@@ -32,24 +32,24 @@ async def judge(
 ) -> float | None:
     """Return the score in the judge's answer divided by `scale`; None if there is no score from 0 to `scale`.
 
-    Thoughts (``<think>…</think>``) are cut off first. The score is the last number that the judge calls so, as in
-    ``Score: 8``, ``The rating is 8/10`` or ``{"score": 8}``, and if there is none, the last number.
+    Thoughts (``<think>…</think>``) are removed first. The score is the last number with a label, as in ``Score: 8``,
+    ``The rating is 8/10`` or ``{"score": 8}``. Without a label it is the last number.
 
-    The reward is also None if the server is not reached, late, busy or failing after all `retries`, or if it refuses
-    the completion, which may be too long for it. If it refuses an empty one as well, for its key or model for
-    example, that is an error. The completions of a step are asked about at once. The key comes from the environment
-    variable ``OPENAI_API_KEY``.
+    The reward is also None if the server cannot be reached, times out, is busy or fails after all `retries`, or if it
+    refuses the completion, for example because it is too long. If the server refuses an empty completion too, for
+    example because of the key or the model, the function raises. The requests of a step run concurrently. The key
+    comes from the environment variable ``OPENAI_API_KEY``.
 
     Args:
-        completion: The text of the model; the judge is shown what the prompt has begun of it too.
-        prompt: The prompt, as text or messages, each of several a line ``role: content``.
+        completion: The text of the model; the judge also sees an answer that the prompt has begun.
+        prompt: The prompt, as text or messages; several messages become lines ``role: content``.
         url: The base URL of an OpenAI-compatible server, which ends in ``/v1``.
-        model: The name that the server calls its model.
+        model: The name of the model on the server.
         template: The question to the judge, with ``{prompt}`` and ``{completion}``.
-        pattern: A regular expression for the score, or with a group for the score in it; its last match counts.
+        pattern: A regular expression whose last match, or group in it, is the score.
         scale: The highest score, which gives a reward of 1.
-        retries: How often a request that failed is sent again.
-        timeout_s: Longest time of a request, in seconds.
+        retries: Number of times that a failed request is sent again.
+        timeout_s: Seconds to wait for a request.
 
     Raises:
         TypeError: The prompt is token ids.
@@ -60,10 +60,12 @@ async def judge(
     question, begun = prompt, ""
     if is_messages(prompt):
         before, begun = split_unfinished(prompt)
-        lines = [f"{each['role']}: {text_of_message(each)}" for each in before]
+        lines = [f"{message['role']}: {text_of_message(message)}" for message in before]
         question = text_of_message(before[0]) if len(before) == 1 else "\n".join(lines)
     if not isinstance(question, str):
-        raise TypeError("a judge cannot be shown token ids: give it prompts of text or messages")
+        raise TypeError(
+            "the reward judge needs prompts of text or messages, not token ids. Change the prompts"
+        )
     key = os.environ.get("OPENAI_API_KEY", "none")
     async with openai.AsyncOpenAI(
         base_url=url, api_key=key, max_retries=retries, timeout=timeout_s
@@ -73,7 +75,7 @@ async def judge(
             texts = {"{prompt}": question, "{completion}": begun + completion}
             # Not str.format: a template may hold other braces.
             asked = re.sub("|".join(texts), lambda found: texts[found.group()], template)
-            # Half a character cannot be sent.
+            # A lone surrogate cannot be sent.
             asked = asked.encode(errors="replace").decode()
             answer = await client.chat.completions.create(
                 model=model, messages=[{"role": "user", "content": asked}], temperature=0.0
@@ -93,6 +95,6 @@ async def judge(
     found = re.findall(pattern or MARKED, said) or ([] if pattern else re.findall(NUMBER, said))
     try:
         score = float(found[-1])
-    except (IndexError, ValueError):  # A pattern of the user's may match a word.
+    except (IndexError, ValueError):  # The user's pattern may match a word.
         return None
     return score / scale if 0.0 <= score <= scale else None

@@ -1,15 +1,16 @@
-"""Rewards for mathematics: equal to the right answer as a formula, or as the text in a box."""
+"""Rewards for the final answer: a formula, the text in a box, or the answer to a task of reasoning-gym."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from vectorlm.rl.rewards.code import OverLimit, limited
 
-# Each call would say that its own time limits are off: a reward's worker has one.
+# Every call would warn that math-verify's time limits are off; the worker has a time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -18,7 +19,7 @@ def _drop(name: str, value: Any) -> None:
 
 
 def math(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float | None:
-    r"""Return 1.0 if the completion's final formula equals the answer, else 0.0; None if the answer is no formula.
+    r"""Return 1.0 if the completion's final formula equals the answer, else 0.0; None if the answer is not a formula.
 
     A formula that takes more than 3 s of processor time to compare, such as ``9^{9^{9}}``, does not equal the answer.
     The formula is taken from ``\boxed{}``, from ``$...$``, or is the last number or expression of the text.
@@ -27,7 +28,7 @@ def math(completion: str, answer: str | float, log: Callable[[str, Any], None] =
     Args:
         completion: The text of the model.
         answer: A number, an expression or LaTeX, with or without ``$``.
-        log: Takes the formula of the completion, as its `answer`.
+        log: Receives the formula of the completion, as `answer`.
     """
     try:
         reward, found = limited("math_verify", f"{__name__}:compared", completion, str(answer))
@@ -42,21 +43,19 @@ def compared(completion: str, answer: str) -> tuple[bool | None, str | None]:
     """Return whether the completion's final formula equals the answer, and that formula."""
     from math_verify import parse, verify
 
-    # An expression such as x+1 is found between dollars alone.
+    # math-verify finds an expression such as x+1 only between dollars.
     gold = parse(f"${answer}$".replace("$$", "$"), parsing_timeout=None)
     if not gold:
         return None, None
     try:
         found = parse(completion, parsing_timeout=None)
         return verify(gold, found, timeout_seconds=None), str(found[0]) if found else None
-    except (
-        Exception
-    ):  # Of numbers of more digits than Python prints, of parentheses that are too deep, and so on.
+    except Exception:  # Too many digits to print, parentheses nested too deeply, and similar.
         return False, None
 
 
 def boxed(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float:
-    r"""Return 1.0 if the completion's last ``\boxed{}`` holds the answer, white space aside, else 0.0."""
+    r"""Return 1.0 if the completion's last ``\boxed{}`` equals the answer without white space, else 0.0."""
     start = completion.rfind(r"\boxed{")
     if start < 0:
         return 0.0
@@ -72,3 +71,43 @@ def boxed(completion: str, answer: str | float, log: Callable[[str, Any], None] 
 
 def _without_space(text: str) -> str:
     return re.sub(r"\s", "", text)
+
+
+def reasoning_gym(completion: str, item: Mapping[str, Any]) -> float:
+    """Score the answer with the scorer of its task, from 0 to 1; some tasks reward partly correct answers.
+
+    The answer is the text in the last ``<answer>`` tags, or else the whole text. The reward is 0 if the scorer cannot
+    read the answer, or not within 3 s of CPU time.
+    *Source*: the package reasoning-gym.
+
+    Args:
+        completion: The text of the model.
+        item: The row of the task: ``question``, ``answer`` and ``metadata``.
+    """
+    try:
+        return float(limited("reasoning_gym", f"{__name__}:scored", completion, item))
+    except OverLimit:
+        return 0.0
+
+
+def scored(completion: str, item: Mapping[str, Any]) -> float:
+    """Return the score of an answer from the task's scorer.
+
+    Raises:
+        Exception: The scorer cannot read the correct answer either.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    score, answer = _scorer(item["metadata"]["source_dataset"]), extract_answer(completion)
+    try:
+        return score(completion.strip() if answer is None else answer, item)
+    except BaseException:  # Some scorers evaluate the answer, which may be exit().
+        score(item["answer"], item)
+        return 0.0
+
+
+@cache
+def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
+    from reasoning_gym.factory import get_score_answer_fn
+
+    return get_score_answer_fn(task)

@@ -1,4 +1,4 @@
-"""The rewards that a config names."""
+"""Rewards by name, and the parameters of reward functions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.settings import nearest
 
 Reward = Callable[..., Any]
-"""``reward(completion, **columns)``: the columns are the prompt's columns; 1.0 stands for a right answer.
+"""``reward(completion, **columns)`` with the prompt's columns; 1.0 means a correct answer.
 
-See `vectorlm.rl.rewards.runner` for the other forms that reinforcement learning takes.
+See `vectorlm.rl.rewards.runner` for the other forms.
 """
 
 _HOME = "vectorlm.rl.rewards"
@@ -31,14 +31,14 @@ _REWARDS = {
     "judge": f"{_HOME}.judge:judge",
     "length": f"{_HOME}.shape:length",
     "math": f"{_HOME}.mathematics:math",
-    "reasoning_gym": f"{_HOME}.gym:reasoning_gym",
+    "reasoning_gym": f"{_HOME}.mathematics:reasoning_gym",
     "repetition": f"{_HOME}.shape:repetition",
 }
 _CALL = re.compile(r"(.*?\w)\((.*)\)", re.DOTALL)
 
 
 def short_name(name: str) -> str:
-    """Return what metrics call a reward: the function's name, or the last folder of a model's path."""
+    """Return the name of a reward in metrics: the function's name, or the last folder of a model's path."""
     return without_arguments(name).rpartition(":")[2].rstrip("/").rpartition("/")[2]
 
 
@@ -54,14 +54,14 @@ def reward_names() -> list[str]:
 
 
 def get_reward(name: str) -> Reward:
-    """Return the reward that a config calls `name`, or the one that ``file.py:NAME`` or ``module:NAME`` points to.
+    """Return a built-in reward, or the function at ``file.py:NAME`` or ``module:NAME``.
 
-    Arguments may follow, all by name: ``format(tags=['think', 'answer'])``. They are Python's literals.
+    Keyword arguments may follow, as Python literals: ``format(tags=['think', 'answer'])``.
     """
     bare = without_arguments(name)
     place = _REWARDS.get(bare, bare)
     if not is_plugin(place):
-        rule = f"it must be one of {', '.join(reward_names())}, or file.py:NAME of your own."
+        rule = f"it must be one of {', '.join(reward_names())}, or file.py:NAME."
         raise ConfigError(f"unknown reward {name!r}: {rule} {nearest(bare, _REWARDS)}".rstrip())
     reward = load_plugin(place)
     if not callable(reward):
@@ -70,28 +70,28 @@ def get_reward(name: str) -> Reward:
         return reward
     try:
         call: Any = ast.parse(f"call{name[len(bare) :]}", mode="eval").body
-        arguments = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         if call.args or None in arguments:
-            raise TypeError("each argument needs a name")
+            raise TypeError("every argument needs a name")
         inspect.signature(reward).bind_partial(**arguments)
     except (SyntaxError, ValueError, TypeError) as error:
-        raise ConfigError(f"the arguments of the reward {name!r} cannot be taken: {error}.") from error
+        raise ConfigError(f"the arguments of the reward {name!r} must fit it: {error}.") from error
     return partial(reward, **arguments)
 
 
 COMPLETION, COMPLETIONS, PROMPTS = "completion", "completions", "prompts"
 OF_VERL = "solution_str"
-"""What verl calls the completion."""
+"""verl's name of the completion."""
 IDS = ("completion_ids", "completions_ids")
 OFFERED = {False: ("prompt", IDS[0]), True: (COMPLETIONS, PROMPTS, *IDS)}
-"""What there is besides columns for a function of one completion, and for one of lists."""
+"""Arguments besides columns for a function of one completion (False) and for one of lists (True)."""
 RESERVED = (COMPLETION, "prompt", *OFFERED[True])
-"""Names that never mean a column."""
+"""Names that never refer to a column."""
 LOG = "log"
 EXTRAS = ("messages", "num_turns", "environment", LOG)
-"""What a function gets only if it names it, and no column has that name; `LOG` also where a column has."""
+"""Arguments passed only to a parameter of that name, if no column has the name; `LOG` is passed in any case."""
 OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL's trainer passes of itself."""
+"""Arguments that only TRL's trainer passes."""
 
 
 @dataclass(frozen=True)
@@ -99,26 +99,26 @@ class RewardSignature:
     """The parameters of a reward function."""
 
     takes_lists: bool
-    """Whether it takes lists with an entry for each completion, by name, and returns a list."""
+    """Whether it takes lists with one entry per completion, by name, and returns a list."""
     completion: str | None
-    """The parameter that takes the one completion; None for lists, and for a function that does not name it."""
+    """The parameter that takes the completion; None for lists, and for a function without such a parameter."""
     kinds: Mapping[str, Any]
-    """`inspect`'s kind of each parameter, in order."""
+    """`inspect`'s kind of every parameter, in order."""
     required: tuple[str, ...]
     """Parameters without a default, besides the completion."""
 
     @classmethod
     def of(cls, reward: Callable[..., Any]) -> RewardSignature:
-        """Read a function's parameters: `completions` or `prompts` means lists, and so do token ids in first place.
+        """Read a function's parameters: `completions`, `prompts`, or token ids as the first parameter mean lists.
 
-        One completion goes to the parameter `completion`, to verl's `solution_str`, or to the first one, unless that
-        asks for something else, such as `messages`.
+        One completion goes to the parameter `completion`, to verl's `solution_str`, or to the first parameter, unless
+        that has another meaning, such as `messages`.
         """
         parameters = inspect.signature(reward).parameters
         named = {
-            name: each
-            for name, each in parameters.items()
-            if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
         first = next(iter(parameters.values()), None)
         is_open = first is not None and first.kind is first.VAR_KEYWORD
@@ -130,9 +130,12 @@ class RewardSignature:
         if not takes_lists and first is not None and first.kind is not first.VAR_POSITIONAL:
             completion = own or (None if first.name in (*EXTRAS, *OFFERED[False]) else first.name)
         required = tuple(
-            name for name, each in named.items() if each.default is each.empty and name != completion
+            name
+            for name, parameter in named.items()
+            if parameter.default is parameter.empty and name != completion
         )
-        return cls(takes_lists, completion, {name: each.kind for name, each in parameters.items()}, required)
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
+        return cls(takes_lists, completion, kinds, required)
 
     def call(
         self,
@@ -141,23 +144,23 @@ class RewardSignature:
         extras: Mapping[str, Any],
         completion: Any = None,
     ) -> Any:
-        """Call the function with the one completion, where it takes one, and what it accepts of what there is.
+        """Call the function with the completion, if it takes one, and the arguments that it accepts.
 
-        Columns fill only what a `partial` leaves open.
+        Columns fill only the arguments that a `partial` does not set.
         """
         named = {name: value for name, value in extras.items() if name in self.kinds}
-        # A column cannot be called.
+        # A column is not callable.
         own_log = {name: value for name, value in named.items() if name == LOG}
         offered = {**named, **offered, **own_log}
         takes_any = inspect.Parameter.VAR_KEYWORD in self.kinds.values()
         given = {
             name: value
             for name, value in offered.items()
-            # A list is offered by two names; ``**columns`` gets it by one.
+            # Token ids have two names; ``**columns`` gets them once.
             if name != self.completion and (name in self.kinds or (takes_any and name != IDS[1]))
         }
         if isinstance(reward, partial):
-            given |= reward.keywords  # What a config has written.
+            given |= reward.keywords  # Arguments from the config.
         positional = [completion] if self._takes_by_place else []
         if self.completion is not None:
             given[self.completion] = completion
@@ -167,17 +170,17 @@ class RewardSignature:
 
     @property
     def _takes_by_place(self) -> bool:
-        """Whether the completion goes to ``*arguments``, or to a function that takes nothing, which then raises."""
+        """Whether the completion goes to ``*arguments``, or to a function without parameters, which then raises."""
         first = next(iter(self.kinds.values()), inspect.Parameter.VAR_POSITIONAL)
         return not self.takes_lists and self.completion is None and first is inspect.Parameter.VAR_POSITIONAL
 
     @property
     def sees_completion(self) -> bool:
-        """Whether the function is shown anything of what was sampled."""
+        """Whether any argument of the function depends on the completion."""
         named = self.kinds.keys() & {*EXTRAS, IDS[0]}
         return bool(self.takes_lists or self.completion or self._takes_by_place or named)
 
     def missing(self, columns: Iterable[str]) -> list[str]:
-        """Return the required parameters that neither these columns nor the completion itself can fill."""
+        """Return the required parameters that neither these columns nor the completion fill."""
         supplied = {*OFFERED[self.takes_lists], *EXTRAS, *columns}
         return [name for name in self.required if name not in supplied]

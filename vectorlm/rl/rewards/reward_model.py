@@ -26,7 +26,7 @@ COMBINED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": torch.mean,
     "last": lambda found: found[-1],
 }
-"""What makes one reward of the probabilities of steps."""
+"""Functions that reduce the probabilities of steps to one reward."""
 
 
 class RewardModel:
@@ -46,7 +46,7 @@ class RewardModel:
         dtype: str = "float32",
         step_reward: Literal["min", "mean", "last"] = "min",
     ) -> None:
-        """Load and shard the model of a folder that ``save_pretrained`` wrote, and its tokenizer.
+        """Load and shard a model from a folder of ``save_pretrained``, and load its tokenizer.
 
         One forward pass takes `max_tokens`, padding included; texts longer than `max_length` lose their beginning. Of
         the probabilities of steps, `step_reward` is the reward.
@@ -73,7 +73,7 @@ class RewardModel:
         self._of_steps = None if self._separator is None else Scorer(self._model, device=topology.device)
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Score rollouts; called on all ranks with the same ones."""
+        """Score rollouts; call it on all ranks with the same rollouts."""
         if not rollouts:
             return []
         laid = [self._steps(rollout) for rollout in rollouts] if self._of_steps else []
@@ -90,7 +90,7 @@ class RewardModel:
         for index, row in enumerate(rows):
             input_ids[index, : len(row)] = torch.tensor(row)
             attention_mask[index, : len(row)] = 1
-        # The model reads whole rows; no other field of the batch matters to it.
+        # The model reads whole rows and no other field of the batch.
         mask, nothing = attention_mask.bool(), torch.zeros(len(rows), 1)
         for index, (_, ends) in enumerate(laid):
             mask[index, : len(ends)] = torch.tensor(ends)
@@ -102,7 +102,7 @@ class RewardModel:
         if self._of_steps is None:
             return scores[:, 0].tolist()
         found = (row[is_end].sigmoid() for row, is_end in zip(scores, mask, strict=True))
-        return [self._combine(each).item() for each in found]
+        return [self._combine(scores).item() for scores in found]
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         if self._of_steps is not None:
@@ -110,13 +110,13 @@ class RewardModel:
             is_asked = rows.is_asked.to(at_ends.device)
             return at_ends.new_zeros(is_asked.shape).masked_scatter(is_asked, at_ends)
         input_ids, attention_mask = (
-            each.to(self._topology.device) for each in (rows.input_ids, rows.attention_mask)
+            field.to(self._topology.device) for field in (rows.input_ids, rows.attention_mask)
         )
         logits = self._model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         return logits[:, :1].expand(input_ids.shape)
 
     def _steps(self, rollout: Rollout) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a prompt and its steps, laid out as in training, and which of them end a step.
+        """Return the tokens of a prompt and its steps, as in training, and the tokens that end a step.
 
         With an environment, the prompt is all that precedes the last turn.
         """
@@ -125,7 +125,7 @@ class RewardModel:
             *prompt, last = rollout.messages
             whole = last["content"]
         *_, answer = rollout.turn_texts or (whole,)
-        steps = [each for each in answer.split(self._separator) if each.strip()] or [answer]
+        steps = [step for step in answer.split(self._separator) if step.strip()] or [answer]
         ids = encode(prompt, lambda: self._tokenizer)
         if before := whole.removesuffix(answer):
             ids = ids + self._tokenizer(before, add_special_tokens=False)["input_ids"]
@@ -145,6 +145,6 @@ class RewardModel:
             text = str(render_chat(self._tokenizer, chat, tokenize=False))
         else:
             text = (prompt if is_text else str(self._tokenizer.decode(list(prompt)))) + rollout.text
-        # Templates and tokens hold their special tokens already.
+        # Templates and token ids include their special tokens.
         limits = {"truncation": True, "max_length": self._max_length}
         return self._tokenizer(text, add_special_tokens=is_text, **limits)["input_ids"]

@@ -1,4 +1,4 @@
-"""Calls of reward functions of every form, in the process that this runs in."""
+"""Call reward functions of every form in this process."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ Kind = Literal["lists", "together", "each"]
 
 @dataclass(frozen=True)
 class Scorable:
-    """What a reward function is shown of one completion."""
+    """One completion as reward functions see it."""
 
     text: str
-    """What the policy wrote, every turn on a new line."""
+    """The policy's text, every turn on a new line."""
     prompt: Any
     token_ids: tuple[int, ...]
     """The tokens that the policy chose."""
     columns: Mapping[str, Any]
-    """The other columns of the prompt's line."""
+    """The other columns of the prompt's row."""
     messages: Sequence[Mapping[str, Any]] | None = None
-    """The whole chat, the completion included; None if the prompt is none."""
+    """The whole chat with the completion; None if the prompt is not a chat."""
     num_turns: int = 1
-    """Turns of the policy."""
+    """Number of turns of the policy."""
     environment: Mapping[str, float] = field(default_factory=dict)
-    """What the environment measured."""
+    """Metrics of the environment."""
     policy_contents: Sequence[tuple[int, str]] = ()
-    """The index in `messages` of every message of the policy, and its content without the environment's words."""
+    """Index in `messages` of every message of the policy, and its content without the environment's text."""
 
     def failure(self, error: str) -> str:
-        """Return an error with what the function was shown."""
+        """Return an error with the prompt and completion of the call."""
         return f"{error} (prompt {str(self.prompt)[:80]!r}, completion {self.text[:80]!r})"
 
 
@@ -68,7 +68,7 @@ def load_reward(reward: Reward) -> Callable[..., Any]:
 
 @cache
 def _unpickled(reward: bytes) -> Callable[..., Any]:
-    """Return the same object each time: it may keep a state."""
+    """Return the same object every time, because it may keep a state."""
     function: Callable[..., Any] = cloudpickle.loads(reward)
     return function
 
@@ -81,20 +81,23 @@ def run_reward(
 ) -> list[RewardResult]:
     """Score completions with one function, in this process.
 
-    The function gets the completion in its parameter `completion`, or the first one, and by name whatever it asks for
-    of ``prompt``, ``completion_ids`` and the prompt's columns; with ``**columns``, all of them. If it names
-    ``log``, ``messages``, ``num_turns`` or ``environment``, it gets these too; a column of the name, but for ``log``,
-    goes before. It returns a float, or None for a completion that cannot be scored. The calls of a coroutine function
-    all run at once, each for `timeout_s` at most; nothing here ends a call of another function. If a parameter is
-    called ``completions`` or ``prompts`` it gets lists by name, as TRL passes them, and returns a list of the same
-    length; where a prompt is messages, its completion in such a list is messages too, those of all turns. A completion
-    of several turns is what the policy wrote, every turn on a new line, without the environment's words. With
-    `stops_at_error` the first call that fails is the last: the others have no reward and no error.
+    The function gets the completion in its parameter `completion`, or in the first one. Parameters called ``prompt``,
+    ``completion_ids``, or like a column of the prompt are passed by name; ``**columns`` receives all of them.
+    Parameters called ``log``, ``messages``, ``num_turns`` and ``environment`` are passed too, unless a column has that
+    name; ``log`` is always the function. It returns a float, or None for a completion that cannot be scored.
+
+    A function with a parameter ``completions`` or ``prompts`` gets lists by name, as from TRL, and returns a list of
+    the same length. If a prompt is messages, its completion in the list is the messages of all turns. Otherwise a
+    completion of several turns is the policy's text, every turn on a new line, without the environment's text.
+
+    The calls of a coroutine function run concurrently, each for at most `timeout_s`. Calls of other functions have no
+    time limit here. With `stops_at_error` no call follows one that failed: the remaining completions have neither
+    reward nor error.
     """
     results: list[RewardResult] = []
     for part in scored(reward, items, timeout_s) if items else ():
         results += part
-        if stops_at_error and any(each.error is not None for each in part):
+        if stops_at_error and any(result.error is not None for result in part):
             break
     return results + [RewardResult(math.nan)] * (len(items) - len(results))
 
@@ -102,7 +105,7 @@ def run_reward(
 def scored(
     reward: Reward, items: Sequence[Scorable], timeout_s: float | None
 ) -> Iterator[list[RewardResult]]:
-    """Yield the results of each call, in the order of the items; first none, when the function is loaded."""
+    """Yield the results of every call, in the order of the items; first an empty list, once the function is loaded."""
     function = load_reward(reward)
     yield []
     signature, kind = RewardSignature.of(function), kind_of(function)
@@ -118,14 +121,14 @@ def scored(
 async def scored_together(
     reward: Reward, items: Sequence[Scorable], timeout_s: float | None
 ) -> AsyncIterator[list[RewardResult]]:
-    """Do what `scored` does with a coroutine function, while the worker does so for others."""
+    """Yield the results of a coroutine function like `scored`; other jobs run concurrently in the same worker."""
     function = load_reward(reward)
     yield []
     yield await _run_together(function, items, RewardSignature.of(function), timeout_s)
 
 
 def kind_of(reward: Callable[..., Any]) -> Kind:
-    """Return how a function is called: for all completions as lists, for each one together with others, or alone."""
+    """Return how a function is called: with lists, concurrently for every completion, or one call at a time."""
     if RewardSignature.of(reward).takes_lists:
         return "lists"
     is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
@@ -133,12 +136,12 @@ def kind_of(reward: Callable[..., Any]) -> Kind:
 
 
 def describe(reward: Reward) -> Iterator[Kind]:
-    """Yield the kind of a function; run by a worker."""
+    """Yield the kind of a function; runs in a worker."""
     yield kind_of(load_reward(reward))
 
 
 def asyncio_run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end, in another thread where this one has a running loop (a notebook)."""
+    """Run a coroutine to its end, in another thread if this one has a running loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -168,12 +171,12 @@ def _extras(item: Scorable, logged: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, or a text of anything else: it travels between processes."""
+    """Return a number, or any other value as text, because it is sent to another process."""
     if isinstance(value, bool | str) or value is None:
         return value
     try:
         return float(value)
-    except Exception:  # The value's own class may raise whatever it likes.
+    except Exception:  # The value's class may raise anything.
         return str(value)
 
 
@@ -189,23 +192,23 @@ def _run_lists(
             return item.text
         chat = item.messages or chat_of(item.prompt, item.text) or ()
         if own := dict(item.policy_contents):
-            # An environment or an agent may have written messages of an assistant, too.
+            # An environment or an agent may also have written assistant messages.
             return [
-                {**each, "content": own[place]} if place in own else each
-                for place, each in enumerate(chat)
-                if place in own or (place > min(own) and each["role"] != "assistant")
+                {**message, "content": own[place]} if place in own else message
+                for place, message in enumerate(chat)
+                if place in own or (place > min(own) and message["role"] != "assistant")
             ]
         before, _ = split_unfinished(item.prompt)
-        # An environment may have changed or added to what was asked, and an agent may have asked something else.
+        # An environment may have changed the prompt, and an agent may have sent another one.
         is_same = itertools.takewhile(bool, map(operator.eq, before, chat))
         rest = chat[len(list(is_same)) :]
-        return list(itertools.dropwhile(lambda each: each["role"] != "assistant", rest))
+        return list(itertools.dropwhile(lambda message: message["role"] != "assistant", rest))
 
     columns = [_columns(item) for item in items]
-    names = dict.fromkeys(name for each in columns for name in each)
+    names = dict.fromkeys(name for row in columns for name in row)
     token_ids = [list(item.token_ids) for item in items]
     offered = {
-        **{name: [each.get(name) for each in columns] for name in names},
+        **{name: [row.get(name) for row in columns] for name in names},
         COMPLETIONS: [in_list(item) for item in items],
         PROMPTS: [item.prompt for item in items],
         **dict.fromkeys(IDS, token_ids),
@@ -227,16 +230,16 @@ def _run_lists(
     def call() -> list[Any]:
         answer = signature.call(reward, offered, {**extras, LOG: log})
         answer = asyncio_run(answer) if inspect.iscoroutine(answer) else answer
-        # A mapping would be read as its keys, and a text as its letters.
+        # list() would turn a mapping into its keys, and a text into its letters.
         if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
             raise TypeError(
-                f"it returned {str(answer)[:40]!r}, a {type(answer).__name__}, and must return a list with one reward "
-                f"per completion, of which there are {len(items)}"
+                f"it returned {str(answer)[:40]!r}, a {type(answer).__name__}, but must return a list with one reward "
+                f"for each of the {len(items)} completions"
             )
         found = list(answer)
         if len(found) != len(items):
             raise ValueError(
-                f"it returned {len(found)} rewards for {len(items)} completions, and must return one reward per "
+                f"it returned {len(found)} rewards for {len(items)} completions, but must return one reward per "
                 "completion"
             )
         return found
@@ -265,7 +268,7 @@ async def _run_together(
             result = _to_result(value)
             return replace(result, logged={**result.logged, **logged})
         except (Exception, SystemExit) as error:
-            # A TimeoutError may also come from the function itself, or from a server that it asked.
+            # The function, or a server that it calls, may raise TimeoutError too.
             text = f"no answer within {timeout_s:g} s" if limit.expired() else raised_at(error)
             return RewardResult(math.nan, text)
 
@@ -273,10 +276,10 @@ async def _run_together(
 
 
 def _attempt(call: Callable[[], Any]) -> Any:
-    """Return what the call returned, or a `RewardResult` with its error."""
+    """Return the result of a call, or a `RewardResult` with its error."""
     try:
         return call()
-    except (Exception, SystemExit) as error:  # What a model has written may call exit().
+    except (Exception, SystemExit) as error:  # The policy's text may call exit().
         return RewardResult(math.nan, raised_at(error))
 
 
@@ -284,21 +287,21 @@ def _to_result(value: Any) -> RewardResult:
     if value is None:
         return RewardResult(math.nan)
     if isinstance(value, Mapping) and "score" in value:
-        # As verl's functions return it, with numbers to log.
-        others = {str(name): _plain(each) for name, each in value.items() if name != "score"}
+        # verl's functions return this form; the other numbers are logged.
+        others = {str(name): _plain(number) for name, number in value.items() if name != "score"}
         return replace(_to_result(value["score"]), logged=others)
     try:
-        # "nan" would pass for a completion that cannot be scored.
+        # float("nan") would count as a completion that cannot be scored.
         if isinstance(value, str | bytes):
             raise TypeError
         reward = float(value)
-    except Exception as error:  # The value's own class may raise whatever it likes.
+    except Exception as error:  # The value's class may raise anything.
         return RewardResult(
             math.nan,
-            f"{type(error).__name__}: it returned {text_of(value)[:40]!r}, a {type(value).__name__}, and one reward "
-            "per completion must be a number, a mapping with a number `score`, or None",
+            f"{type(error).__name__}: it returned {text_of(value)[:40]!r}, a {type(value).__name__}, but a reward must "
+            "be a number, a mapping with a number `score`, or None",
         )
     if not abs(reward) <= MAX_REWARD:
-        rule = "must be finite in float32, or None where a completion cannot be scored"
-        return RewardResult(math.nan, f"it returned {reward}, and rewards {rule}")
+        rule = "must be finite in float32, or None if the completion cannot be scored"
+        return RewardResult(math.nan, f"it returned {reward}, but a reward {rule}")
     return RewardResult(reward)

@@ -1,4 +1,4 @@
-"""Rewards for the shape of a completion: its form, its length, its repetitions."""
+"""Rewards for the form of a completion: its pattern, length, repetitions and instructions."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from functools import cache
 from typing import Any
 
 FENCE = re.compile(r"```[^\n`]*```|```([^\n`]*)\n(.*?)```", re.DOTALL)
-"""Three backticks within a line hold nothing; of a fence, its tag and what it holds."""
+"""The tag and content of a fence; backticks that open and close within a line match without content."""
 
 
 def fenced(text: str, *tags: str) -> list[str]:
-    """Return what the fences with one of these tags hold, or if there are none, those without a tag."""
+    """Return the contents of the fences with one of these tags, or else of the fences without a tag."""
     found = [(tag.strip().lower().partition(" ")[0], inner) for tag, inner in FENCE.findall(text) if inner]
     return [inner for tag, inner in found if tag in tags] or [inner for tag, inner in found if not tag]
 
 
 def format(completion: str, *, pattern: str | None = None, tags: Sequence[str] = ()) -> float:
-    """Return 1.0 if the whole completion has the form that is asked for, else 0.0.
+    """Return 1.0 if the whole completion matches the pattern and has the tags, else 0.0.
 
     Args:
         completion: The text of the model.
-        pattern: A regular expression for the whole text, white space around it aside; a dot matches a line end too.
-        tags: Names of tags, each of which must be opened and closed once, in this order: ``[think, answer]``.
+        pattern: A regular expression for the whole text without surrounding white space; a dot matches a newline too.
+        tags: Names of tags that must open and close exactly once, in this order: ``[think, answer]``.
 
     Raises:
         ValueError: Neither is given.
     """
     if pattern is None and not tags:
-        raise ValueError("the reward format needs a pattern or tags")
+        raise ValueError("the reward format needs a pattern or tags. Add pattern=... or tags=[...]")
     fits = pattern is None or re.fullmatch(pattern, completion.strip(), re.DOTALL) is not None
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     places = [completion.find(mark) for mark in marks]
@@ -39,10 +39,10 @@ def format(completion: str, *, pattern: str | None = None, tags: Sequence[str] =
 
 
 def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
-    """Return 1.0 if the completion, or its first fence of JSON, is JSON that the schema allows, else 0.0.
+    """Return 1.0 if the completion, or its first JSON fence, is valid for the schema, else 0.0.
 
-    Such a fence has the tag ``json``; if there is none, the first one without a tag is read. JSON that is nested too
-    deeply to be read or compared is 0.0 too.
+    The fence has the tag ``json``; if there is none, the first fence without a tag is read. JSON that is nested too
+    deeply to be read or compared gives 0.0.
 
     Args:
         completion: The text of the model.
@@ -52,7 +52,7 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
     try:
         return float(validator.is_valid(json.loads(next(iter(fenced(completion, "json")), completion))))
     except Exception as error:
-        # The completion may exceed what Python reads, compares or prints. What these raise themselves is of the schema.
+        # The completion may be too large for Python. Errors of these packages are errors of the schema.
         if type(error).__module__.partition(".")[0] in ("jsonschema", "referencing", "re"):
             raise
         return 0.0
@@ -64,10 +64,10 @@ def length(
     r"""Return 1 at the target and less for each token away from it: :math:`-\max(|n - t| - d, 0) / t + 1`, at least 0.
 
     Args:
-        completion_ids: The tokens of the completion, of which there are n.
-        completion: Not read; without it the function would be one of lists.
+        completion_ids: The n tokens of the completion.
+        completion: Not read; without this parameter the function would receive lists.
         target_tokens: t, at least 1.
-        tolerance_tokens: d, how far from the target costs nothing.
+        tolerance_tokens: d, the distance from the target that costs nothing.
     """
     beyond = max(abs(len(completion_ids) - target_tokens) - tolerance_tokens, 0)
     return max(1.0 - beyond / target_tokens, 0.0)
@@ -81,7 +81,7 @@ def repetition(completion: str, *, ngram_words: int = 3, penalty: float = 1.0) -
     Args:
         completion: The text of the model.
         ngram_words: n, in words.
-        penalty: What a text of nothing but repetitions would lose.
+        penalty: The penalty of a text that only repeats itself.
     """
     words = completion.lower().split()
     grams = [tuple(words[start : start + ngram_words]) for start in range(len(words) - ngram_words + 1)]
@@ -99,7 +99,7 @@ def _validator(schema: str) -> Any:
 
 
 PLAIN = "This is an answer."
-"""A text that every check can read."""
+"""A text that every check accepts as input."""
 
 
 def ifeval(
@@ -118,20 +118,20 @@ def ifeval(
     import langdetect
     from lm_eval.tasks.ifeval.utils import InputExample, test_instruction_following_strict
 
-    # It guesses languages with random numbers of its own.
+    # The language detector draws its own random numbers.
     langdetect.DetectorFactory.seed = 0
 
     def follows(name: str, arguments: Mapping[str, Any], text: str) -> bool:
-        # No check reads the prompt: what is to be repeated is among the arguments.
+        # No check reads the prompt; a text to repeat is among the arguments.
         example = InputExample(0, [name], "", [dict(arguments)])
         try:
             return bool(test_instruction_following_strict(example, text).follow_all_instructions)
         except Exception:
             if text == PLAIN:
-                raise  # The instruction is at fault, or what its check needs is missing.
+                raise  # The instruction is invalid, or a package that its check needs is missing.
             follows(name, arguments, PLAIN)
             return False
 
     count = len(instruction_id_list)
     asked = zip(instruction_id_list, kwargs[:count], strict=True)
-    return sum(follows(*each, completion) for each in asked) / count if count else None
+    return sum(follows(*instruction, completion) for instruction in asked) / count if count else None

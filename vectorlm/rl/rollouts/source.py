@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
-from vectorlm.rl.rewards.scorer import GroupScorer
+from vectorlm.rl.rewards.scorer import RewardScorer
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.sampler import PendingGroup, StepGroups, Task
@@ -32,7 +32,7 @@ class RolloutSource:
     def __init__(
         self,
         groups: GroupQueue,
-        scorer: GroupScorer,
+        scorer: RewardScorer,
         prompts: PromptOrder[PromptRecord] | PromptMixture,
         *,
         overlap: AsyncSettings | None = None,
