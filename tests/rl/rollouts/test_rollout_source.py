@@ -15,7 +15,7 @@ from vectorlm.errors import RolloutError
 from vectorlm.rl.environments.environment import Reply
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rollout import kept_groups, make_batch
+from vectorlm.rl.rollout import make_batch
 from vectorlm.rl.rollouts.replay import replay_order
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
@@ -48,28 +48,6 @@ def test_every_prompt_has_a_seed_of_its_own_that_its_place_and_the_run_decide():
     again = Echo(engine.script)
     make_source(again, lambda text: 1.0).collect(7, Timer())
     assert again.calls == engine.calls[:3]
-
-
-def test_dynamic_sampling_replaces_groups_of_equal_rewards():
-    engine = Echo(lambda prompt, index: f"{prompt}{index}")
-    # Questions with an even number are always right, whoever answers.
-    mine = make_source(
-        engine,
-        lambda text, index: float(index % 2 == 0 or text.endswith("0")),
-        drops_constant_groups=True,
-        settings={"max_sampling_rounds": 6},
-        num_groups=6,
-    )
-    found = mine.collect(0, Timer())
-    assert rewards_of(kept_groups(found)) == [[1.0, 0.0]] * 6
-    assert len(found) > 6
-    metrics = rollout_metrics(found, 0)
-    assert metrics["rollout/groups"] == 6
-    share = torch.tensor(rewards_of(found)).mean().item()
-    assert share > 0.5, "dropped groups were sampled too"
-    assert metrics["reward/mean"] == pytest.approx(share)
-    assert len({params["seed"] for _, params in engine.calls}) == len(engine.calls)
-    assert mine.prompts.position == len(found)
 
 
 def groups_of_rounds(prompts, stored, num_groups, max_rounds, share, is_dropped):
@@ -235,15 +213,6 @@ def test_greedy_completions_are_scored_apart():
         )
     greedy = {"logprobs": 0, "temperature": 0.0, "max_tokens": 10, "n": 1}
     assert sum(params == greedy for _, params in engine.calls) == 3
-
-
-def test_cut_completions_stay_in_the_baseline_and_leave_the_loss():
-    engine = Echo(lambda prompt, index: "abc…" if index else "abc")
-    found = make_source(engine, lambda text: float(text == "abc")).collect(0, Timer())
-    batch = make_batch(found, get_algorithm("grpo"), drop_truncated=True)
-    assert batch.mask.any(dim=1).tolist() == [True, False] * 3
-    assert batch.valid.all()
-    assert make_batch(found, get_algorithm("grpo")).mask.any(dim=1).all()
 
 
 def test_the_best_and_the_worst_of_a_group_are_chosen_in_this_order():
