@@ -9,10 +9,7 @@ from kit.rank_processes import on_ranks
 from tiny_rl import (
     assert_alike,
     build,
-    distributions,
-    gradients,
     leave_reference,
-    one_step,
     random_groups,
     random_rewards,
     scored,
@@ -279,40 +276,3 @@ def test_a_branch_has_the_return_of_its_whole_rollout_where_turns_have_rewards()
     assert found[1:] == pytest.approx([*single[1:], single[0]], rel=1e-5)
     # Beside its own row it has the same baseline; the deviation is of one turn more.
     assert advantages_by_row(rows)[4] > 0
-
-
-def gspo_ratio_step(topology, folder):
-    """Make one step of a policy that has left the one of the rollouts, with rows in several micro-batches."""
-    more = {"max_tokens_per_micro_batch": 16, "entropy_coef": 0.0}
-    clips = {"clip_low": 9.0, "clip_high": 9.0}
-    run = one_step(topology, folder, "gspo", hyperparameters=clips, **more)
-    batch = run.prepare(rows_of("gspo", cut))
-    shift = 0.3 * torch.randn(batch.rows.mask.shape, generator=torch.Generator().manual_seed(3))
-    batch = replace(batch, old_logprobs=batch.rows.sampler_logprobs + shift)
-    return *run.descend(batch), batch
-
-
-def test_the_ratio_of_gspo_is_of_the_whole_rollout(folder):
-    """Rollout by rollout and in float64."""
-    gradient, metrics, batch = on_ranks(2, gspo_ratio_step, folder)[0]
-    model, says = distributions(folder)
-    rows, losses = batch.rows, []
-    for owner in rows.owners.unique().tolist():
-        group, column = divmod(owner, rows.rewards.shape[1])
-        places = [
-            (row, place)
-            for row in (rows.owners == owner).nonzero()[:, 0].tolist()
-            for place in rows.mask[row].nonzero()[:, 0].tolist()
-        ]
-        if not places:
-            continue
-        own = torch.stack(
-            [says[4 * group + column][place - 1, rows.input_ids[row, place]] for row, place in places]
-        )
-        old = torch.tensor([batch.old_logprobs[at].item() for at in places], dtype=torch.float64)
-        advantage = batch.advantages[places[0]].double()
-        ratio = (own - old).mean().exp().detach()
-        losses.append(-advantage * (ratio * (own - own.detach()).exp()).mean())
-    torch.stack(losses).mean().backward()
-    torch.testing.assert_close(gradient, gradients(model), rtol=1e-3, atol=2e-6, check_dtype=False)
-    assert metrics["policy/loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)

@@ -131,7 +131,7 @@ def train(topology, folder, algorithm, kind, max_tokens, packs=True, adapters=No
     [
         ("grpo", "sampled", None),
         ("grpo", "full", ADAPTERS),
-        ("online_dpo", "full", None),
+        pytest.param("online_dpo", "full", None, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_micro_batches_chunks_and_padding_change_nothing(folder, algorithm, kind, adapters):
@@ -154,7 +154,7 @@ def padded_teacher(topology, folder, wide):
     return rows, found, run.update(run.prepare(rows))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_logits_beyond_the_policys_vocabulary_are_dropped(folder, tmp_path, tied):
     """By a softmax over the policy's tokens alone."""
     wide = save_tiny_llama(tmp_path / "wide", vocab_size=64, tied=tied)

@@ -7,23 +7,27 @@ from functools import partial
 import pytest
 import torch
 from kit.rank_processes import on_ranks
-from tiny_rl import assert_alike, build, distributions, gradients, one_step, random_rewards, random_rows
+from tiny_rl import (
+    BY_KIND,
+    SOME,
+    assert_alike,
+    build,
+    distributions,
+    gradients,
+    one_step,
+    random_rewards,
+    random_rows,
+)
 
 from vectorlm.algorithms.groups import group_advantages
-from vectorlm.algorithms.registry import algorithm_names, get_algorithm
+from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.support import Support
 from vectorlm.errors import ConfigError, NonFiniteLoss
-from vectorlm.ranks.topology import Topology
 from vectorlm.rl.prepare import apply_correction
 from vectorlm.rl.settings import PRESETS, Correction, KLSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.load import load_model
 from vectorlm.train.optimizer_step import Schedule
-
-SOME = ("grpo", "ppo", "online_dpo", "reinforce_pp", "clip_cov", "otb", "gdpo", "vespo", "gmpo")
-"""One algorithm of each kind: of tokens, completions and pairs; with a critic, marks, gradient norms or parts."""
-OTHERS = [name for name in algorithm_names() if name not in SOME]
-BY_KIND = [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)]
 
 
 def train(topology, folder, algorithm, max_tokens, packs=True, **more):
@@ -360,15 +364,6 @@ def test_a_loss_that_is_not_finite_or_a_row_beyond_the_budget_stops_all_ranks(fo
     for text, is_unchanged in on_ranks(2, diverge, folder, budget):
         assert named in text
         assert is_unchanged
-
-
-def test_a_lone_process_needs_no_process_group(folder):
-    from vectorlm.ranks.launcher import process_group
-
-    topology = Topology()
-    with process_group(topology):
-        weights, _ = train(topology, folder, "grpo", 200)
-    assert weights
 
 
 WRONG_SHAPES = {
