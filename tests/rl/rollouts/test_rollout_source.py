@@ -1,7 +1,6 @@
 """Rollouts of a step: groups, seeds, dynamic sampling, penalties for length, turns with an environment."""
 
 import itertools
-import math
 import random
 from dataclasses import replace
 
@@ -31,6 +30,11 @@ def prompts_of(groups):
 
 def rewards_of(groups):
     return [group.rewards.tolist() for group in groups]
+
+
+def collect(script, reward, **more):
+    """Return the groups of a first step."""
+    return make_source(Echo(script), reward, **more).collect(0, Timer())
 
 
 def test_every_prompt_has_a_seed_of_its_own_that_its_place_and_the_run_decide():
@@ -129,28 +133,27 @@ def test_dynamic_sampling_replaces_a_group_while_others_of_its_round_are_in_flig
     ],
 )
 def test_completions_lose_by_their_length_and_without_an_end(texts, settings, rewards):
-    engine = Echo(lambda prompt, index: texts[index])
-    mine = make_source(engine, lambda text: 1.0, group_size=len(texts), settings=settings)
-    assert rewards_of(mine.collect(0, Timer()))[0] == rewards
+    found = collect(
+        lambda prompt, index: texts[index], lambda text: 1.0, group_size=len(texts), settings=settings
+    )
+    assert rewards_of(found)[0] == rewards
 
 
 @pytest.mark.parametrize("name", ["dapo", "online_dpo", "best_of_k"])
 @pytest.mark.parametrize("reward", [1.0, None])
 def test_groups_that_are_dropped_or_that_nobody_could_score_are_not_trained_on(name, reward):
-    settings = {"max_sampling_rounds": 3}
-    engine = Echo(lambda prompt, index: "x")
-    found = make_source(
-        engine, lambda text: reward, drops_constant_groups=reward is not None, settings=settings
-    ).collect(0, Timer())
+    more = {"drops_constant_groups": reward is not None, "settings": {"max_sampling_rounds": 3}}
+    found = collect(lambda prompt, index: "x", lambda text: reward, **more)
     assert len(found) == (3 if reward is None else 9)
     assert make_batch(found, get_algorithm(name)) is None
 
 
 def test_rewards_that_a_penalty_makes_equal_but_for_rounding_are_equal():
-    engine = Echo(lambda prompt, index: "abc…" if index else "abc")
-    settings = {"missing_end_penalty": 100.1}
-    mine = make_source(engine, lambda text: 100.3 if text.endswith("…") else 0.2, settings=settings)
-    for group in mine.collect(0, Timer()):
+    for group in collect(
+        lambda prompt, index: "abc…" if index else "abc",
+        lambda text: 100.3 if text.endswith("…") else 0.2,
+        settings={"missing_end_penalty": 100.1},
+    ):
         assert group.is_constant
         assert len(set(group.rewards.tolist())) == 1
 
@@ -200,14 +203,8 @@ def test_greedy_completions_are_scored_apart():
     engine = Echo(lambda prompt, index: "a" * (index + 1))
     found = make_source(engine, lambda text: float(len(text)), needs_greedy=True).collect(0, Timer())
     assert [group.greedy_reward.item() for group in found] == [1.0] * 3
-    penalised = make_source(
-        engine,
-        lambda text: float(len(text)),
-        needs_greedy=True,
-        max_tokens=1,
-        settings={"overlong_buffer_tokens": 1},
-    ).collect(0, Timer())
-    for group in penalised:
+    more = {"needs_greedy": True, "max_tokens": 1, "settings": {"overlong_buffer_tokens": 1}}
+    for group in make_source(engine, lambda text: float(len(text)), **more).collect(0, Timer()):
         assert group.greedy_reward.item() == group.rewards[0].item() == 0.0, (
             "the penalty is for all completions"
         )
@@ -216,11 +213,8 @@ def test_greedy_completions_are_scored_apart():
 
 
 def test_the_best_and_the_worst_of_a_group_are_chosen_in_this_order():
-    engine = Echo(lambda prompt, index: "abcd"[index])
-    rewards = {"a": 0.5, "b": 0.1, "c": math.nan, "d": 0.9}
-    found = make_source(
-        engine, lambda text: None if text == "c" else rewards[text], group_size=4, num_groups=1
-    ).collect(0, Timer())
+    rewards = {"a": 0.5, "b": 0.1, "c": None, "d": 0.9}
+    found = collect(lambda prompt, index: "abcd"[index], rewards.get, group_size=4, num_groups=1)
     batch = make_batch(found, get_algorithm("online_dpo"))
     assert batch.columns.tolist() == [[3, 1]]
     torch.testing.assert_close(batch.rewards, torch.tensor([[0.9, 0.1]]))
@@ -228,8 +222,8 @@ def test_the_best_and_the_worst_of_a_group_are_chosen_in_this_order():
 
 
 def test_what_was_cut_is_not_chosen_where_cut_completions_are_left_out():
-    engine = Echo(lambda prompt, index: ["a", "bb…", "ccc", "dddd…"][index])
-    found = make_source(engine, lambda text: float(len(text)), group_size=4, num_groups=1).collect(0, Timer())
+    texts = ["a", "bb…", "ccc", "dddd…"]
+    found = collect(lambda prompt, index: texts[index], lambda text: len(text), group_size=4, num_groups=1)
     assert make_batch(found, get_algorithm("online_dpo")).columns.tolist() == [[3, 0]]
     batch = make_batch(found, get_algorithm("online_dpo"), drop_truncated=True)
     assert batch.columns.tolist() == [[2, 0]]
@@ -290,15 +284,9 @@ class Guess:
 def test_rewards_of_turns_reach_the_batch_and_the_tokens_are_the_chats():
     # The first turn is asked as messages, the others as tokens.
     engine = Echo(lambda prompt, index: "4" if isinstance(prompt[0], dict) else "7")
-    mine = make_source(
-        engine,
-        lambda text: 0.5,
-        num_groups=1,
-        make=Guess,
-        prompt=lambda index: [{"role": "user", "content": f"q{index}"}],
-        settings={"max_turns": 3},
-    )
-    (group,) = mine.collect(0, Timer())
+    more = {"num_groups": 1, "make": Guess, "settings": {"max_turns": 3}}
+    more["prompt"] = lambda index: [{"role": "user", "content": f"q{index}"}]
+    (group,) = make_source(engine, lambda text: 0.5, **more).collect(0, Timer())
     rollout = group.rollouts[0]
     wanted = rollout.prompt_record.columns["index"] % 3 + 5
     begin = f"<u>q{rollout.prompt_record.columns['index']}\n<s>guess\n<a>"
@@ -319,14 +307,7 @@ def test_rewards_of_turns_reach_the_batch_and_the_tokens_are_the_chats():
     assert placed == ([1.0, second + 0.5] if wanted == 7 else [1.0, second, 0.5])
     assert batch.turns[0, len(begin) :][policy].tolist() == list(range(len(policy)))
     assert make_batch([group], get_algorithm("gmpo")).turns is None
-    mine = make_source(
-        engine,
-        lambda text: None,
-        num_groups=1,
-        make=Guess,
-        prompt=lambda index: [{"role": "user", "content": f"q{index}"}],
-        settings={"max_turns": 3},
-    )
+    mine = make_source(engine, lambda text: None, **more)
     assert rewards_of(mine.collect(0, Timer())) == [[1.0 + second] * 2], "a None is left out"
 
 
@@ -344,17 +325,9 @@ def test_a_message_of_the_chat_is_what_one_turn_of_the_assistants_holds():
     """What the prompt has begun, what the policy wrote, and the text that an environment put between."""
 
     def said(script):
-        mine = make_source(
-            Echo(script),
-            lambda text: 0.0,
-            num_groups=1,
-            make=lambda: Mixed(),
-            prompt=lambda index: [
-                {"role": "user", "content": "q"},
-                {"role": "assistant", "content": "I say "},
-            ],
-        )
-        (user, *others) = mine.collect(0, Timer())[0].rollouts[0].messages
+        begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "I say "}]
+        more = {"num_groups": 1, "make": lambda: Mixed(), "prompt": lambda index: begun}
+        (user, *others) = collect(script, lambda text: 0.0, **more)[0].rollouts[0].messages
         assert user["content"] == "q"
         return [(message["role"], message["content"]) for message in others]
 
@@ -370,22 +343,14 @@ def test_an_environment_that_speaks_chat_to_a_text_is_refused():
         def step(self, message):
             return [{"role": "user", "content": "no"}]
 
-    mine = make_source(Echo(lambda prompt, index: "4"), lambda text: 0.5, make=lambda: Speaks())
     with pytest.raises(RolloutError, match="messages"):
-        mine.collect(0, Timer())
+        collect(lambda prompt, index: "4", lambda text: 0.5, make=lambda: Speaks())
 
 
 def test_a_conversation_ends_after_its_turns_where_it_is_cut_and_where_there_is_no_room():
     def turns(script):
-        mine = make_source(
-            Echo(script),
-            lambda text: 1.0,
-            num_groups=1,
-            group_size=1,
-            make=Calculator,
-            settings={"max_turns": 3},
-        )
-        (group,) = mine.collect(0, Timer())
+        more = {"num_groups": 1, "group_size": 1, "make": Calculator, "settings": {"max_turns": 3}}
+        (group,) = collect(script, lambda text: 1.0, **more)
         cut = rollout_metrics([group], 0)["completion/truncated"]
         return group.rollouts[0].num_turns, cut
 
