@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from kit.config_texts import FULL, MINIMAL, RL, refusal
 
 from vectorlm import FakeEngine, launch
 from vectorlm.data.prompts import read_prompts
@@ -14,6 +15,8 @@ from vectorlm.rl.rollouts.replay import read_rollouts
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.checked import preflight
 from vectorlm.sampling.sampler.scheduler import backend_class
+
+SET = "train_parameters."
 
 
 def sample(prompt, **parameters):
@@ -82,3 +85,81 @@ def test_an_error_names_the_value_the_rule_and_what_to_do(write_complete, tmp_pa
     with pytest.raises(VectorLMError) as caught:
         trigger()
     assert str(caught.value) == text.format(here=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "expected"),
+    [
+        (FULL, "epochs=0", "epochs=0 must be an integer >= 1. Use 1, for example."),
+        (FULL, "epochs='3'", "epochs='3' must be an integer >= 1. Write 3 without quotes."),
+        (
+            FULL,
+            "output_dir=2024",
+            "output_dir=2024 must be a path without variables such as $HOME. Put quotes around it.",
+        ),
+        (
+            FULL,
+            "sharding_strategy=full_shard",
+            "sharding_strategy='full_shard' must be one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD. Did you "
+            "mean 'FULL_SHARD'?",
+        ),
+        (
+            FULL,
+            "optimizer.betas=[1, 0]",
+            "optimizer.betas=[1, 0] must be a list of two numbers, each >= 0 and < 1. Use [0.9, 0.95], for example.",
+        ),
+        (FULL, "sampler=true", "sampler=true must be a section (`key: value` lines), or null."),
+    ],
+)
+def test_a_wrong_value_names_value_rule_fix_and_place(write_config, text, override, expected):
+    assert refusal(write_config(text), SET + override) == f"{SET}{expected} (--set {SET}{override})"
+
+
+@pytest.mark.parametrize(
+    ("text", "change", "expected"),
+    [
+        (
+            MINIMAL,
+            ("epochs: 2", "epochs: 2\n  warmup_ration: 0.1"),
+            "unknown setting 'train_parameters.warmup_ration' (my.yaml:6). "
+            "Did you mean 'train_parameters.warmup_ratio'?",
+        ),
+        (
+            MINIMAL,
+            ("epochs: 2", "epochs: 2\n  epochs: 3"),
+            "duplicate setting 'epochs' (my.yaml:6): it was set before at my.yaml:5. Remove one of the two.",
+        ),
+        (
+            MINIMAL,
+            ("model: models/tiny\n", "model: [a\n"),
+            "not valid YAML: expected ',' or ']', but got ':' (my.yaml:2).",
+        ),
+        (
+            FULL,
+            ("'Two plus two is'", "22"),
+            "train_parameters.sampler.prompts[1]=22 must be text. Put quotes around it. (my.yaml:41)",
+        ),
+        (
+            RL,
+            ("group_size: 3", "group_size: 3\n  beta: 0.04"),
+            "rl.beta=0.04 cannot be set: grpo has no such setting (copg, online_dpo have it). Did you mean "
+            "rl.kl_coef? (my.yaml:12)",
+        ),
+    ],
+)
+def test_a_wrong_file_names_the_line_and_what_to_do(write_config, text, change, expected):
+    assert refusal(write_config(text, change)) == expected
+
+
+def test_all_problems_of_a_file_are_listed(write_config):
+    changes = [("max_seq_len", "max_seqlen"), ("epochs: 2", "epochs: 0"), ("  train_bs: 4\n", "")]
+    assert refusal(write_config(MINIMAL, *changes)) == (
+        "4 problems:\n"
+        "  - unknown setting 'train_parameters.max_seqlen' (my.yaml:4). "
+        "Did you mean 'train_parameters.max_seq_len'?\n"
+        "  - train_parameters.epochs=0 must be an integer >= 1. Use 1, for example. (my.yaml:5)\n"
+        "  - missing setting 'train_parameters.max_seq_len' (Longest sequence in tokens; at most the model's "
+        "own limit, which -1 stands for) (my.yaml:2). Add it, or give --set train_parameters.max_seq_len=VALUE.\n"
+        "  - missing setting 'dataset.train_bs' (Sequences per rank in one training micro-batch) "
+        "(my.yaml:8). Add it, or give --set dataset.train_bs=VALUE."
+    )
