@@ -14,9 +14,8 @@ from typing import Any
 from report import ROOT
 
 from vectorlm.runs.config.load import load_config
-from vectorlm.runs.preflight.memory import plan_of_config
+from vectorlm.runs.preflight.memory import find_shortage, plan_of_config
 from vectorlm.runs.preflight.memory_plan import GIB
-from vectorlm.runs.preflight.memory_report import find_shortage
 
 PAGE = ROOT / "docs" / "sizes.md"
 BASE = "configs/cuda/1x80gb_sft.yaml"

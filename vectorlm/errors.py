@@ -14,10 +14,10 @@ class VectorLMError(Exception):
     """Root of all errors that this library raises on purpose."""
 
     rank: int | None = None
-    """The rank that it comes from, where all ranks raise the error of one."""
+    """The rank that failed, if all ranks raise its error."""
 
     def of_rank(self, rank: int | None) -> Self:
-        """Note the rank that it comes from, unless one is noted already, and return the error."""
+        """Set the rank that failed, unless it is set already, and return the error."""
         self.rank = rank if self.rank is None else self.rank
         return self
 
@@ -47,7 +47,7 @@ class RankMismatch(VectorLMError, ValueError):
 
 
 class OutOfTurn(VectorLMError, RuntimeError):
-    """Training began while the devices were the engine's, or sampling while they were the trainer's."""
+    """Training started while the engine had the devices, or sampling while the trainer had them."""
 
 
 class EngineError(VectorLMError, RuntimeError):
@@ -63,7 +63,7 @@ class EngineTimeout(EngineError, TimeoutError):
 
 
 class StaleHandle(EngineError, LookupError):
-    """What a rank exported of its weights is not where it was any more."""
+    """Weights that a rank exported have moved."""
 
 
 class HandleRefused(EngineError, OSError):
@@ -75,11 +75,11 @@ class WeightMismatch(VectorLMError, ValueError):
 
 
 class ChecksumMismatch(WeightMismatch):
-    """After an update the engine does not hold the weights that were sent."""
+    """After an update, the engine's weights differ from the sent ones."""
 
 
 class NonFiniteWeights(WeightMismatch, ArithmeticError):
-    """The trainer's weights hold NaN or infinity, and the engine was not given them."""
+    """The trainer's weights hold NaN or infinity; they were not sent to the engine."""
 
 
 class RewardError(VectorLMError, RuntimeError):
@@ -91,11 +91,11 @@ class RolloutError(VectorLMError, RuntimeError):
 
 
 class WorkerLost(VectorLMError, RuntimeError):
-    """A process that ran the user's code was too late and was ended, or has ended."""
+    """A worker process of user code ran out of time or ended."""
 
 
 class WorkersDied(VectorLMError, RuntimeError):
-    """Processes that run the user's code die one after the other."""
+    """Worker processes of user code die repeatedly."""
 
 
 class NonFiniteLoss(VectorLMError, ArithmeticError):

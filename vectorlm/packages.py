@@ -1,4 +1,4 @@
-"""Which packages are installed, in which version and with which classes; none is imported to find out."""
+"""Look up installed packages, their versions and the fields of their classes, without importing them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_installed(package: str) -> bool:
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the version of each distribution that is installed, by its name."""
+    """Return the versions of the installed distributions among `names`."""
     found = {}
     for name in names:
         try:
@@ -40,23 +40,25 @@ def versions_of_rank() -> dict[str, str]:
 @cache
 def fields_of(path: str, name: str, package: str = "vllm") -> frozenset[str]:
     """Return the public fields of a class in a package's source, by name."""
-    found = [each.target for each in _body_of(path, name, package) if isinstance(each, ast.AnnAssign)]
-    names = {each.id for each in found if isinstance(each, ast.Name)}
-    return frozenset(each for each in names if not each.startswith("_"))
+    targets = [field.target for field in _body_of(path, name, package) if isinstance(field, ast.AnnAssign)]
+    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(field for field in names if not field.startswith("_"))
 
 
 @cache
 def arguments_of(path: str, name: str, package: str) -> frozenset[str]:
     """Return the arguments with which a class in a package's source is made, by name."""
     body = _body_of(path, name, package)
-    inits = [each for each in body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-    return frozenset(each.arg for init in inits for each in (*init.args.args[1:], *init.args.kwonlyargs))
+    inits = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    return frozenset(
+        argument.arg for init in inits for argument in (*init.args.args[1:], *init.args.kwonlyargs)
+    )
 
 
 def _body_of(path: str, name: str, package: str) -> list[ast.stmt]:
-    """Return a class of an installed package, empty where there is none; finding a package does not import it."""
+    """Return the body of a class in an installed package; empty if there is none."""
     found = find_spec(package)
     folders = [] if found is None else found.submodule_search_locations or []
     files = [file for file in (Path(folder) / path for folder in folders) if file.is_file()]
     tree = ast.parse(files[0].read_text(encoding="utf-8") if files else "")
-    return next((each.body for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name), [])
+    return next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])

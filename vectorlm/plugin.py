@@ -1,6 +1,6 @@
-"""Code of the user: objects by names like ``file.py:NAME`` or ``package.module:NAME``.
+"""Import user code by names like ``file.py:NAME`` or ``package.module:NAME``.
 
-A run that was begun in Python keeps functions in a file of its own, ``functions.pkl``, with their names.
+A run that was started from Python stores its functions in ``functions.pkl``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vectorlm.settings import nearest
 
 PACKAGE = str(Path(__file__).parent)
 LIBRARIES = (PACKAGE, "<", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-"""How the names of files begin that are not the user's; code that is not in a file has a name in brackets."""
+"""Prefixes of files that are not user code; code without a file has a name in brackets."""
 
 
 def is_plugin(name: str) -> bool:
-    """Return whether `name` has this form."""
+    """Return whether `name` has the form ``WHERE:NAME``."""
     where, colon, what = name.rpartition(":")
     return bool(colon and where) and what.isidentifier()
 
@@ -37,7 +37,7 @@ def load_plugin(name: str) -> Any:
     """Import a file or module and return one of its attributes.
 
     Raises:
-        ConfigError: One of them does not exist, or raises while it is imported, or would end the process.
+        ConfigError: The file, module or attribute does not exist, or its import raises or exits.
     """
     where, _, what = name.rpartition(":")
     load = _load_file if where.endswith(".py") else _load_pickle if where.endswith(".pkl") else _load_module
@@ -55,20 +55,20 @@ def load_plugin(name: str) -> Any:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the type and text of an error that the user's code has raised, with file and line."""
+    """Return the type, text, file and line of an error raised by user code."""
     frames = [
-        each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(PACKAGE)
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)
     ]
-    # The user's own line, not that of a library it calls: wandb replaces sys.exit, for example.
-    own = [each for each in frames if not each.filename.startswith(LIBRARIES)]
+    # Prefer the user's line to a library's: wandb replaces sys.exit, for example.
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
     # The text of a SyntaxError names them.
     places = [] if isinstance(error, SyntaxError) else (own or frames)[-1:]
-    place = "".join(f" ({each.filename}:{each.lineno})" for each in places)
+    place = "".join(f" ({frame.filename}:{frame.lineno})" for frame in places)
     return f"{type(error).__name__}: {text_of(error)}{place}"
 
 
 def text_of(value: Any) -> str:
-    """Return a value of the user's code as text; its class may raise where it is asked for one."""
+    """Return a value of user code as text, also if its `__str__` raises."""
     try:
         return str(value)
     except Exception as error:
@@ -85,7 +85,7 @@ def _load_file(where: str, name: str) -> Any:
     path = Path(where).expanduser()
     if not path.is_file():
         raise ConfigError(f"{name!r} does not exist: {path} is not a file.")
-    # Without dots, which pickle takes for packages: a process pool of the user's runs functions of the file.
+    # No dots, which pickle takes for packages: a process pool in user code runs functions of the file.
     digest = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=8).hexdigest()
     key = f"vectorlm_plugin_{digest}"
     if key not in sys.modules:
@@ -93,7 +93,7 @@ def _load_file(where: str, name: str) -> Any:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        # As for a script, so that it finds its neighbours, now and when it is called; behind what is installed.
+        # As for a script, so that the file can import its neighbours; installed packages come first.
         if (folder := str(path.resolve().parent)) not in sys.path:
             sys.path.append(folder)
         _require_own_neighbours(path.resolve())
@@ -103,21 +103,21 @@ def _load_file(where: str, name: str) -> Any:
         except BaseException:
             del sys.modules[key]
             raise
-        # No other process can import it by this name: a config with an algorithm's own settings goes to all ranks.
+        # Other processes cannot import this name, and all ranks get configs with the settings of the user's algorithm.
         cloudpickle.register_pickle_by_value(module)
     return sys.modules[key]
 
 
 def _require_own_neighbours(path: Path) -> None:
-    """Raise ConfigError if `path`, or a neighbour it imports, gets a module of the user's from another folder.
+    """Raise ConfigError if `path`, or a neighbour that it imports, gets a user module from another folder.
 
-    Python keeps one module by each name. What is installed goes before neighbours and is not looked at.
+    Python keeps one module per name. Installed packages come before neighbours and are not checked.
     """
     files = [path]
     for file in files:  # It grows.
         for name in sorted(_imported(file)):
             beside = (path.parent / f"{name}.py", path.parent / name / "__init__.py")
-            own = [each.resolve() for each in beside if each.is_file()]
+            own = [path.resolve() for path in beside if path.is_file()]
             taken = getattr(sys.modules.get(name), "__file__", None)
             if own and taken is None and (spec := importlib.util.find_spec(name)) and spec.has_location:
                 taken = spec.origin
@@ -125,17 +125,17 @@ def _require_own_neighbours(path: Path) -> None:
                 continue
             if (found := Path(taken).resolve()) not in own:
                 raise ConfigError(
-                    f"{file} imports {name!r} and would get {found} in place of {own[0]}: Python keeps one module by "
-                    "each name. Rename one of the two."
+                    f"{file} imports {name!r} and would get {found} in place of {own[0]}: Python keeps one module "
+                    "per name. Rename one of the two."
                 )
             if found not in files:
                 files.append(found)
 
 
 def _imported(file: Path) -> set[str]:
-    """Return the packages and modules of absolute imports in a file, without what follows a dot."""
+    """Return the top-level names of absolute imports in a file."""
     nodes = list(ast.walk(ast.parse(file.read_bytes(), str(file))))
-    names = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     return {name.partition(".")[0] for name in names}
 
@@ -144,7 +144,7 @@ def _load_module(where: str, name: str) -> Any:
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
-        # A module that it imports may be missing: that is its own error.
+        # The module may exist and import a missing one.
         if error.name is not None and not f"{where}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(f"{name!r} does not exist: no module named {where!r}.") from error

@@ -1,4 +1,4 @@
-"""What settings dataclasses are written with: types that pydantic checks, and how one dataclass nests another."""
+"""Building blocks of settings dataclasses: types with rules, and fields that nest other dataclasses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pydantic import BeforeValidator, Field
 from vectorlm.errors import ConfigError
 
 VARIABLE = re.compile(r"\$(\{|[A-Za-z_])")
-"""A variable of the shell, in a path."""
+"""A shell variable in a path."""
 
 
 def also_written(spellings: Mapping[Any, str]) -> BeforeValidator:
-    """Accept other spellings of a text, and turn them into those that the resolved config holds."""
+    """Accept other spellings of a text and replace them by the standard ones."""
     return BeforeValidator(
         lambda value: spellings.get(value, value) if isinstance(value, str | bool) else value
     )
@@ -28,20 +28,20 @@ def also_written(spellings: Mapping[Any, str]) -> BeforeValidator:
 
 @dataclass(frozen=True)
 class ReadIf:
-    """When a setting is read at all, in ``Annotated[type, ReadIf(...)]``; elsewhere a value of its own is refused."""
+    """The condition for a setting to have an effect, in ``Annotated[type, ReadIf(...)]``; else a value is refused."""
 
     path: str
-    """Another setting, from the top of the config."""
+    """Path of another setting."""
     values: tuple[Any, ...] = ()
-    """What it must be; when empty, anything but null, false, 0 and an empty section. Then a file that turns the other
-    setting off in so many words may keep this one."""
+    """Values of the other setting; if empty, any truthy value. A file that explicitly turns the other setting off may
+    then keep this one."""
     fix: str = ""
-    """What to do instead; empty for leaving it out, or setting the other."""
+    """What to do instead; if empty, leave this setting out or set the other one."""
     also: tuple[str, ...] = ()
-    """Other settings that have it read, each by itself."""
+    """Paths of further settings; any truthy one is enough."""
 
 
-# Of each type, the description completes the sentence "the value must be ...", and the example is written as in YAML.
+# The description of a type completes the sentence "the value must be ..."; examples are YAML.
 PositiveInt = Annotated[int, Field(ge=1, description="an integer >= 1", examples=["1"])]
 NonNegativeInt = Annotated[int, Field(ge=0, description="an integer >= 0", examples=["0"])]
 Length = Annotated[
@@ -49,7 +49,7 @@ Length = Annotated[
     Predicate(lambda value: value >= 1 or value == -1),
     Field(description="an integer >= 1, or -1 for the model's own", examples=["1024"]),
 ]
-# NumPy's generators take 32 bits; a larger seed would fail in every rank, after the launch.
+# NumPy takes 32 bits; a larger seed would fail in every rank after the launch.
 Seed = Annotated[int, Field(ge=0, lt=2**32, description="an integer from 0 to 4294967295", examples=["11"])]
 PositiveFloat = Annotated[
     float, Field(gt=0, lt=math.inf, description="a finite number > 0", examples=["1.0"])
@@ -91,7 +91,7 @@ Separator = Annotated[str, Field(min_length=1, description="a text", examples=['
 
 
 def as_path(value: str, setting: str) -> str:
-    """Return a path with ~ replaced; raise `ConfigError` if it holds a variable, which nothing replaces."""
+    """Return a path with ~ expanded; raise `ConfigError` if it holds a variable."""
     if VARIABLE.search(value):
         raise ConfigError(f"{setting}={value!r} must be a path without variables. Write the folder itself.")
     return os.path.expanduser(value)
@@ -155,7 +155,7 @@ SHORT_FORMS = ("reasoning_gym", "verifiers")
 
 
 def in_full(source: Any) -> Any:
-    """Return the section that a path, or ``reasoning_gym:TASK`` and the like, stands for; texts stay as they are."""
+    """Return the section for a path or ``reasoning_gym:TASK``; other values are returned unchanged."""
     if not isinstance(source, str):
         return source
     kind, _, name = source.partition(":")
@@ -164,36 +164,36 @@ def in_full(source: Any) -> Any:
 
 
 def inline(section: type | None = None) -> Any:
-    """Declare a dataclass field whose keys stand in the surrounding section; `section` supplies a default."""
+    """Declare a field whose keys are keys of the surrounding section; `section` supplies a default."""
     metadata = {"inline": True}
     return field(metadata=metadata) if section is None else field(default_factory=section, metadata=metadata)
 
 
 def partial(*sections: type, null: str) -> Any:
-    """Declare a field made of the given keys of `sections`, all optional, which stand in the surrounding section.
+    """Declare a field of the keys of `sections`, all optional, which are keys of the surrounding section.
 
-    `null` says where the value of a key comes from that is null or missing.
+    `null` describes the value of a key that is null or missing.
     """
     return field(default_factory=dict, metadata={"partial": sections, "null": null})
 
 
 def require_choice(name: str, value: str, kind: Any) -> None:
-    """Raise ValueError where `value` is none of the names of the Literal `kind`."""
+    """Raise ValueError unless `value` is one of the Literal `kind`."""
     if value not in get_args(kind):
         rule = f"is not known: it must be one of {', '.join(get_args(kind))}."
         raise ValueError(f"{name}={value!r} {rule} {nearest(str(value), get_args(kind))}".rstrip())
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like `name`, in upper or lower case; None if no name is."""
-    names = {each.casefold(): each for each in known}
+    """Return the known name most similar to `name`, ignoring case; None if no name is similar."""
+    names = {known_name.casefold(): known_name for known_name in known}
     near = get_close_matches(name.casefold(), names)
-    # Of names that are equally like it, the one of the same letters: gpro is grpo, not gspo.
-    near.sort(key=lambda each: sorted(each) != sorted(name.casefold()))
+    # Prefer the same letters: gpro is grpo, not gspo.
+    near.sort(key=lambda candidate: sorted(candidate) != sorted(name.casefold()))
     return names[near[0]] if near else None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Ask for the known name that is most like `name`; empty if no name is."""
+    """Return "Did you mean ...?" with the most similar known name; empty without one."""
     near = closest(name, known)
     return "" if near is None else f"Did you mean {near!r}?"

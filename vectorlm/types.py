@@ -1,4 +1,4 @@
-"""The records that travel between rooms, and the protocols that exchange them."""
+"""Records and protocols shared by several packages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     import torch
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""What `Engine.sample` continues: text, token ids, or chat messages (``{"role", "content"}``)."""
+"""A prompt: text, token ids, or chat messages (``{"role", "content"}``)."""
 
 SamplingRequest = tuple[Sequence[Prompt] | str, Any]
 """Prompts, and their sampling parameters: the arguments of `Engine.sample` and `Engine.submit`."""
 
 
 InFlight = Literal["refuse", "keep", "recompute", "drain"]
-"""What an update does with requests in flight: it raises; they keep their KV cache of the old weights; their cache is
-recomputed with the new weights; or it waits until they end."""
+"""How an update treats requests in flight: raise an error; keep their KV cache of the old weights; recompute the cache
+with the new weights; or wait until they end."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one hot swap did, and how long each part took."""
+    """Result of one hot swap, with the times of its parts."""
 
     version: int
     """The training step whose weights the engine now holds."""
@@ -56,7 +56,7 @@ class UpdateReport:
     load_s: float
     """Seconds that the engine took to load the weights, checks included."""
     total_s: float
-    """Seconds that the whole update took, without the wait for an engine that was still starting."""
+    """Seconds of the whole update, without waiting for an engine that is still starting."""
     stall_s: float = 0.0
     """Seconds that requests in flight stood still; 0 without any."""
     transport: str = ""
@@ -83,7 +83,7 @@ class Handle(Protocol):
 
 
 class Engine(Protocol):
-    """What a training loop needs of an engine.
+    """The methods of an engine that training loops call.
 
     Every call but `close` is collective: all ranks make it, in the same order, with the same arguments (except those of
     `sample_sharded`), and get the same result. `vectorlm.sampling.testing` holds the checks that an implementation
@@ -143,11 +143,11 @@ class PromptRecord:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of its row in the dataset, passed to the reward by name."""
     source: str = ""
-    """Which of several sources it comes from."""
+    """Name of the source; empty if there is only one."""
 
 
 ENVIRONMENT = "environment"
-"""What metrics call the sum of the rewards that environments give."""
+"""Metric name for the sum of the rewards of environments."""
 MAX_REWARD = 3.4e38
 """The largest number in float32, about."""
 
@@ -202,7 +202,7 @@ class TrainedModel:
 
 
 class MetricSink(Protocol):
-    """Receives the metrics of each logged step."""
+    """Receives the metrics of logged steps."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the `values` of training step `step`."""

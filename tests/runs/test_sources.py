@@ -95,9 +95,9 @@ def test_what_is_wrong_with_a_source_is_said_before_anything_starts(files, tmp_p
 def test_prompts_and_sources_exclude_each_other(files, tmp_path):
     for overrides in (
         ["rl.prompts=null"],
-        [each for each in overrides_of(files) if each != "rl.prompts=null"],
+        [change for change in overrides_of(files) if change != "rl.prompts=null"],
     ):
-        with pytest.raises(ConfigError, match="'prompts' and 'sources'"):
+        with pytest.raises(ConfigError, match="'prompts' or 'sources'"):
             preflight(config_of(files, tmp_path / "out", overrides=overrides), 1)
 
 

@@ -106,16 +106,14 @@ def test_a_server_with_another_tokenizer_or_no_room_is_refused(teacher, folder, 
     vocabulary["a"], vocabulary["z"] = vocabulary["z"], vocabulary["a"]
     path.write_text(json.dumps(tokenizer))
     more = [*distilling(teacher, folder), f"model={other}"]
-    with pytest.raises(
-        ConfigError, match=r"has another tokenizer than the policy: in the text of all tokens"
-    ):
+    with pytest.raises(ConfigError, match=r"rl\.teacher\.server"):
         check_teacher(config_of(files, tmp_path / "other_run", "on_policy_distillation", more))
     more = [
         *distilling(teacher, folder),
         "train_parameters.max_seq_len=1024",
         "rl.max_tokens_per_micro_batch=2048",
     ]
-    with pytest.raises(ConfigError, match="has room for 1024 tokens, and must have room for one more"):
+    with pytest.raises(ConfigError, match=r"rl\.teacher\.server.*1024"):
         check_teacher(config_of(files, tmp_path / "long", "on_policy_distillation", more))
 
 

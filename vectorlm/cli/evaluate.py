@@ -36,7 +36,7 @@ from vectorlm.rl.rewards.registry import get_reward, short_name
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.schema import Config
-from vectorlm.runs.preflight.rewards import signature_problems
+from vectorlm.runs.preflight.user_code import signature_problems
 from vectorlm.types import ENVIRONMENT, PromptRecord, RewardResult
 
 if TYPE_CHECKING:

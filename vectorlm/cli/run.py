@@ -110,9 +110,9 @@ def check_command(args: argparse.Namespace) -> int:
     # A description alone is planned with.
     if not missing_files(Path(checked.config.model)):
         # It imports torch and transformers.
-        from vectorlm.runs.preflight.rehearsal import rehearse
+        from vectorlm.runs.preflight.dry_run import dry_run
 
-        notes = rehearse(checked.config)
+        notes = dry_run(checked.config)
     print(f"{args.yaml_path}: ok")
     print(summarise(checked, args.world_size, args.nnodes, notes))
     print(report)

@@ -13,8 +13,7 @@ from vectorlm.data.encoding import has_chat_template
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.packages import is_installed
 from vectorlm.report.metrics import printable
-from vectorlm.runs.config.source import parse_yaml
-from vectorlm.runs.config.value import raise_problems
+from vectorlm.runs.config.value import parse_yaml, raise_problems
 from vectorlm.runs.preflight.local_model import describe_absent, download, local_folder
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.train.lora import base_of, is_adapter_folder

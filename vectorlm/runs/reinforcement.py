@@ -191,8 +191,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
 
     # Losses that accept completions of any policy read probabilities among all tokens.
     support = Support.of(sampling) if spec.samples_from_policy else WHOLE
-    has_reference = spec.needs_reference or rl.kl.kl_coef > 0
-    model = disable_dropout(run.load_model(keeps_start=has_reference))
+    model = disable_dropout(run.load_model(keeps_start=rl.has_reference))
     if sampling.get("structured_outputs") and spec.samples_from_policy:
         ends = end_tokens(run.tokenizer) | set(sampling.get("stop_token_ids") or ())
         grammar = Grammar(sampling["structured_outputs"], run.tokenizer, num_logits(model), ends)
@@ -209,7 +208,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
     num_batches = max(rl.max_steps - warmup_steps, 1)
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
     reference = critic = critic_step = None
-    if has_reference:
+    if rl.has_reference:
         # With LoRA the reference is the policy with its initial adapters.
         is_copy = settings.lora_peft_config is None
         frozen = load_reference(run.read_model, run.load_sharded) if is_copy else None

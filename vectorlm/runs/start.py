@@ -32,9 +32,9 @@ from vectorlm.report.runs import START, RunFolder
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.preflight.checked import CheckedConfig, preflight
+from vectorlm.runs.preflight.dry_run import LEFTOVER, dry_run
 from vectorlm.runs.preflight.local_model import resolve_model
 from vectorlm.runs.preflight.memory import memory_report
-from vectorlm.runs.preflight.rehearsal import REHEARSAL, rehearse
 from vectorlm.runs.preflight.resume import settings_of_rank
 from vectorlm.runs.preflight.summary import notes_of
 from vectorlm.sampling.engine import SamplingEngine
@@ -224,9 +224,9 @@ def open_run(
         near = topology.local_world_size
         report = memory_report(checked.config, topology.world_size, device_bytes=total, ranks_per_node=near)
         stack.enter_context(locked(output))
-        for leftover in output.glob(f"{REHEARSAL}*"):  # of a run that was killed at its start
+        for leftover in output.glob(f"{LEFTOVER}*"):  # of a run that was killed at its start
             shutil.rmtree(leftover, ignore_errors=True)
-        notes = [f"  note: {note}" for note in (*notes_of(checked.config), *rehearse(checked.config))]
+        notes = [f"  note: {note}" for note in (*notes_of(checked.config), *dry_run(checked.config))]
         print(*notes, report, sep="\n", file=sys.stderr, flush=True)
         # An earlier run's: `vectorlm watch` shows this run as starting until its models are loaded.
         (output / START).unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from vectorlm.rl.environments.environment import (
     to_reply,
 )
 from vectorlm.rl.environments.remote import EnvironmentWorkers, RemoteEnvironment
-from vectorlm.runs.preflight.environments import require_environment
+from vectorlm.runs.preflight.user_code import require_environment
 from vectorlm.types import PromptRecord
 
 # A worker need not import this file, and torch with it.
@@ -560,7 +560,7 @@ class Responds:
         (type("Closes", (Guess,), {"close": lambda self, how: None}), "missing a required argument: 'how'"),
         (
             lambda number, wanted: None,
-            r"asks for 'wanted', and the columns that all its prompts have are number",
+            "needs the parameter 'wanted', and .* number",
         ),
         (type("Made", (Guess,), {"__init__": lambda self, numbr: None}), "Did you mean 'number'"),
     ],

@@ -11,7 +11,7 @@ from websockets.sync.server import serve
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.rl.environments.openenv import OpenEnv
 from vectorlm.rl.environments.remote import EnvironmentWorkers, RemoteEnvironment
-from vectorlm.runs.preflight.environments import require_environment
+from vectorlm.runs.preflight.user_code import require_environment
 from vectorlm.types import PromptRecord
 
 NAME = "vectorlm.rl.environments.openenv:OpenEnv"

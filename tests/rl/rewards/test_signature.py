@@ -8,7 +8,7 @@ import pytest
 from vectorlm.data.prompts import read_prompts
 from vectorlm.rl.rewards.registry import RewardSignature
 from vectorlm.rl.rewards.runner import Scorable, run_reward
-from vectorlm.runs.preflight.rewards import signature_problems
+from vectorlm.runs.preflight.user_code import signature_problems
 
 ANSWERS = [Scorable("2", "1 + 1", (5,), {"answer": "2"}), Scorable("5", "2 + 2", (6, 7), {"answer": "4"})]
 RIGHT = [1.0, 0.0]

@@ -36,7 +36,7 @@ def test_settings_that_the_config_leaves_out_are_accelerate_s(config, write_conf
 def test_equal_settings_agree_and_others_are_refused_with_both_names(config):
     both = config("sharding_strategy=SHARD_GRAD_OP", "cpu_offload=false", "use_activation_checkpointing=true")
     assert accelerate_overrides(both, FSDP, 1) == []
-    with pytest.raises(ConfigError, match="FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP of accelerate") as caught:
+    with pytest.raises(ConfigError, match="FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP") as caught:
         accelerate_overrides(config("sharding_strategy=NO_SHARD", "cpu_offload=true"), FSDP, 1)
     assert "2 problems" in str(caught.value)
     assert "train_parameters.cpu_offload=true (--set train_parameters.cpu_offload=true)" in str(caught.value)
@@ -65,7 +65,7 @@ def test_mixed_precision_is_honoured_where_it_was_chosen(config):
     bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
     assert accelerate_overrides(config(), bf16, 1) == ["train_parameters.use_mp=true"]
     assert accelerate_overrides(config("use_mp=true"), bf16, 1) == []
-    with pytest.raises(ConfigError, match=r"train_parameters.use_mp=false .* contradicts ACCELERATE_MIXED"):
+    with pytest.raises(ConfigError, match=r"train_parameters.use_mp=false .*ACCELERATE_MIXED"):
         accelerate_overrides(config("use_mp=false"), bf16, 1)
 
 
@@ -81,13 +81,13 @@ def test_mixed_precision_is_honoured_where_it_was_chosen(config):
 )
 def test_what_there_is_not_here_is_refused_by_its_name(config, variables):
     (name,) = variables
-    with pytest.raises(ConfigError, match=f"{name}.* of accelerate cannot be honoured"):
+    with pytest.raises(ConfigError, match=name):
         accelerate_overrides(config(), FSDP | variables, 1)
 
 
 def test_processes_that_accelerate_did_not_start_are_noticed(config):
     on_cpu = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
-    with pytest.raises(ConfigError, match=r"on CPU .* it starts one process .* Give the script --world_size"):
+    with pytest.raises(ConfigError, match="--world_size"):
         accelerate_overrides(config(), on_cpu, 1)
     assert accelerate_overrides(config(), on_cpu, 2) == []
 

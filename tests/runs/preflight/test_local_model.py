@@ -111,28 +111,16 @@ def test_adapters_are_their_base_and_their_options(model, write_config):
 @pytest.mark.parametrize(
     ("options", "given", "text"),
     [
-        (
-            {},
-            "lora_peft_config={r: 4}",
-            "lora_peft_config.r=4 is not that of the adapters in trained, which is 8",
-        ),
-        ({}, "lora_peft_config={target_modules: all-linear}", "target_modules='all-linear' is not that of"),
-        (
-            {},
-            "lora_peft_config={use_dora: True}",
-            "use_dora=true is not that of the adapters in trained, which is null",
-        ),
+        ({}, "lora_peft_config={r: 4}", "lora_peft_config.r=4 must be 8"),
+        ({}, "lora_peft_config={target_modules: all-linear}", "target_modules='all-linear' must be ["),
+        ({}, "lora_peft_config={use_dora: True}", "use_dora=true must be null"),
         ({"peft_type": "IA3"}, "seed=1", "the adapters in trained are IA3"),
         (
             {"base_model_name_or_path": "no/such"},
             "seed=1",
             "the base model 'no/such' of the adapters in trained",
         ),
-        (
-            {},
-            "adapters=elsewhere",
-            "train_parameters.adapters='elsewhere' is not a folder with an adapter_config.json",
-        ),
+        ({}, "adapters=elsewhere", "train_parameters.adapters='elsewhere'"),
     ],
 )
 def test_adapters_that_cannot_be_gone_on_with_are_refused_by_name(model, write_config, options, given, text):
@@ -145,12 +133,12 @@ def test_adapters_that_cannot_be_gone_on_with_are_refused_by_name(model, write_c
 
 def test_what_adapters_begin_with_decides_what_may_be_done_with_them(model, write_config):
     refused = {
-        "lora_peft_config.use_dora=true is beyond": (
+        "lora_peft_config.use_dora=true": (
             {"use_dora": True},
             ["train_parameters.sampler={prompts: [abc]}"],
         ),
-        "lora_peft_config.task_type='SEQ_CLS' makes": ({"task_type": "SEQ_CLS"}, []),
-        "merge_adapters=true would have new adapters": (
+        "lora_peft_config.task_type='SEQ_CLS'": ({"task_type": "SEQ_CLS"}, []),
+        "merge_adapters=true": (
             {},
             ["train_parameters.merge_adapters=True", "train_parameters.lora_peft_config={r: 8}"],
         ),
@@ -167,17 +155,14 @@ def test_a_folder_of_that_name_comes_first(cache, model, write_config):
 
 
 def test_a_model_that_is_not_in_the_cache_comes_with_the_command_that_fetches_it(cache, write_config, capsys):
-    assert (
-        f"model='{NAME}' is not a folder, and as a model of the Hugging Face Hub it is not in the cache {cache}. "
-        f"Run `hf download {NAME}`, or name a folder. (my.yaml:1)"
-    ) in refusal(write_config(MINIMAL, ON_HUB), capsys)
+    text = refusal(write_config(MINIMAL, ON_HUB), capsys)
+    assert f"model='{NAME}'" in text
+    assert f"it is not in {cache}. Run `hf download {NAME}`, or name a folder. (my.yaml:1)" in text
 
 
 def test_what_a_half_downloaded_model_lacks_is_named(cache, model, write_config, capsys):
     lay_out(cache, model, "config.json", "tokenizer.json")
-    assert f"it lacks model.safetensors in the cache {cache}" in refusal(
-        write_config(MINIMAL, ON_HUB), capsys
-    )
+    assert f"it lacks model.safetensors in {cache}" in refusal(write_config(MINIMAL, ON_HUB), capsys)
 
 
 def test_every_file_that_an_index_names_must_be_there(model, tmp_path):
@@ -290,7 +275,7 @@ def test_families_call_their_length_by_several_names(description, length):
 def test_a_model_that_names_no_length_cannot_stand_for_one(write_config, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"vocab_size": 8}')
-    with pytest.raises(ConfigError, match="max_seq_len=-1 stands for the model's own length, and its config"):
+    with pytest.raises(ConfigError, match="max_seq_len=-1"):
         resolve_model(
             load_config(
                 write_config(MINIMAL, ("models/tiny", "model"), ("max_seq_len: 128", "max_seq_len: -1"))

@@ -7,6 +7,7 @@ from kit.rank_processes import on_ranks, save_tiny_llama
 from kit.tiny_runs import build_loop
 from transformers import AutoModelForCausalLM
 
+from vectorlm.runs.preflight.memory import memory_table
 from vectorlm.runs.preflight.memory_plan import (
     CPU_LAUNCHER_BYTES,
     CPU_RANK_BYTES,
@@ -20,7 +21,6 @@ from vectorlm.runs.preflight.memory_plan import (
     sequence_kv_bytes,
     sharded_bytes,
 )
-from vectorlm.runs.preflight.memory_report import memory_table
 from vectorlm.sampling.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.packing import Rows

@@ -121,7 +121,7 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         (["trackers={'mine.py:score': {unknown: 1}}"], {}, ["trackers.mine.py"]),
         *(
             (
-                [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]", *(f"{TRAIN}.sampler.{each}" for each in how)],
+                [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]", *(f"{TRAIN}.sampler.{change}" for change in how)],
                 {},
                 [f"{TRAIN}.sampler.tasks"],
             )
@@ -158,22 +158,17 @@ def test_what_would_fail_late_or_silently_is_refused(complete, overrides, more, 
     assert refused(complete, *overrides, **more) == keys
 
 
-def test_a_secret_is_not_repeated(complete):
-    with pytest.raises(ConfigError) as caught:
-        passes(complete, "wandb_config.api_key=hunter2hunter2")
-    assert "hunter2" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     "override",
     [
+        "wandb_config.api_key=hunter2hunter2",
         "rl.rewards={\"judge(url='http://user:hunter2@host/v1', model='m')\": 1}",
         f"{TRAIN}.sampler.further_rewards=[\"judge(url='http://user:hunter2@host/v1', model='m')\"]",
     ],
 )
-def test_a_password_in_a_key_or_a_list_is_found_and_not_repeated(complete, override):
+def test_a_secret_is_found_and_not_repeated(complete, override):
     config = load_config(complete, [RL, f"{TRAIN}.epochs=1", override])
-    (found,) = (each for each in settings.setting_problems(config, 1) if "holds a password" in each)
+    (found,) = (text for text in settings.setting_problems(config, 1) if "others may read it" in text)
     assert "user" not in found
     assert "hunter2" not in found
 
@@ -217,7 +212,7 @@ def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
 def test_a_sampling_parameter_that_transformers_cannot_honour_is_refused(complete):
     path, here = f"{TRAIN}.sampler.sampling_params", f"{TRAIN}.sampler.inference=transformers"
     passes(complete, SAMPLER, f"{path}.top_p=0.9", f"{path}.presence_penalty=0", here)
-    with pytest.raises(ConfigError, match=f"{path} is not for inference: transformers: .*'logit_bias'"):
+    with pytest.raises(ConfigError, match=f"{path} .*'logit_bias'"):
         passes(complete, SAMPLER, f"{path}.logit_bias={{1: 2.0}}", here)
 
 
@@ -258,7 +253,7 @@ def test_steps_that_bfloat16_rounds_away_are_said(complete, overrides, is_said):
 def test_an_average_of_squared_gradients_that_bfloat16_keeps_from_falling_is_said(
     complete, overrides, is_said
 ):
-    given = [f"{TRAIN}.dtype=bfloat16", *(f"{TRAIN}.optimizer.{each}" for each in overrides)]
+    given = [f"{TRAIN}.dtype=bfloat16", *(f"{TRAIN}.optimizer.{change}" for change in overrides)]
     notes = " ".join(summary.notes_of(passes(complete, *given).config))
     assert ("with betas[1]=0.999 the average of squared gradients cannot fall" in notes) is is_said
     average = torch.linspace(1, 2, 100, dtype=torch.bfloat16)
@@ -295,7 +290,7 @@ def test_an_engine_with_devices_of_its_own_may_have_a_worker_on_each(
     split = f"rl.async={{max_staleness: 1, placement: split, engine_devices: {engine_devices}}}"
     size = f"{TRAIN}.sampler.engine.tensor_parallel_size"
     config = load_config(complete, [RL, f"{TRAIN}.epochs=1", split, f"{size}=4"])
-    assert any(each.startswith(size) for each in settings.setting_problems(config, 1)) == is_refused
+    assert any(text.startswith(size) for text in settings.setting_problems(config, 1)) == is_refused
 
 
 def test_compiling_on_cpu_needs_a_compiler(complete, monkeypatch):
@@ -379,7 +374,7 @@ def test_each_of_several_held_out_datasets_is_looked_at(complete):
     passes(complete, "dataset.eval_ds={a: data/eval, b: data/train}")
     assert refused(complete, "dataset.eval_ds={a: data/eval, b: nowhere}") == ["dataset.eval_ds"]
     for wrong in ("{}", "[data/eval]", "{a: 1}", "{a: {b: data/eval}}"):
-        with pytest.raises(ConfigError, match="must be the path of a folder, or `NAME: path` lines"):
+        with pytest.raises(ConfigError, match=r"dataset\.eval_ds"):
             load_config(complete, [f"dataset.eval_ds={wrong}"])
 
 
@@ -453,7 +448,7 @@ def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monke
 def test_reinforcement_learning_needs_a_score_of_held_out_questions_to_keep_the_best(
     complete, overrides, is_refused
 ):
-    keeps = [f"{TRAIN}.{each}" for each in ("checkpointing_enabled=true", "keep_best=true", "epochs=1")]
+    keeps = [f"{TRAIN}.{change}" for change in ("checkpointing_enabled=true", "keep_best=true", "epochs=1")]
     config = load_config(
         complete, [RL, *keeps, f"{TRAIN}.early_stopping_patience=2", "dataset=null", *overrides]
     )
@@ -467,7 +462,6 @@ def test_reinforcement_learning_has_no_loss_that_a_schedule_could_follow(complet
     config = load_config(complete, [RL, f"{TRAIN}.epochs=1", "dataset=null", schedule])
     (found,) = settings.setting_problems(config, 1)
     assert found.startswith(f"{TRAIN}.lr_scheduler_type")
-    assert "waits for an evaluation loss, and there is none" in found
 
 
 def test_a_description_that_is_no_json_object_is_left_to_transformers(complete):
@@ -481,13 +475,13 @@ def test_what_becomes_of_the_rows_at_this_length_is_noted(complete):
     sizes = ["dataset.train_bs=1", f"{TRAIN}.epochs=4"]
     assert passes(complete, *sizes, world_size=2).config.notes == (
         "data/train: 3 rows of 3 texts, 15 tokens, of which 5 count in the loss",
-        "data/train: 8 optimizer steps, 2 an epoch",
+        "data/train: 8 optimizer steps, 2 per epoch",
         "data/train: 1 of 3 rows have no counted token within 128",
     )
     more = [*sizes, f"{TRAIN}.max_seq_len=3", f"{TRAIN}.gradient_accumulation_steps=2"]
     assert passes(complete, *more).config.notes == (
         "data/train: 3 rows of 3 texts, 15 tokens, of which 2 count in the loss",
-        "data/train: 8 optimizer steps, 2 an epoch",
+        "data/train: 8 optimizer steps, 2 per epoch",
         "data/train: rows longer than max_seq_len=3: 3. Training will cut 6 tokens off them, 3 of which count in the "
         "loss. Set truncate: True or a packing_type, or raise max_seq_len",
         "data/train: 2 of 3 rows have no counted token within 3",

@@ -12,9 +12,8 @@ from kit.rank_processes import save_tiny_llama
 from vectorlm.errors import ConfigError
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.checked import preflight
-from vectorlm.runs.preflight.memory import memory_report, plan_of_config
+from vectorlm.runs.preflight.memory import Change, find_shortage, memory_report, needs_of, plan_of_config
 from vectorlm.runs.preflight.memory_plan import GIB, plan_memory
-from vectorlm.runs.preflight.memory_report import Change, find_shortage, needs_of
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 

@@ -79,12 +79,12 @@ def test_each_changed_setting_is_named_alone(path):
 
 def test_other_content_under_the_same_name_is_noticed(path):
     Path("data/train/state.json").write_text(json.dumps({"_fingerprint": "xyz"}))
-    assert found(path).changes == ("the content of dataset.train_ds is another",)
+    assert found(path).changes == ("the content of dataset.train_ds has changed",)
     save(path, SAMPLER, RL)
     Path("p.jsonl").write_text('{"prompt": "b", "numbers": [1], "target": 1}\n')
-    assert found(path, SAMPLER, RL).changes == ("the content of rl.prompts is another",)
+    assert found(path, SAMPLER, RL).changes == ("the content of rl.prompts has changed",)
     Path("models/tiny/model.safetensors").write_bytes(b"\3" + bytes(7) + b"{ }")
-    assert "the content of model is another" in refused(path, SAMPLER, RL)
+    assert "the content of model has changed" in refused(path, SAMPLER, RL)
 
 
 @pytest.mark.parametrize("num_bytes", [100, 5000, 1_000_000])
@@ -95,7 +95,7 @@ def test_another_base_of_the_same_sizes_is_noticed(path, num_bytes):
     save(path)
     assert found(path).changes == ()
     weights.write_bytes(start + b"b" * num_bytes)
-    assert "the content of model is another" in refused(path)
+    assert "the content of model has changed" in refused(path)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_check_says_how_the_run_goes_on(path, capsys):
     changed = ["--set", WITH, "--set", "train_parameters.optimizer.lr=2e-4"]
     assert main(["check", path, *changed]) == 0
     assert (
-        "goes on       from step 6; train_parameters.optimizer.lr=0.0002 (was 0.0001)"
+        "resumes       from step 6; train_parameters.optimizer.lr=0.0002 (was 0.0001)"
         in capsys.readouterr().out
     )
     assert main(["check", path, "--set", WITH, "--set", "train_parameters.seed=4"]) == 1

@@ -1,4 +1,4 @@
-"""A config file read into the schema, strictly, with overrides; written back; and the arguments that choose one."""
+"""Read a config file with overrides into the schema, and write it back."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from typing import Any
 import yaml
 from pydantic import PydanticSchemaGenerationError
 
-from vectorlm.algorithms.registry import SETTINGS
+from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.errors import ConfigError
 from vectorlm.runs.config.schema import ALIASES, Config, RLSettings, SamplerSettings
-from vectorlm.runs.config.setting import Setting, all_settings, build_section, settings_of, start_of, to_plain
-from vectorlm.runs.config.source import Dumper, Entry, parse_yaml
-from vectorlm.runs.config.value import FOREIGN, convert, describe_refusal, raise_problems
+from vectorlm.runs.config.setting import Setting, all_settings, build_section, settings_of, to_plain
+from vectorlm.runs.config.value import (
+    FOREIGN,
+    Dumper,
+    Entry,
+    convert,
+    describe_refusal,
+    parse_yaml,
+    raise_problems,
+)
 from vectorlm.settings import closest
 from vectorlm.train.optimizers import accepted
 from vectorlm.train.settings import OptimizerSettings
 
 DEFAULT_PATH = "configs/config.yaml"
-"""The config file of a command that names none."""
+"""The default config file of commands."""
 ARGUMENT = "an argument"
-"""The place of a setting that a call in Python gives."""
+"""The place of a setting that is a Python argument."""
 
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Config:
@@ -35,7 +42,7 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
 
     Args:
         path: The YAML file.
-        overrides: Settings that win over the file's, each ``a.b=c`` with `c` read as YAML; the last one wins.
+        overrides: Settings that replace the file's: ``a.b=c`` with `c` in YAML; the last one wins.
 
     Returns:
         The resolved config, with every default filled in.
@@ -52,21 +59,21 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Con
 
 
 def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
-    """Read keyword arguments as a config file is read.
+    """Read keyword arguments like a config file.
 
     Args:
-        settings: Whole sections, and settings by the last part of their names: where several end alike it is the one
-            nearest the top, of those outside the section ``rl`` if that is not `section`.
-        section: Where names go that the schema does not have: of an algorithm, or unknown ones.
+        settings: Sections, and settings by the last part of their path. Of several such settings the one nearest the
+            top is meant, outside the section ``rl`` unless that is `section`.
+        section: The section for names that the schema does not have: those of an algorithm, or unknown ones.
 
     Raises:
         ConfigError: As `load_config`.
     """
     tree: dict[str, Any] = {}
-    # A section of its own for each kind of training: `beta` of an algorithm is not that of a preference loss.
+    # Other kinds of training have settings of the same name: `beta` of an algorithm and of a preference loss.
     others = ("preference", "reward_model") if section == "rl" else ("rl",)
     known = [path for path in all_settings() if path.split(".")[0] not in others]
-    # Single settings win over what sections say.
+    # Single settings override sections.
     for name, value in sorted(settings.items(), key=lambda item: not isinstance(item[1], Mapping)):
         paths = [path for path in known if path.rpartition(".")[2] == name]
         *parents, last = min(paths, key=lambda path: path.count("."), default=f"{section}.{name}").split(".")
@@ -82,9 +89,9 @@ def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
 
 def _entry_of(value: Any, origin: str) -> Entry:
     if isinstance(value, Mapping):
-        return Entry({key: _entry_of(each, origin) for key, each in value.items()}, origin)
+        return Entry({key: _entry_of(child, origin) for key, child in value.items()}, origin)
     if isinstance(value, list | tuple):
-        return Entry([_entry_of(each, origin) for each in value], origin)
+        return Entry([_entry_of(item, origin) for item in value], origin)
     return Entry(value, origin)
 
 
@@ -95,7 +102,7 @@ def _read_tree(tree: Entry) -> Config:
     config = replace(config, origins=_origins(tree))
     train = config.train_parameters
     if config.rl is not None and train.sampler is None:
-        # Reinforcement learning cannot do without one.
+        # Reinforcement learning needs an engine.
         config = replace(config, train_parameters=replace(train, sampler=SamplerSettings()))
     return config
 
@@ -123,7 +130,7 @@ def _read_file(path: str) -> Entry:
 
 
 def _resolve_aliases(tree: Entry) -> None:
-    """Move each setting that stands in an older place to its own."""
+    """Move settings from their older places."""
     for alias, place in ALIASES.items():
         source = _section_of(tree, alias)
         entry = source.pop(alias.rpartition(".")[2], None)
@@ -173,7 +180,7 @@ def _read_section(section: type, entry: Entry, prefix: str, problems: list[str])
 
 
 def _arguments_of_optimizer(entry: Entry, problems: list[str]) -> Set[str]:
-    """Return the arguments of the optimizer that a section names, beyond the settings of all."""
+    """Return the arguments of the section's optimizer that are not settings of all optimizers."""
     name = entry.value.get("name")
     if name is None or not isinstance(name.value, str):
         return set()
@@ -187,12 +194,12 @@ def _arguments_of_optimizer(entry: Entry, problems: list[str]) -> Set[str]:
 def _settings_of_algorithm(
     entry: Entry, prefix: str, known: Mapping[str, Setting], problems: list[str]
 ) -> dict[str, Setting]:
-    """Return what the algorithm of a section adds to the `known` settings, after refusing those of other algorithms."""
+    """Return the settings of the section's algorithm; refuse those of other algorithms."""
     algorithm = entry.value.get("algorithm")
     if algorithm is None or not isinstance(algorithm.value, str):
         return {}
     try:
-        start = start_of(algorithm.value)
+        start = get_algorithm(algorithm.value).settings
     except ConfigError as error:
         problems.append(f"{error} ({algorithm.origin})")
         return {}
@@ -200,14 +207,14 @@ def _settings_of_algorithm(
     own = settings_of(kind)
     given = {key for key, child in entry.value.items() if child.value is not None}
     for key in [] if algorithm.value in SETTINGS else own.keys() - given:
-        # A type that no YAML has, such as a tensor's, has no rule to break.
+        # Types that YAML does not have, such as tensors, are not checked.
         with suppress(PydanticSchemaGenerationError):
-            default = Entry(getattr(start, own[key].field), f"the default in {algorithm.value}")
+            default = Entry(getattr(start, own[key].place[-1]), f"the default in {algorithm.value}")
             _read_setting(own[key], default, prefix + key, problems)
-    # Those of all algorithms are in the schema twice, and may be null.
+    # The schema has the settings of all algorithms too; there they may be null.
     for key in [key for key in own if key in known and not known[key].null]:
         problems.append(
-            f"{algorithm.value} declares '{prefix}{key}', which means something else: rename it. ({algorithm.origin})"
+            f"{algorithm.value} declares '{prefix}{key}', which rl has already. Rename it. ({algorithm.origin})"
         )
     for key, child in list(entry.value.items()):
         owners = [name for name, start in SETTINGS.items() if key in asdict(start)]
@@ -215,16 +222,14 @@ def _settings_of_algorithm(
             rule = f"cannot be set: {algorithm.value} has no such setting ({', '.join(owners)} have it)"
             fix = "Did you mean rl.kl_coef?" if key == "beta" else "Leave it out."
             problems.append(describe_refusal(f"{prefix}{key}", child.plain(), rule, fix, child.origin))
-            # Its value breaks no rule that matters.
             del entry.value[key]
-    return {key: replace(each, hint=each.hint | None) for key, each in own.items()}
+    return {key: replace(setting, hint=setting.hint | None) for key, setting in own.items()}
 
 
 def _read_setting(setting: Setting, entry: Entry, path: str, problems: list[str]) -> Any:
     if setting.section is not None and isinstance(entry.value, dict):
         return _read_section(setting.section, entry, f"{path}.", problems)
     if (item := setting.item_section) is not None and isinstance(entry.value, dict):
-        # Each is read as the value of a setting of its name.
         return {
             name: _read_setting(replace(setting, hint=item), child, f"{path}.{name}", problems)
             for name, child in entry.value.items()
@@ -246,7 +251,7 @@ def _origins(tree: Entry, prefix: str = "") -> dict[str, str]:
 
 
 def _apply_override(tree: Entry, text: str) -> None:
-    """Set one value, `a.b=c` with `c` read as YAML, in a tree whose aliases are resolved."""
+    """Set one value, `a.b=c` with `c` in YAML, in a tree without aliases."""
     origin = f"--set {text}"
     name, equals, written = text.partition("=")
     if not equals or not name:
@@ -266,7 +271,7 @@ def _apply_override(tree: Entry, text: str) -> None:
 
 
 def _canonical_path(path: str) -> str:
-    """Return the place of a setting, also for an alias or a name below one."""
+    """Return the path of a setting, with aliases replaced."""
     for alias, place in ALIASES.items():
         if path == alias or path.startswith(alias + "."):
             return place + path.removeprefix(alias)
@@ -274,12 +279,12 @@ def _canonical_path(path: str) -> str:
 
 
 def _describe_unknown(prefix: str, key: Any, origin: str, known: Sequence[str]) -> str:
-    """Say that a section has no such key, and name what it is called here, or the nearest one that exists."""
+    """Return the error message for an unknown key, with the name that is meant or the most similar one."""
     if (foreign := FOREIGN.get(str(key))) is not None:
         return f"unknown setting '{prefix}{key}' ({origin}). {foreign.fix}"
     near = closest(str(key), known)
     candidates = [] if near is None else [prefix + near]
-    # A key of the right name in the wrong section: name the section where it belongs.
+    # The key may belong to another section.
     candidates += [path for path in all_settings() if path.rpartition(".")[2] == key]
     if candidates:
         fix = f"Did you mean '{candidates[0]}'?"
@@ -291,7 +296,7 @@ def _describe_unknown(prefix: str, key: Any, origin: str, known: Sequence[str]) 
 
 
 def _describe_missing(section: type, prefix: str, names: Sequence[str], origin: str) -> str:
-    """Say which keys a section lacks, with what each of them means."""
+    """Return the error message for missing keys, with their meaning."""
     settings = settings_of(section)
     lacking = [f"'{prefix}{name}' ({settings[name].doc.rstrip('.')})" for name in names]
     noun = "setting" if len(names) == 1 else "settings"

@@ -1,6 +1,6 @@
-"""The settings of a run, as YAML nests them: each component's own dataclass, and the few keys that belong to the run.
+"""The settings of a run as YAML nests them: the dataclasses of the components, and the keys of the run itself.
 
-`inline` and `partial` are explained in `vectorlm.settings`: their keys stand in the section around them.
+The keys of `inline` and `partial` fields (`vectorlm.settings`) are keys of the section around them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from vectorlm.algorithms.registry import SETTINGS
+from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.algorithms.settings import AlgorithmSettings, PreferenceSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
 from vectorlm.errors import ConfigError
@@ -58,7 +58,7 @@ ALIASES: Mapping[str, str] = {
     "rl.device_peak_tflops": "train_parameters.device_peak_tflops",
     "dataset_preprocess.separator": "dataset_preprocess.seperator",
 }
-"""Places where an existing file may hold a setting, and the place where the resolved config holds it."""
+"""Older places of settings, and the places in the resolved config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class TrainSettings:
     """How the engine samples; null means the defaults with `rl`, and no sampling in fine-tuning."""
 
     def engine_dtype(self, is_cuda: bool) -> str:
-        """What vLLM's engine computes in, on this kind of device; on CUDA `auto` stays, which is vLLM's choice."""
+        """Return the dtype of vLLM's engine on this kind of device; on CUDA `auto` leaves the choice to vLLM."""
         given = "auto" if self.sampler is None else self.sampler.engine.vllm_dtype
         if given != "auto" or is_cuda:
             return given
@@ -111,13 +111,13 @@ class TrainSettings:
 
     @property
     def longest_rollout(self) -> int:
-        """Most tokens of a prompt and its completion together, in reinforcement learning."""
+        """The most tokens of a prompt with its completion, in reinforcement learning."""
         engine_args = {} if self.sampler is None else self.sampler.engine.engine_args
         return int(engine_args.get("max_model_len") or self.max_seq_len)
 
     @property
     def samples_path(self) -> Path:
-        """The file that samples are appended to, whether or not it was named."""
+        """The file that samples are appended to."""
         if self.sampler is not None and self.sampler.evaluation.output_jsonl_path is not None:
             return Path(self.sampler.evaluation.output_jsonl_path)
         return Path(self.output_dir) / "samples.jsonl"
@@ -157,24 +157,29 @@ class RLSettings:
 
     @property
     def by_source(self) -> Mapping[str, SourceSettings]:
-        """The sources with what they take from the whole section; `prompts` are one without a name."""
+        """The sources with the settings that they inherit; `prompts` are one source with the name ""."""
         given = self.collect.sources
         if not given and self.collect.prompts is not None:
             given = {"": SourceSettings(prompts=self.collect.prompts)}
         return {
             name: replace(
-                each,
-                weight=each.weight or 1 / len(given),
-                rewards=each.rewards or self.reward.rewards,
+                source,
+                weight=source.weight or 1 / len(given),
+                rewards=source.rewards or self.reward.rewards,
                 environment=self.collect.environment_of(name),
             )
-            for name, each in given.items()
+            for name, source in given.items()
         }
 
     @property
     def all_rewards(self) -> list[str]:
-        """The reward functions of all sources, each once."""
-        return list(dict.fromkeys(name for each in self.by_source.values() for name in each.rewards))
+        """The reward functions of all sources, without duplicates."""
+        return list(dict.fromkeys(name for source in self.by_source.values() for name in source.rewards))
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether training needs a reference: the algorithm's loss reads it, or there is a KL penalty."""
+        return self.kl.kl_coef > 0 or get_algorithm(self.algorithm).needs_reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,13 +213,13 @@ class Config:
     origins: Mapping[str, str] = field(
         default_factory=dict, compare=False, repr=False, metadata={"is_setting": False}
     )
-    """Where each setting was written (``my.yaml:5``, ``--set a.b=c``); not a setting itself."""
+    """Places of the settings (``my.yaml:5``, ``--set a.b=c``); not a setting itself."""
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata={"is_setting": False})
-    """What `load_config` put in the place of what was written; not a setting itself."""
+    """Notes on values that were replaced; not a setting itself."""
 
     @property
     def examples(self) -> str:
-        """What the rows of `dataset` must be, as `dataset_preprocess.examples` calls it."""
+        """The kind of rows that `dataset` must have: a value of `dataset_preprocess.examples`."""
         if self.preference is not None and self.preference.loss == "kto":
             return "labels"
         if self.step_separator is not None:
@@ -223,17 +228,17 @@ class Config:
 
     @property
     def step_separator(self) -> str | None:
-        """What ends each step that a reward model scores; None where none scores steps."""
+        """The text that ends a step for a reward model; None without scores of steps."""
         return None if self.reward_model is None else self.reward_model.step_separator
 
     def rows_per_step(self, world_size: int) -> int:
-        """Return the rows of an optimizer step of supervised fine-tuning, over all ranks and micro-batches."""
+        """Return the rows per optimizer step of fine-tuning, over all ranks and micro-batches."""
         train = self.train_parameters
         num_shares = world_size // train.model.context_parallel
         return num_shares * self.text.train_bs * train.loop.gradient_accumulation_steps
 
     def engine_arguments(self, is_cuda: bool) -> dict[str, Any]:
-        """Return the arguments that the run starts its engine with; the memory plan reads them too."""
+        """Return the arguments of the run's engine; the memory plan reads them too."""
         train = self.train_parameters
         sampler = train.sampler or SamplerSettings()
         found: dict[str, Any] = {}
@@ -242,7 +247,7 @@ class Config:
             found["gpu_memory_utilization"] = sampler.engine.gpu_memory_utilization
             found["enable_sleep_mode"] = sampler.turn.sleep != "none"
             if self.rl is not None and self.rl.collect.sampling.get("structured_outputs"):
-                # The trainer follows its masks; left alone, vLLM falls back to others.
+                # The trainer computes the masks of xgrammar; vLLM could fall back to another backend.
                 found["structured_outputs_config"] = {"backend": "xgrammar"}
             if train.lora_peft_config is not None and sampler.engine.lora_mode_of_run == "adapter":
                 found |= engine_arguments(train.lora_peft_config)
@@ -252,12 +257,12 @@ class Config:
 
     @property
     def overlap(self) -> AsyncSettings | None:
-        """How sampling and training overlap; None where they take turns."""
+        """How sampling and training overlap; None if they alternate."""
         return None if self.rl is None else self.rl.async_
 
     @property
     def sampling_params(self) -> Mapping[str, Mapping[str, Any]]:
-        """What the engine is asked for, by the name of the setting: for held-out questions, and to learn from."""
+        """The sampling parameters by their setting: for held-out questions, and for training."""
         sampler = self.train_parameters.sampler
         found = (
             {}
@@ -268,11 +273,13 @@ class Config:
 
     @property
     def held_out_rewards(self) -> Mapping[str, str]:
-        """The reward that scores held-out questions, by their source; those of the sampler have none."""
+        """The reward for held-out questions by source; the name "" stands for the sampler's prompts."""
         sampler = self.train_parameters.sampler
         sources = {} if self.rl is None else self.rl.by_source
         found = {
-            name: next(iter(each.rewards)) for name, each in sources.items() if each.held_out and each.rewards
+            name: next(iter(source.rewards))
+            for name, source in sources.items()
+            if source.held_out and source.rewards
         }
         reward = None if sampler is None else sampler.evaluation.reward
         return found if reward is None else {"": reward, **found}

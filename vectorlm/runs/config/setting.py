@@ -1,11 +1,11 @@
-"""One key of the schema: its type, default and explanation, read off the dataclasses."""
+"""Keys of the schema: their types, defaults and explanations, read from the dataclasses."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from types import UnionType
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.settings import AlgorithmSettings
-from vectorlm.runs.config.schema import Config
+from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.value import describe_refusal
 from vectorlm.settings import ReadIf
 
@@ -22,24 +22,25 @@ _GIVEN: Any = object()
 
 @dataclass(frozen=True)
 class Setting:
-    """What the schema says about one key."""
+    """One key of the schema."""
 
     name: str
-    """The key as it is written in YAML."""
+    """The key in YAML."""
     hint: Any
-    """Its type with the rules on it."""
+    """Its type with rules."""
     default: Any
-    """Its value where the key is left out; `MISSING` where it may not be."""
+    """Its value if the key is left out; `MISSING` if it is required."""
     owner: type
-    """The dataclass that declares it, as the field `field`."""
-    field: str
+    """The dataclass that declares it."""
+    place: tuple[str, ...]
+    """The fields from the section's dataclass down to the value."""
     null: str = ""
-    """Where its value comes from that is null or missing, if it is not the default."""
+    """Where the value comes from if the key is null or missing; empty for the default."""
 
     @property
     def doc(self) -> str:
         """The text under the field."""
-        text = _docs_in(self.owner).get(self.field, "")
+        text = _docs_in(self.owner).get(self.place[-1], "")
         return f"{text.rstrip('.')}; null means {self.null}." if self.null else text
 
     @property
@@ -49,20 +50,20 @@ class Setting:
 
     @property
     def section(self) -> type | None:
-        """The dataclass behind the key, or None where it holds a plain value."""
+        """The dataclass of a section; None for a plain value."""
         return next(
             (kind for kind in _kinds_of(self.hint) if isinstance(kind, type) and is_dataclass(kind)), None
         )
 
     @property
     def item_section(self) -> type | None:
-        """The dataclass of each value, where the key holds a mapping of sections."""
+        """The dataclass of the values, if the key holds a mapping of sections."""
         item = get_args(self.hint)[-1] if get_origin(self.hint) is Mapping else None
         return item if is_dataclass(item) and isinstance(item, type) else None
 
     @property
     def read_if(self) -> tuple[ReadIf, ...]:
-        """What must hold for the setting to have an effect."""
+        """The conditions for the setting to have an effect."""
         notes = (
             note for kind in (self.hint, *get_args(self.hint)) for note in getattr(kind, "__metadata__", ())
         )
@@ -70,92 +71,88 @@ class Setting:
 
 
 def _kinds_of(hint: Any) -> Iterator[Any]:
-    """Yield a type, or those that it may be one of, without their rules."""
+    """Yield the alternatives of a type, without their rules."""
     if get_origin(hint) in (Annotated, Union, UnionType):
-        for each in get_args(hint):
-            yield from _kinds_of(each)
+        for argument in get_args(hint):
+            yield from _kinds_of(argument)
     else:
         yield hint
 
 
 @cache
-def settings_of(cls: type) -> dict[str, Setting]:
-    """Return the settings of a section, by key, in the order of the schema."""
-    found = list(_settings_in(cls))
+def settings_of(cls: type, algorithm: type | None = None) -> dict[str, Setting]:
+    """Return the settings of a section, by key, in the order of the schema.
+
+    The section ``rl`` has the settings of the class `algorithm`, or those of all algorithms if it is None.
+    """
+    found = list(_settings_in(cls, algorithm))
     settings = {setting.name: setting for setting in found}
     assert len(settings) == len(found), f"{cls.__name__} declares a key twice"
     return settings
 
 
-def _settings_in(cls: type) -> Iterator[Setting]:
+def _settings_in(cls: type, algorithm: type | None, above: tuple[str, ...] = ()) -> Iterator[Setting]:
     hints = get_type_hints(cls, include_extras=True)
-    for entry in _fields_of(cls):
-        if "inline" in entry.metadata:
-            yield from _settings_in(hints[entry.name])
-        elif "partial" in entry.metadata:
-            for each in _keys_of(entry).values():
-                yield replace(each, hint=each.hint | None, default=None, null=entry.metadata["null"])
-        else:
+    for entry in fields(cls):
+        place, metadata = (*above, entry.name), entry.metadata
+        if "partial" in metadata and algorithm is not None:
+            yield from _settings_in(algorithm, None, place)
+        elif "partial" in metadata:
+            optional = {
+                setting.name: replace(setting, hint=setting.hint | None, default=None, null=metadata["null"])
+                for section in metadata["partial"]
+                for setting in _settings_in(section, None, place)
+            }
+            yield from optional.values()
+        elif "inline" in metadata:
+            yield from _settings_in(hints[entry.name], None, place)
+        elif metadata.get("is_setting", True):
             default = entry.default if entry.default_factory is MISSING else entry.default_factory()
-            yield Setting(_key_of(entry), hints[entry.name], default, cls, entry.name)
-
-
-def _keys_of(entry: Field[Any]) -> dict[str, Setting]:
-    """Return the settings that a `partial` field may be made of."""
-    return {
-        name: each for section in entry.metadata["partial"] for name, each in settings_of(section).items()
-    }
+            yield Setting(metadata.get("key", entry.name), hints[entry.name], default, cls, place)
 
 
 def build_section(cls: type, values: Mapping[str, Any]) -> Any:
-    """Make the dataclass of a section from its values by key; a key that is left out has its default."""
+    """Return the dataclass of a section, made of values by key and of defaults."""
     hints = get_type_hints(cls)
     arguments: dict[str, Any] = {}
-    for entry in _fields_of(cls):
+    for entry in fields(cls):
+        key = entry.metadata.get("key", entry.name)
         if "inline" in entry.metadata:
             arguments[entry.name] = build_section(hints[entry.name], values)
         elif hints[entry.name] is AlgorithmSettings:
-            start = start_of(values["algorithm"])
-            given = {each.name for each in fields(start) if values.get(each.name) is not None}
-            arguments[entry.name] = replace(start, **{key: values[key] for key in given})
+            start = get_algorithm(values["algorithm"]).settings
+            own = {declared.name for declared in fields(start) if values.get(declared.name) is not None}
+            arguments[entry.name] = replace(start, **{name: values[name] for name in own})
         elif "partial" in entry.metadata:
-            given = {key for key in _keys_of(entry) if values.get(key) is not None}
-            arguments[entry.name] = {key: values[key] for key in given}
-        elif _key_of(entry) in values:
-            arguments[entry.name] = values[_key_of(entry)]
+            names = [name for section in entry.metadata["partial"] for name in settings_of(section)]
+            arguments[entry.name] = {name: values[name] for name in names if values.get(name) is not None}
+        elif key in values:
+            arguments[entry.name] = values[key]
     return cls(**arguments)
 
 
-def start_of(algorithm: str) -> AlgorithmSettings:
-    """Return the initial settings of an algorithm.
-
-    Raises:
-        ConfigError: There is no such algorithm.
-    """
-    return get_algorithm(algorithm).settings
-
-
 def to_plain(value: Any) -> Any:
-    """Return a config, or a section of one, as the mapping that YAML holds."""
+    """Return a config or a section as a mapping for YAML."""
     if isinstance(value, Mapping):
-        return {key: to_plain(each) for key, each in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if not is_dataclass(value):
         return value
-    plain: dict[str, Any] = {}
-    for entry in _fields_of(type(value)):
-        item = getattr(value, entry.name)
-        if "inline" in entry.metadata or isinstance(item, AlgorithmSettings):
-            plain |= to_plain(item)
-        elif "partial" in entry.metadata:
-            plain |= {key: item.get(key) for key in _keys_of(entry)}
-        else:
-            plain[_key_of(entry)] = to_plain(item)
-    return plain
+    settings = settings_of(
+        type(value), type(value.hyperparameters) if isinstance(value, RLSettings) else None
+    )
+    return {name: to_plain(_at(value, setting.place)) for name, setting in settings.items()}
+
+
+def _at(section: Any, place: Sequence[str]) -> Any:
+    """Return the value at a `Setting.place`."""
+    for name in place:
+        section = section.get(name) if isinstance(section, Mapping) else getattr(section, name)
+    return section
 
 
 @cache
 def all_settings(cls: type = Config, prefix: str = "") -> Mapping[str, Setting]:
-    """Return every setting below a section, by its dotted path."""
+    """Return all settings below a section, by dotted path."""
     found: dict[str, Setting] = {}
     for name, setting in settings_of(cls).items():
         found[prefix + name] = setting
@@ -165,7 +162,7 @@ def all_settings(cls: type = Config, prefix: str = "") -> Mapping[str, Setting]:
 
 
 def value_at(plain: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of what `to_plain` returned; None where there is none."""
+    """Return the value at a dotted path of a result of `to_plain`; None if there is none."""
     value: Any = plain
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -173,42 +170,30 @@ def value_at(plain: Mapping[str, Any], path: str) -> Any:
 
 
 def with_value(section: Any, path: str, value: Any) -> Any:
-    """Return a config, or a section of one, in which the setting at a dotted path has another value."""
+    """Return a config or a section with another value at a dotted path."""
     key, _, rest = path.partition(".")
     if isinstance(section, Mapping):
         return {**section, key: value}
-    for entry in _fields_of(type(section)):
-        item = getattr(section, entry.name)
-        kind: Any = type(item)
-        if "inline" in entry.metadata and is_dataclass(item) and key in settings_of(kind):
-            return replace(section, **{entry.name: with_value(item, path, value)})
-        if _key_of(entry) == key:
-            return replace(section, **{entry.name: with_value(item, rest, value) if rest else value})
-    raise KeyError(path)
+    place = settings_of(type(section))[key].place
+    changed = with_value(_at(section, place), rest, value) if rest else value
+    for depth in reversed(range(len(place))):
+        changed = replace(_at(section, place[:depth]), **{place[depth]: changed})
+    return changed
 
 
 def refuse(config: Config, path: str, rule: str, fix: str, value: Any = _GIVEN) -> str:
-    """Say that a setting breaks a rule, with its value in the config (or `value`) and the place that set it."""
+    """Return the error message for a setting, with its value (or `value`) and its place."""
     if value is _GIVEN:
         value = value_at(to_plain(config), path)
     return describe_refusal(path, value, rule, fix, config.origins.get(path, ""))
 
 
-def _fields_of(cls: type) -> list[Field[Any]]:
-    return [entry for entry in fields(cls) if entry.metadata.get("is_setting", True)]
-
-
-def _key_of(entry: Field[Any]) -> str:
-    """Return what YAML calls a field: its own name, but for Python's own words, like ``async``."""
-    return entry.metadata.get("key", entry.name)
-
-
 @cache
 def _docs_in(cls: type) -> dict[str, str]:
-    """Return the string literal under each field, which Python itself does not keep."""
+    """Return the docstrings of fields, which Python does not keep."""
     docs = {}
-    for each in reversed(cls.__mro__[:-1]):
-        tree = ast.parse(inspect.getsource(each))
+    for base in reversed(cls.__mro__[:-1]):
+        tree = ast.parse(inspect.getsource(base))
         assert isinstance(tree.body[0], ast.ClassDef)
         for statement, following in pairwise(tree.body[0].body):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):

@@ -1,32 +1,32 @@
-"""One written value turned into the type that the schema asks for, or refused in a sentence."""
+"""Values of a config file: parsed with their places, and converted to the types of the schema."""
 
 from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
+import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from vectorlm.errors import ConfigError
-from vectorlm.runs.config.source import Entry, parse_yaml
 from vectorlm.settings import nearest
 
 
 class Foreign(NamedTuple):
-    """The settings that a foreign name stands for."""
+    """The settings that correspond to a name of another library."""
 
     places: tuple[str, ...]
-    """From the top of the config."""
+    """Paths from the top of the config."""
     note: str
 
     @property
     def fix(self) -> str:
-        """The setting to write instead."""
+        """The advice in an error message."""
         *others, last = [f"'{place}'" for place in self.places] or [""]
         asked = f"{', '.join(others)} or {last}" if others else last
         return " ".join(part for part in (asked and f"Did you mean {asked}?", self.note) if part)
@@ -53,12 +53,12 @@ FOREIGN_VALUES: Mapping[str, str] = {
     "true": "group",
     "false": "none",
 }
-"""Values that other libraries use for a choice, and our values; the last two belong to scale_rewards."""
+"""Our names for choices of other libraries; the last two belong to scale_rewards."""
 
 FOREIGN: Mapping[str, Foreign] = dict(
     _read(Path(__file__).with_name("foreign.txt").read_text(encoding="utf-8"))
 )
-"""By the name that somebody may write here; names that both sides use alike are left out."""
+"""Settings by their name in another library; names with the same meaning here are left out."""
 
 
 STRICT = ConfigDict(strict=True)
@@ -68,28 +68,28 @@ _UNIONS = (Union, types.UnionType)
 
 
 def convert(hint: Any, entry: Entry, path: str) -> Any:
-    """Return the value of `entry` as the schema's type `hint`.
+    """Return the value of `entry` as the type `hint`.
 
     Raises:
-        ConfigError: the value is of another type or breaks the rule on the type.
+        ConfigError: The value has another type or breaks a rule of the type.
     """
     value = entry.plain()
     if value is None and get_origin(_unwrap(hint)[0]) is Mapping:
         return {}
     try:
-        # A dataclass is a section, whose mapping is not read here: it takes no config, and anything else is refused.
+        # A dataclass is a section, which takes no pydantic config; its mapping is read elsewhere.
         return TypeAdapter(hint, config=None if is_dataclass(hint) else STRICT).validate_python(value)
     except ValidationError as error:
-        places = [part for each in error.errors() for part in each["loc"] if isinstance(part, int)]
+        places = [part for detail in error.errors() for part in detail["loc"] if isinstance(part, int)]
         if isinstance(value, list) and places and places[0] < len(value):
-            # Refused in the name of the item, with its own line.
+            # Blame the item, which has its own line.
             convert(next(_items(hint)), entry.value[places[0]], f"{path}[{places[0]}]")
         rule = f"must be {describe(hint)}"
         raise ConfigError(describe_refusal(path, value, rule, _fix(hint, value), entry.origin)) from None
 
 
 def describe(hint: Any) -> str:
-    """Complete the sentence "the value must be ..." for a type of the schema."""
+    """Complete the sentence "the value must be ..." for a type."""
     base, info = _unwrap(hint)
     if info.description is not None:
         return info.description
@@ -106,7 +106,7 @@ def describe(hint: Any) -> str:
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise one `ConfigError` that lists all problems; do nothing when there are none."""
+    """Raise one `ConfigError` that lists all problems, if there are any."""
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -114,13 +114,13 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 
 def describe_refusal(path: str, value: Any, rule: str, fix: str = "", origin: str = "") -> str:
-    """Say that a value breaks a rule: ``a.b=value rule. Fix. (origin)``."""
+    """Return an error message: ``a.b=value rule. Fix. (origin)``."""
     parts = [f"{path}={show(value)} {rule}.", fix, f"({origin})" if origin else ""]
     return " ".join(part for part in parts if part)
 
 
 def show(value: Any) -> str:
-    """Write a value the way YAML does, cut off when long."""
+    """Return a value as YAML, cut off if long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(list(value) if isinstance(value, tuple) else value)
@@ -128,7 +128,7 @@ def show(value: Any) -> str:
 
 
 def _unwrap(hint: Any) -> tuple[Any, FieldInfo]:
-    """Return a type without its annotations, and what they say to a reader."""
+    """Return a type without its annotations, and its `FieldInfo`."""
     if get_origin(hint) is not Annotated:
         return hint, FieldInfo()
     base, *notes = get_args(hint)
@@ -136,7 +136,7 @@ def _unwrap(hint: Any) -> tuple[Any, FieldInfo]:
 
 
 def _items(hint: Any) -> Iterator[Any]:
-    """Yield the type of a list's items, where a type takes lists."""
+    """Yield the item types of the lists that a type accepts."""
     base = _unwrap(hint)[0]
     if get_origin(base) is tuple:
         yield get_args(base)[0]
@@ -145,7 +145,7 @@ def _items(hint: Any) -> Iterator[Any]:
 
 
 def _fix(hint: Any, value: Any) -> str:
-    """Name a value that would do."""
+    """Return advice on a valid value."""
     base, info = _unwrap(hint)
     if get_origin(base) in _UNIONS and not info.examples:
         return " ".join(filter(None, (_fix(kind, value) for kind in get_args(base))))
@@ -163,9 +163,125 @@ def _fix(hint: Any, value: Any) -> str:
 
 
 def _fits(hint: Any, text: str) -> bool:
-    """Whether a quoted value would do without its quotes."""
+    """Return whether a quoted value would be valid without quotes."""
     try:
         entry = parse_yaml(text, lambda line: "")
         return not isinstance(entry.value, str) and convert(hint, entry, "") is not None
     except ConfigError:
         return False
+
+
+_MAP, _SEQ, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "merge"))
+_FLOAT = "tag:yaml.org,2002:float"
+# YAML 1.1 reads `1e-5` and `1.0e5` as text, because a number needs a dot and a signed exponent.
+_EXPONENT_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)[eE][-+]?[0-9]+$")
+
+MAX_VALUES = 20_000
+"""Limit for the values of one text, because nested anchors make millions of a few lines."""
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which also reads `1e-5` as a number, and `2026-11-27` as text."""
+
+
+class Dumper(yaml.SafeDumper):
+    """The dumper for `Loader`: it quotes text that `Loader` would read as a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write out repeated values."""
+        return True
+
+
+# JSON, which checkpoints use, has no dates.
+Loader.yaml_implicit_resolvers = {
+    first: [resolver for resolver in found if resolver[0] != "tag:yaml.org,2002:timestamp"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _resolver in (Loader, Dumper):
+    _resolver.add_implicit_resolver(_FLOAT, _EXPONENT_FLOAT, list("-+.0123456789"))
+
+
+@dataclass
+class Entry:
+    """A value and its place in the file."""
+
+    value: Any
+    """A dict or a list of entries, or a scalar."""
+    origin: str
+    """``file:line``, or the command-line option."""
+
+    def plain(self) -> Any:
+        """Return the value without places."""
+        if isinstance(self.value, dict):
+            return {key: entry.plain() for key, entry in self.value.items()}
+        if isinstance(self.value, list):
+            return [entry.plain() for entry in self.value]
+        return self.value
+
+
+def parse_yaml(text: str | bytes, origin_of_line: Callable[[int], str]) -> Entry:
+    """Parse one YAML document; `origin_of_line` returns the place of a line, counted from 1."""
+    try:
+        loader = Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return Entry(None, origin_of_line(1))
+        return _Reader(loader, origin_of_line).read(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        line = mark.line + 1 if mark is not None else 1
+        raise ConfigError(f"not valid YAML: {what} ({origin_of_line(line)}).") from error
+    except RecursionError:
+        raise ConfigError(f"not valid YAML: it contains itself ({origin_of_line(1)}).") from None
+
+
+class _Reader:
+    """Converter from YAML nodes to entries."""
+
+    def __init__(self, loader: Loader, origin_of_line: Callable[[int], str]) -> None:
+        self._loader = loader
+        self._origin_of_line = origin_of_line
+        self._num_read = 0
+
+    def read(self, node: yaml.Node, origin: str | None = None) -> Entry:
+        self._num_read += 1
+        if self._num_read > MAX_VALUES:
+            raise ConfigError(f"not valid YAML: its anchors stand for more than {MAX_VALUES} values.")
+        origin = origin or self._origin_of_line(node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode) and node.tag == _MAP:
+            return Entry(self._read_mapping(node), origin)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _SEQ:
+            return Entry([self.read(item) for item in node.value], origin)
+        try:
+            return Entry(self._loader.construct_object(node, deep=True), origin)
+        except ValueError as error:  # such as the date 2024-13-01
+            raise ConfigError(f"not valid YAML: {error} ({origin}).") from error
+
+    def _read_mapping(self, node: yaml.MappingNode) -> dict[Hashable, Entry]:
+        own: dict[Hashable, Entry] = {}
+        merged: dict[Hashable, Entry] = {}
+        for key_node, value_node in node.value:
+            origin = self._origin_of_line(key_node.start_mark.line + 1)
+            if key_node.tag == _MERGE:
+                merged |= self._read_merge(value_node, origin)
+                continue
+            key = self._loader.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise ConfigError(f"not valid YAML: a key must be a single value, not {key!r} ({origin}).")
+            if key in own:
+                raise ConfigError(
+                    f"duplicate setting '{key}' ({origin}): it was set before at {own[key].origin}. "
+                    "Remove one of the two."
+                )
+            own[key] = self.read(value_node, origin)
+        return {**merged, **own}
+
+    def _read_merge(self, node: yaml.Node, origin: str) -> dict[Hashable, Entry]:
+        sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        merged: dict[Hashable, Entry] = {}
+        for source in reversed(sources):
+            if not isinstance(source, yaml.MappingNode):
+                raise ConfigError(f"not valid YAML: '<<' must be followed by a mapping ({origin}).")
+            merged |= self._read_mapping(source)
+        return merged

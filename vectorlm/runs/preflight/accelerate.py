@@ -1,4 +1,4 @@
-"""What ``accelerate launch`` asks of a run: its environment variables as settings of the config."""
+"""Turn the environment variables of ``accelerate launch`` into settings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from vectorlm.runs.config.setting import to_plain, value_at
 from vectorlm.runs.config.value import raise_problems, show
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
-"""In accelerate's order, whose variables may hold the number of one, from 1."""
+"""In accelerate's order: its variables may hold a number from 1."""
 SWITCHES = {
     "FSDP_OFFLOAD_PARAMS": "train_parameters.cpu_offload",
     "FSDP_ACTIVATION_CHECKPOINTING": "train_parameters.use_activation_checkpointing",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "train_parameters.low_cpu_mem_usage",
 }
-"""Variables that are true or false, and the setting that each stands for."""
+"""Boolean variables and their settings."""
 REFUSED = {
     "ACCELERATE_USE_DEEPSPEED": ("true",),
     "ACCELERATE_USE_MEGATRON_LM": ("true",),
@@ -26,21 +26,20 @@ REFUSED = {
     "FSDP_AUTO_WRAP_POLICY": ("SIZE_BASED_WRAP", "NO_WRAP"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("true",),
 }
-"""Values that ask for what there is not here."""
+"""Values that are not supported."""
 WHAT_THERE_IS = (
     "The library shards with FSDP2, a transformer block at a time, and computes in float32 or bfloat16."
 )
 
 
 def accelerate_overrides(config: Config, environment: Mapping[str, str], world_size: int) -> list[str]:
-    """Return the settings that accelerate's variables ask for and the config does not write, each as ``name=value``.
+    """Return accelerate's settings that the config does not write, as ``name=value``.
 
-    Variables without a counterpart here (prefetching, state dicts) are left to accelerate; so is a mixed precision of
-    ``no``, which it also sends where nobody has chosen one. `world_size` is what the script is told of its ranks.
+    Variables without a setting (prefetching, state dicts) are ignored; so is a mixed precision of ``no``, which is also
+    accelerate's default. `world_size` is the script's argument.
 
     Raises:
-        ConfigError: A variable asks for what there is not here, or for another value than the config writes; or
-            accelerate has started fewer processes than it was told.
+        ConfigError: A variable is not supported or contradicts the config, or accelerate has started too few processes.
     """
     if not any(name.startswith("ACCELERATE_") for name in environment):
         return []
@@ -57,8 +56,8 @@ def accelerate_overrides(config: Config, environment: Mapping[str, str], world_s
     if environment.get("FSDP_IGNORED_MODULES"):
         refused.append("FSDP_IGNORED_MODULES")
     problems = [
-        f"{each} of accelerate cannot be honoured. {WHAT_THERE_IS} Change accelerate's config."
-        for each in refused
+        f"{variable} of accelerate cannot be used. {WHAT_THERE_IS} Change accelerate's config."
+        for variable in refused
     ]
     plain, overrides = to_plain(config), []
     for name, path, wanted in _wanted(environment):
@@ -74,14 +73,14 @@ def accelerate_overrides(config: Config, environment: Mapping[str, str], world_s
 
 
 def _wanted(environment: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[object, ...]]]:
-    """List variable, setting, and the values that fit it; the first is taken where the config writes none."""
+    """Yield variables, settings and allowed values; the first is the value if the config writes none."""
     if environment.get("ACCELERATE_MIXED_PRECISION") == "bf16":
         yield "ACCELERATE_MIXED_PRECISION", "train_parameters.use_mp", (True,)
     if environment.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return
     path = "train_parameters.sharding_strategy"
     if environment.get("FSDP_VERSION") == "2":
-        # It does not say whether the weights are sharded over all ranks or within a node.
+        # It does not tell whether weights are sharded over all ranks or within a node.
         name = "FSDP_RESHARD_AFTER_FORWARD"
         if name in environment:
             frees = environment[name].lower() == "true"

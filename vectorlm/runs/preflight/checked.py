@@ -1,4 +1,4 @@
-"""The look at a config before a run starts, by the command or by rank 0; what passes it travels to the ranks."""
+"""Check a config once before a run starts, in the command or on rank 0; the result is sent to all ranks."""
 
 from __future__ import annotations
 
@@ -20,40 +20,49 @@ from vectorlm.rl.rewards.registry import RESERVED
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.config.value import raise_problems
-from vectorlm.runs.preflight.environments import call_notes, environment_problems, source_tools, tool_notes
 from vectorlm.runs.preflight.files import file_problems, package_problems
 from vectorlm.runs.preflight.local_model import description_of, own_length, resolve_model, vocab_size
 from vectorlm.runs.preflight.resume import Resumption, find_resumption
-from vectorlm.runs.preflight.rewards import reward_notes, reward_problems
-from vectorlm.runs.preflight.sampling import stop_problems
+from vectorlm.runs.preflight.sampling import PARAMETERS, stop_problems
 from vectorlm.runs.preflight.settings import setting_problems
+from vectorlm.runs.preflight.user_code import (
+    call_notes,
+    environment_problems,
+    reward_notes,
+    reward_problems,
+    source_tools,
+    tool_notes,
+)
 from vectorlm.settings import PromptSettings
 from vectorlm.types import PromptRecord
 
 ANSWER = "answer"
-NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
-"""The values of sampling parameters that change nothing."""
+ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Sampling parameters that generation_config.json may recommend."""
 
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """A config that can be carried out, and what was read to find that out; made by `preflight`."""
+    """A config that passed `preflight`, with the prompts that were read."""
 
     config: Config
-    """With the folder of its model, and the model's own length for a `max_seq_len` of -1."""
+    """The config with its model's folder, and the model's own length in place of `max_seq_len: -1`."""
     prompts: Mapping[str, Sequence[PromptRecord]] = field(default_factory=dict)
-    """Of ``rl.prompts``, without a name, or each of ``rl.sources``; each leaves room for an answer."""
+    """Prompts by source; ``rl.prompts`` has the name "". Every prompt leaves room for an answer."""
     evaluation_prompts: Sequence[PromptRecord] = ()
-    """Of ``train_parameters.sampler.prompts``, and the held-out ones of ``rl.sources``."""
+    """The held-out prompts: ``train_parameters.sampler.prompts``, and ``held_out`` of ``rl.sources``."""
     resumption: Resumption | None = None
-    """How the run goes on from the checkpoints in its output folder."""
+    """How the run resumes from its output folder; None starts from the beginning."""
 
 
 @without_gc()
 def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedConfig:
-    """Check whether a config can be carried out here; reads each file once, and touches no device.
+    """Check whether a config can run here; reads every file once and touches no device.
 
-    The run has `world_size` ranks on `num_nodes` machines together.
+    Args:
+        config: The config.
+        world_size: The number of ranks on all nodes.
+        num_nodes: The number of machines.
 
     Raises:
         ConfigError: Lists every problem found, or a prompt cannot be encoded.
@@ -70,19 +79,21 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     rl, sampler, max_tokens = config.rl, config.train_parameters.sampler, math.inf
     # These cost more than a minute: they are needed after models are loaded.
     sources = {} if rl is None else rl.by_source
-    prompts = {name: _read(config, name, each.prompts, problems) for name, each in sources.items()}
+    prompts = {name: _read(config, name, source.prompts, problems) for name, source in sources.items()}
     questions = {"": None if sampler is None else sampler.evaluation.prompts}
-    questions |= {name: each.held_out for name, each in sources.items() if name}
+    questions |= {name: source.held_out for name, source in sources.items() if name}
     held_out = {
-        name: _read(config, name, each, problems, is_held_out=True)
-        for name, each in questions.items()
-        if each is not None
+        name: _read(config, name, asked, problems, is_held_out=True)
+        for name, asked in questions.items()
+        if asked is not None
     }
     problems += _overlaps(config, prompts, held_out)
     evaluation_prompts = [
-        replace(record, source=name) if name else record for name, each in held_out.items() for record in each
+        replace(record, source=name) if name else record
+        for name, records in held_out.items()
+        for record in records
     ]
-    shown = {name: _shown(each) for name, each in prompts.items()}
+    shown = {name: _shown(records) for name, records in prompts.items()}
     try:
         problems += reward_problems(config, shown, held_out)
     except ConfigError as error:
@@ -118,20 +129,24 @@ def _rendered_notes(
     held_out: Mapping[str, Sequence[PromptRecord]],
     max_tokens: float,
 ) -> list[str]:
-    """Check prompts and stop strings with the model's tokenizer; return what is to be said of its chat template.
+    """Check prompts and stop strings with the model's tokenizer; return notes on its chat template.
 
-    The tokenizer is loaded, which imports torch, if it matters: no text has more tokens than bytes, but for those put
-    around it.
+    Loads the tokenizer, which imports torch, only if it matters: a text has at most as many tokens as bytes, plus the
+    tokens around it.
     """
     rl = config.rl
     notes: list[str] = []
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first.
     is_long = any(
-        not isinstance(each.prompt, str) or len(each.prompt.encode()) + 2 > max_tokens
-        for some in held_out.values()
-        for each in some
+        not isinstance(record.prompt, str) or len(record.prompt.encode()) + 2 > max_tokens
+        for records in held_out.values()
+        for record in records
     )
-    if rl is None and not is_long and not any(each.get("stop") for each in config.sampling_params.values()):
+    if (
+        rl is None
+        and not is_long
+        and not any(parameters.get("stop") for parameters in config.sampling_params.values())
+    ):
         return []
     from vectorlm.train.load import load_tokenizer
 
@@ -139,29 +154,29 @@ def _rendered_notes(
     # Silent: answers would go on to their longest.
     raise_problems(list(stop_problems(config.sampling_params, config.origins, tokenizer)))
     size = vocab_size(Path(config.model))
-    for is_held_out, found in ((False, shown), (True, held_out)):
-        for name, each in found.items():
+    for is_held_out, by_source in ((False, shown), (True, held_out)):
+        for name, records in by_source.items():
             place, (tools, may_tell) = _place(name, is_held_out), source_tools(rl, name)
-            check_lengths(each, tokenizer, max_tokens, place, size, tools)
-            notes += tool_notes(each[0], tokenizer, tools, may_tell=may_tell, setting=place)
+            check_lengths(records, tokenizer, max_tokens, place, size, tools)
+            notes += tool_notes(records[0], tokenizer, tools, may_tell=may_tell, setting=place)
             if rl is not None and not is_held_out:
                 environment = rl.collect.environment_of(name)
-                notes += call_notes(environment, each[0], tokenizer, tools, setting=place)
-            if any(is_messages(record.prompt) for record in each):
+                notes += call_notes(environment, records[0], tokenizer, tools, setting=place)
+            if any(is_messages(record.prompt) for record in records):
                 notes += [note for note in _end_notes(tokenizer) if note not in notes]
     return notes
 
 
 def _generation_notes(config: Config, max_tokens: float, is_evaluated: bool) -> Iterator[str]:
-    """Say where answers are sampled in another way than the settings, or the model's publisher, may lead to expect."""
+    """Yield notes where sampling differs from the settings or from the model's generation_config.json."""
     advice = description_of(Path(config.model), "generation_config.json") or {}
     for path, parameters in config.sampling_params.items():
         if isinstance(asked := parameters.get("max_tokens"), int) and asked > max_tokens:
             yield f"{path}.max_tokens={asked}: the context ends answers after {max_tokens} at most"
         left = {
             name: advice[name]
-            for name, neutral in NEUTRAL.items()
-            if name not in parameters and advice.get(name) not in (None, *neutral)
+            for name in ADVISED
+            if name not in parameters and advice.get(name) not in (None, *PARAMETERS[name].neutral)
         }
         # Silent: other tools take these over, and their answers would be others.
         if left and parameters.get("temperature") != 0:
@@ -177,7 +192,7 @@ def _generation_notes(config: Config, max_tokens: float, is_evaluated: bool) -> 
 
 
 def _end_notes(tokenizer: Any) -> Iterator[str]:
-    """Say that the chat template ends an answer with nothing that an engine stops at."""
+    """Yield a note if the chat template ends an answer without an end token."""
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = str(render_chat(tokenizer, messages, tokenize=False))
@@ -198,37 +213,37 @@ def _prompt_notes(
     prompts: Mapping[str, Sequence[PromptRecord]],
     held_out: Mapping[str, Sequence[PromptRecord]],
 ) -> Iterator[str]:
-    """Say where prompts are taken in another way than they may look."""
-    places = {_place(name, is_held_out=True): each for name, each in held_out.items()}
-    places |= {_place(name): _shown(each) for name, each in prompts.items()}
-    for place, each in places.items() if has_chat_template(config.model) else ():
-        if any(isinstance(record.prompt, str) for record in each):
+    """Yield notes on prompts without the chat template, and on columns that rewards do not get."""
+    places = {_place(name, is_held_out=True): records for name, records in held_out.items()}
+    places |= {_place(name): _shown(records) for name, records in prompts.items()}
+    for place, records in places.items() if has_chat_template(config.model) else ():
+        if any(isinstance(record.prompt, str) for record in records):
             yield (
-                f"{place}: texts are answered as they are, without the model's chat template. "
-                "Write them as messages, in a JSONL file, to ask as in a chat"
+                f"{place}: the model continues these texts without its chat template. Write them as messages "
+                "in a JSONL file to use it"
             )
-    for name, each in prompts.items():
-        hidden = {column for record in _shown(each) for column in record.columns if column in RESERVED}
+    for name, records in prompts.items():
+        hidden = {column for record in _shown(records) for column in record.columns if column in RESERVED}
         if hidden:
             names = ", ".join(sorted(hidden))
-            yield f"{_place(name)}: rewards do not get the column {names}, which names what is sampled. Rename it"
+            yield f"{_place(name)}: rewards do not get the column {names}: the name is reserved. Rename the column"
 
 
 def _data_notes(config: Config, world_size: int) -> Iterator[str]:
-    """Say what the run will see of its datasets, in the words of preprocessing."""
+    """Yield notes on the sizes of the datasets."""
     data, train = config.text, config.train_parameters
     for name in dict.fromkeys((data.train_ds, *data.held_out.values())):
         if not Path(name, "state.json").is_file():
-            continue  # The library that would say so takes a second to import.
+            continue  # `datasets` takes a second to import.
         try:
             dataset = load_saved(Path(name), repr(name))
         except DatasetError:
-            continue  # Training says what is wrong with it, before it loads a model.
+            continue  # Training reports the problem before it loads a model.
         summary = Summary.of(dataset, train.max_seq_len, data.ignore_index)
         yield f"{name}: {summary.head()}"
         if name == data.train_ds:
             per_epoch = steps_per_epoch(len(dataset), config.rows_per_step(world_size))
-            yield f"{name}: {train.loop.epochs * per_epoch:,} optimizer steps, {per_epoch:,} an epoch"
+            yield f"{name}: {train.loop.epochs * per_epoch:,} optimizer steps, {per_epoch:,} per epoch"
         yield from (f"{name}: {note}" for note in summary.notes())
 
 
@@ -255,20 +270,22 @@ def _overlaps(
     held_out: Mapping[str, Sequence[PromptRecord]],
 ) -> Iterator[str]:
     # Silent: questions that were trained on would be held out.
-    for (name, each), (of, asked) in product(prompts.items(), held_out.items()):
-        if isinstance(each, Tasks) and isinstance(asked, Tasks) and each.shares_items_with(asked):
-            rule = f"repeats items of {_place(name)}, which have seeds from {each.seeds.start} to {each.seeds.stop - 1}"
-            place = f"{_place(of, is_held_out=True)}.seed"
-            yield refuse(config, place, rule, "Use a seed outside.", asked.seed)
+    for (name, tasks), (other, asked) in product(prompts.items(), held_out.items()):
+        if isinstance(tasks, Tasks) and isinstance(asked, Tasks) and tasks.shares_items_with(asked):
+            rule = (
+                f"must be outside the seeds of {_place(name)}, {tasks.seeds.start} to {tasks.seeds.stop - 1}"
+            )
+            place = f"{_place(other, is_held_out=True)}.seed"
+            yield refuse(config, place, rule, "Use another seed.", asked.seed)
 
 
 def _place(source: str, is_held_out: bool = False) -> str:
-    """Return the setting that prompts come from."""
+    """Return the setting of a source of prompts."""
     if source:
         return f"rl.sources.{source}.{'held_out' if is_held_out else 'prompts'}"
     return "train_parameters.sampler.prompts" if is_held_out else "rl.prompts"
 
 
 def _shown(prompts: Sequence[PromptRecord]) -> Sequence[PromptRecord]:
-    """Return the prompts that stand for all: there is no end of tasks."""
+    """Return the prompts to check: all of them, or a sample of endless tasks."""
     return prompts.sample() if isinstance(prompts, Tasks) else prompts

@@ -1,4 +1,4 @@
-"""The rules that concern what must be there: a run's files, and packages that not every run needs."""
+"""Rules about a run's files and optional packages."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ from vectorlm.sampling.weights.model_size import damaged_weights, two_sets_of_we
 from vectorlm.settings import nearest
 
 WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-"""What wandb takes instead of a line in ~/.netrc."""
+"""Environment variables that replace a line for wandb in ~/.netrc."""
 
 
 def file_problems(config: Config) -> Iterator[str]:
-    """Find files that are missing or wrong."""
+    """Yield files that are missing or damaged."""
     train, folder = config.train_parameters, Path(config.model)
     # Costs more than a minute: transformers asks the Hub for it, in every rank.
     if not folder.is_dir():
         yield refuse(config, "model", *describe_absent(config.model))
     else:
-        # Costs more than a minute: all other files are read first. Without any weights there is a plan all the same.
+        # Costs more than a minute: all other files are read first. A folder without weights still has a memory plan.
         wrong = list(damaged_weights(folder))
         if any(folder.glob("*.safetensors*")) and (missing := missing_weights(folder)):
             wrong.append(f"{', '.join(missing)} is missing")
         for what in wrong:
             yield refuse(
-                config, "model", f"has damaged weights ({what})", "Download or save the model again."
+                config, "model", f"must have complete weights ({what})", "Download or save the model again."
             )
         # Silent: the engine would start from other weights than the trainer.
         samples = train.sampler is not None and train.sampler.engine.inference == "vllm"
         if samples and not wrong and (rule := two_sets_of_weights(folder)) is not None:
-            yield refuse(config, "model", rule, "Delete what is not meant.")
-        # Silent: the model computes beyond its limit, and what it answers there is noise.
+            yield refuse(config, "model", rule, "Delete one of them.")
+        # Silent: the model produces noise beyond its limit.
         limit = own_length(description_of(folder) or {})
         if limit is not None and train.max_seq_len > limit:
-            rule = f"is beyond the model's limit of {limit} tokens"
+            rule = f"must be at most {limit}, the model's own limit"
             yield refuse(config, "train_parameters.max_seq_len", rule, f"Use {limit} or less.")
     # Costs more than a minute: the first step compiles, after models are loaded and completions sampled.
     if train.model.compile and not (has_gpu() or which(os.environ.get("CXX", "g++"))):
-        rule = "needs a C++ compiler on CPU, and none is found here"
+        rule = "needs a C++ compiler on CPU"
         yield refuse(config, "train_parameters.compile", rule, "Install g++, or set it to false.")
     # Costs more than a minute: the first evaluation writes it.
     if train.sampler is not None and train.samples_path.is_dir():
         path = "train_parameters.sampler.output_jsonl_path"
-        yield refuse(config, path, "is a folder", "Name a file in it.", str(train.samples_path))
+        yield refuse(config, path, "must be a file", "Name a file in this folder.", str(train.samples_path))
     # Costs more than a minute: the job has waited in a queue, and its engine is loading.
     data, folders = config.dataset, []
     if data is not None and config.rl is None:
         folders = [
             ("dataset.train_ds", data.train_ds),
-            *(("dataset.eval_ds", each) for each in data.held_out.values()),
+            *(("dataset.eval_ds", path) for path in data.held_out.values()),
         ]
     elif config.rl is not None and config.rl.sft is not None:
         folders = [("rl.sft.dataset", config.rl.sft.dataset)]
@@ -76,37 +76,37 @@ def file_problems(config: Config) -> Iterator[str]:
 
 
 def _dataset_problem(folder: Path, examples: str, ignore_index: int) -> tuple[str, str] | None:
-    """Return what is wrong with the folder of a preprocessed dataset, and a fix; does without the package datasets."""
+    """Return rule and fix for a folder that is not a preprocessed dataset; does not import `datasets`."""
     if not folder.is_dir():
-        return "is not a folder", "Preprocess the dataset first."
+        return "must be a folder", "Preprocess the dataset first."
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(str(child) for child in folder.iterdir() if child.is_dir())
-        return "holds several datasets", f"Name one of: {', '.join(splits)}."
+        return "must be a single dataset", f"Name one of: {', '.join(splits)}."
     try:
         info = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
         columns, made = info.get("features") or (), Summary.parse(info.get("description"))
     except (OSError, ValueError, AttributeError):
-        return "is not a dataset", "Name a folder written by `datasets.Dataset.save_to_disk`."
+        return "must be a dataset", "Name a folder written by `datasets.Dataset.save_to_disk`."
     if missing := [name for name in ("input_ids", "labels") if columns and name not in columns]:
         fix = "Preprocess it: training reads token ids and labels."
-        return f"has no column {' and no column '.join(map(repr, missing))}", fix
-    # Silent: both texts of a pair would be trained on alike.
+        return f"needs the column {' and the column '.join(map(repr, missing))}", fix
+    # Silent: training would treat both texts of a pair alike.
     found = next((kind for kind, column in VALUE_COLUMNS.items() if column in columns), "texts")
     if columns and found != examples:
         fix = f"Preprocess with dataset_preprocess.examples={examples}, or add the section that trains on {found}."
-        return f"holds {found}, and this run trains on {examples}", fix
+        return f"must hold {examples}, which this run trains on, and holds {found}", fix
     # Silent: the loss would count hidden tokens.
     if made is not None and made.ignore_index != ignore_index:
-        rule = f"was made with ignore_index={made.ignore_index}, and this run leaves {ignore_index} out of the loss"
+        rule = f"must be preprocessed with ignore_index={ignore_index}, not ignore_index={made.ignore_index}"
         return (
             rule,
-            f"Preprocess it with {ignore_index}, or set dataset.ignore_index where that is trained on.",
+            "Preprocess it again, or set dataset.ignore_index.",
         )
     return None
 
 
 def package_problems(config: Config) -> Iterator[str]:
-    """Find packages that the run would miss, and trackers that it could not open."""
+    """Yield packages that are not installed, and trackers that cannot be opened."""
     # All of these cost more than a minute: tasks are read and trackers opened after models are loaded.
     sampler = config.train_parameters.sampler
     if sampler is not None and sampler.evaluation.tasks and not is_installed("lm_eval"):
@@ -120,17 +120,16 @@ def package_problems(config: Config) -> Iterator[str]:
     for name, arguments in config.trackers.items():
         path, package = f"trackers.{name}", TRACKERS.get(name)
         if name == "wandb":
-            fix = "Set enable_wandb_logging and wandb_config."
-            yield refuse(config, path, "has settings of its own", fix)
+            yield refuse(config, path, "must be set elsewhere", "Set enable_wandb_logging and wandb_config.")
         elif is_plugin(name):
             try:
                 inspect.signature(load_plugin(name)).bind({}, **(arguments or {}))
             except (ConfigError, TypeError) as error:
-                rule = f"cannot be made as NAME(config, **arguments): {error}"
+                rule = f"cannot be called as NAME(config, **arguments): {error}"
                 yield refuse(config, path, rule, "Correct it.", arguments)
         elif package is None:
             fix = nearest(name, TRACKERS) or f"Use {', '.join(TRACKERS)}, or file.py:NAME of your own."
-            yield refuse(config, path, "is not a tracker that exists", fix, arguments)
+            yield refuse(config, path, "must be a known tracker", fix, arguments)
         elif not is_installed(package):
             fix = f"Run `pip install {package}`."
             yield refuse(config, path, f"needs the package {package}", fix, arguments)
@@ -140,7 +139,7 @@ def package_problems(config: Config) -> Iterator[str]:
 
 
 def _host_without_key(config: Config) -> str | None:
-    """Return the host that wandb would ask a key for."""
+    """Return the host that needs a key for wandb; None if there is a key or none is needed."""
     mode = config.wandb_config.get("mode") or os.environ.get("WANDB_MODE", "online")
     if mode != "online" or any(map(os.environ.get, WANDB_KEYS)):
         return None

@@ -1,7 +1,7 @@
-"""The model of a config as a folder: the one that it names, one made of a GGUF file, or a snapshot of the Hub.
+"""Find the folder of a config's model: a folder, a converted GGUF file, or a snapshot of the Hub.
 
-A snapshot is a folder in the local Hugging Face cache (``HF_HOME``), one for each revision of a model. A complete one
-is used as it is, without a look at the Hub, so that a run that resumes finds the files that it began with.
+A snapshot is a folder in the local Hugging Face cache (``HF_HOME``), one per revision of a model. A complete snapshot
+is used without asking the Hub, so that a resumed run finds the same files.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from vectorlm.sampling.weights.model_size import files_of_index
 from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, options_of
 
 HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
-"""What may be the name of a model on the Hub; every short relative path looks the same."""
+"""A possible name of a model on the Hub; short relative paths match too."""
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""What is downloaded of a model; where none of it holds weights, its ``*.bin`` files too."""
+"""Files to download; ``*.bin`` too if none of these holds weights."""
 WHOLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Where the weights are that no index divides over several files."""
+"""Files of weights without an index."""
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-"""What model families call their longest sequence in config.json."""
+"""Names of the longest sequence in config.json, by model family."""
 HEADS = ("num_attention_heads", "n_head")
-"""What they call the number of heads that ask in attention."""
+"""Names of the number of attention heads."""
 
 
 def resolve_model(config: Config) -> Config:
-    """Put the model's folder in the place of its name on the Hub or of adapters on it, its own length in that of -1.
+    """Replace the model by its folder, adapters by their base, and a `max_seq_len` of -1 by the model's own length.
 
-    A model that is not here stays as it is, for `preflight` to refuse. Loads no package where the config names a
-    folder that exists.
+    A model that is not on this machine stays for `preflight` to refuse. Imports no package if the config names an
+    existing folder.
 
     Raises:
-        ConfigError: The length is -1, and the model is here but names none; or the adapters are not LoRA, are not those
-            of `lora_peft_config`, or their base is not here.
+        ConfigError: The model has no length of its own; or the adapters are not LoRA, contradict `lora_peft_config`, or
+            have no base on this machine.
     """
     notes, train = list(config.notes), config.train_parameters
     folder = local_folder(config.model)
@@ -59,7 +59,7 @@ def resolve_model(config: Config) -> Config:
     if train.max_seq_len == -1 and (described := description_of(Path(config.model))) is not None:
         length = own_length(described)
         if length is None:
-            rule = "stands for the model's own length, and its config.json names none"
+            rule = "cannot be used, because the model's config.json has no length"
             raise ConfigError(refuse(config, "train_parameters.max_seq_len", rule, "Use 1024, for example."))
         notes.append(f"max_seq_len: -1 is the model's own length, {length} tokens")
         config = replace(config, train_parameters=replace(train, max_seq_len=length))
@@ -67,9 +67,9 @@ def resolve_model(config: Config) -> Config:
 
 
 def _with_options_of(config: Config, adapters: Path) -> Config:
-    """Return the config of a run that goes on training `adapters`, if it does not merge them."""
+    """Return the config with the options of `adapters`, unless the run merges them."""
     if not is_adapter_folder(adapters):
-        rule = "is not a folder with an adapter_config.json"
+        rule = "must be a folder with an adapter_config.json"
         raise ConfigError(
             refuse(config, "train_parameters.adapters", rule, "Name a folder of LoRA adapters.")
         )
@@ -81,7 +81,7 @@ def _with_options_of(config: Config, adapters: Path) -> Config:
             set(x) if isinstance(x, list | tuple) else x or None for x in (value, options.get(name))
         )
         if given != theirs and name not in ("init_lora_weights", "task_type"):
-            rule = f"is not that of the adapters in {adapters}, which is {show(options.get(name))}"
+            rule = f"must be {show(options.get(name))}, as in the adapters {adapters}"
             place = f"train_parameters.lora_peft_config.{name}"
             raise ConfigError(refuse(config, place, rule, "Leave it out.", value))
     places = {f"train_parameters.lora_peft_config.{name}": str(adapters / ADAPTER_CONFIG) for name in options}
@@ -90,7 +90,7 @@ def _with_options_of(config: Config, adapters: Path) -> Config:
 
 
 def with_download(config: Config) -> Config:
-    """Download the config's model where it is one of the Hub that the cache lacks; return the config with its folder.
+    """Download the config's model from the Hub if necessary; return the config with its folder.
 
     Raises:
         ConfigError: As `download` and `resolve_model`.
@@ -100,7 +100,7 @@ def with_download(config: Config) -> Config:
 
 
 def local_folder(name: str) -> str:
-    """Return the folder of a GGUF file or of a model of the Hub, if it is complete; else the name itself."""
+    """Return the folder of a GGUF file or a model of the Hub if it is complete, else the name."""
     if (converted := _converted(name)) is not None:
         return str(converted) if _is_complete(converted, name) else name
     if Path(name).exists() or not HUB_NAME.fullmatch(name):
@@ -110,12 +110,12 @@ def local_folder(name: str) -> str:
 
 
 def download(name: str) -> bool:
-    """Fetch what the cache lacks of a model of the Hub, or convert a GGUF file, and return whether that was needed.
+    """Download missing files of a model of the Hub, or convert a GGUF file; return whether that was necessary.
 
-    Offline nothing is fetched.
+    Nothing is downloaded offline.
 
     Raises:
-        ConfigError: The Hub does not answer, has no such model, or wants a login; the GGUF file cannot be read.
+        ConfigError: The Hub does not answer, has no such model or requires a login; or the GGUF file is not readable.
     """
     if (converted := _converted(name)) is not None and not _is_complete(converted, name):
         from vectorlm.train.checkpoint.export import SOURCE, convert_gguf
@@ -139,7 +139,7 @@ def download(name: str) -> bool:
 
 
 def fetch(name: str, path: Path | None = None) -> None:
-    """Fetch a model of the Hub into the cache, or into the folder `path`.
+    """Download a model of the Hub into the cache, or into the folder `path`.
 
     Raises:
         ConfigError: The Hub does not answer, has no such model, or wants a login.
@@ -159,21 +159,21 @@ def fetch(name: str, path: Path | None = None) -> None:
 
 
 def describe_absent(name: str) -> tuple[str, str]:
-    """Return what is wrong with a model that is no folder, and what to do about it."""
+    """Return rule and fix for a model that is not a folder."""
     if (converted := _converted(name)) is not None:
-        return "is a GGUF file that no run has converted yet", f"Run `vectorlm model {name} {converted}`."
+        return "must be converted, because it is a GGUF file", f"Run `vectorlm model {name} {converted}`."
     if not HUB_NAME.fullmatch(name):
         return "is not a folder", "Download the model and name its folder."
     from huggingface_hub import constants
 
     cache, snapshot = constants.HF_HUB_CACHE, _snapshot(name)
     lacking = "is not" if snapshot is None else f"lacks {', '.join(missing_files(snapshot))}"
-    rule = f"is not a folder, and as a model of the Hugging Face Hub it {lacking} in the cache {cache}"
+    rule = f"must be a folder or a model in the Hugging Face cache; it {lacking} in {cache}"
     return rule, f"Run `hf download {name}`, or name a folder."
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Name what a model's folder lacks: its description, its tokenizer, weights."""
+    """Return missing files of a model: its description, tokenizer, weights."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         missing.append("tokenizer.json")
@@ -181,7 +181,7 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """Name up to three files of weights that a model's folder lacks; one index whose files are all there is enough."""
+    """Return up to three missing weight files; one complete index is enough."""
     if any((folder / name).is_file() for name in WHOLE_WEIGHTS):
         return []
     lacking = list(WHOLE_WEIGHTS[:1])
@@ -196,24 +196,24 @@ def missing_weights(folder: Path) -> list[str]:
 
 
 def own_length(description: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence that a model's description (config.json) names; None where it names none."""
+    """Return the longest sequence by a model's config.json; None if it does not tell."""
     return number_in(description, LENGTHS)
 
 
 def number_in(description: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """Return the first of these numbers that a model's description holds, or its part for text; None without any."""
+    """Return the first of these numbers in a model's description or its `text_config`; None without any."""
     sections = (description, description.get("text_config"))
     named = (section.get(name) for section in sections if isinstance(section, Mapping) for name in names)
     return next((number for number in named if type(number) is int and number > 0), None)
 
 
 def vocab_size(folder: Path) -> float:
-    """Return how many tokens a model has by its config.json; infinity where that does not say."""
+    """Return the vocabulary size by config.json; infinity if it does not tell."""
     return number_in(description_of(folder) or {}, ("vocab_size",)) or math.inf
 
 
 def description_of(folder: Path, name: str = "config.json") -> Mapping[str, Any] | None:
-    """Read a model's config.json, or another; None where that fails, which `preflight` or transformers reports."""
+    """Read a model's config.json or another file; None if that fails, which `preflight` or transformers reports."""
     try:
         description = json.loads((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -222,19 +222,19 @@ def description_of(folder: Path, name: str = "config.json") -> Mapping[str, Any]
 
 
 def _converted(name: str) -> Path | None:
-    """Return the folder that a GGUF file is converted to, complete or not; None for anything else."""
+    """Return the folder for a converted GGUF file, complete or not; None for other names."""
     return Path(name).with_suffix("") if name.endswith(".gguf") and Path(name).is_file() else None
 
 
 def _is_complete(converted: Path, name: str) -> bool:
-    """Return whether the folder of a GGUF file is whole, and of the file as it is now."""
+    """Return whether a converted GGUF file is complete and up to date."""
     from vectorlm.train.checkpoint.export import is_made_of
 
     return not missing_files(converted) and is_made_of(converted, Path(name))
 
 
 def _snapshot(name: str) -> Path | None:
-    """Return the folder of a model's newest revision in the cache, complete or not."""
+    """Return the newest snapshot of a model in the cache, complete or not."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

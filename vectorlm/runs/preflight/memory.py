@@ -1,12 +1,13 @@
-"""The memory plan of a run, from its config."""
+"""Plan the memory of a run from its config, print it, and advise on settings if it does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import psutil
 
+from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import has_gpu, tensor_parallel_size
 from vectorlm.rl.environments.environment import AGENT
@@ -22,7 +23,6 @@ from vectorlm.runs.preflight.memory_plan import (
     plan_memory,
     sequence_kv_bytes,
 )
-from vectorlm.runs.preflight.memory_report import Change, find_shortage, memory_table
 from vectorlm.runs.preflight.settings import setting_problems
 from vectorlm.sampling.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.sampling.settings import BUCKET_BYTES
@@ -31,20 +31,19 @@ from vectorlm.train.optimizers import state_bytes
 from vectorlm.train.settings import gathers_once
 
 MAX_NUM_SEQS = 64
-"""Completions that `inference: transformers` continues together."""
+"""Default concurrency of `inference: transformers`."""
 
 
 def memory_report(
     config: Config, world_size: int, *, device_bytes: int | None = None, ranks_per_node: int | None = None
 ) -> str:
-    """Return the memory plan of a run as a table, or why there is none.
+    """Return the memory plan of a run as a table, or the reason that there is none.
 
     `device_bytes` is the memory of one CUDA device; None plans for CPU, with the memory of this machine. All ranks run
     on one node unless `ranks_per_node` says otherwise.
 
     Raises:
-        ConfigError: The plan does not fit, and the config does not say to ignore it. The text has the numbers and the
-            settings to change.
+        ConfigError: The plan does not fit, and `ignore_memory_plan` is false. The text names settings to change.
     """
     near = ranks_per_node or world_size
     try:
@@ -65,7 +64,7 @@ def memory_report(
 def plan_of_config(
     config: Config, world_size: int, device_bytes: int | None = None, ranks_per_node: int | None = None
 ) -> MemoryPlan:
-    """Plan the memory of a run; raises ValueError where the model's folder does not tell its size."""
+    """Plan the memory of a run; raises ValueError if the size of the model is unknown."""
     is_cpu = device_bytes is None
     train, near = config.train_parameters, ranks_per_node or world_size
     model = read_model_size(config.model)
@@ -116,7 +115,7 @@ def plan_of_config(
 
 
 def _num_averages(train: TrainSettings, model: ModelSize) -> float:
-    """Return the size of the optimizer's state, in sizes of the trained weights."""
+    """Return the size of the optimizer's state as a multiple of the trained weights."""
     is_whole = train.lora_peft_config is None
     per_weight = 2 if is_whole and train.model.dtype == "bfloat16" else 4
     outside = 1 - model.num_in_blocks / model.num_parameters if is_whole else 0.0
@@ -124,7 +123,7 @@ def _num_averages(train: TrainSettings, model: ModelSize) -> float:
 
 
 def _logit_bytes(config: Config) -> int:
-    """Return the most bytes that each logit of a chunk takes; measured by the tests of what computes them."""
+    """Return the most bytes per logit of a chunk; tests of the losses measure them."""
     rl, most = config.rl, 12
     if rl is not None and rl.update.entropy_coef > 0:
         most += 9
@@ -134,17 +133,21 @@ def _logit_bytes(config: Config) -> int:
 
 
 def _micro_batch_size(config: Config, is_cpu: bool, num_shares: int) -> int:
-    """Return the most sequences of the longest length that a forward pass of one rank computes."""
+    """Return the most sequences of maximum length in one forward pass of a rank."""
     train, rl = config.train_parameters, config.rl
     if rl is None:
         return config.text.train_bs * (2 if config.examples in ("pairs", "labels") else 1)
     size, longest, tokens = rl.collect.group_size, train.max_seq_len, rl.update.max_tokens_per_micro_batch
     if is_cpu:
-        # A group that is packed, and any that is compared as one, shares one forward pass.
+        # The completions of a packed or compared group share one forward pass.
         tokens = min(tokens, max(CPU_PASS_TOKENS, size * longest))
-    environments = [each.environment for each in rl.by_source.values() if each.environment is not None]
-    if any(each.startswith(AGENT) for each in environments):
-        # An agent may make any number of rows of one rollout.
+    environments = [
+        environment.environment
+        for environment in rl.by_source.values()
+        if environment.environment is not None
+    ]
+    if any(environment.startswith(AGENT) for environment in environments):
+        # An agent can produce any number of rows per rollout.
         return max(tokens // longest, 1)
     of_row = train.longest_rollout
     of_group = size * of_row
@@ -159,20 +162,15 @@ def _micro_batch_size(config: Config, is_cpu: bool, num_shares: int) -> int:
 
 
 def _other_models(config: Config, model: ModelSize) -> tuple[int, float]:
-    """Return the numbers of other trained and of frozen models, in sizes of `model`."""
+    """Return the number of other trained models, and of frozen models as a multiple of `model`."""
     rl = config.rl
     if rl is None:
         return 0, 0
-    # This imports torch, which the plan of a fine-tuning run does not need.
-    from vectorlm.algorithms.registry import get_algorithm
-
-    spec = get_algorithm(rl.algorithm)
-    is_whole = config.train_parameters.lora_peft_config is None
-    has_reference = (spec.needs_reference or rl.kl.kl_coef > 0) and is_whole
+    has_reference = rl.has_reference and config.train_parameters.lora_peft_config is None
     frozen: float = int(has_reference) + len(rl.reward.reward_models)
     if rl.teacher is not None and rl.teacher.model is not None:
         frozen += read_model_size(rl.teacher.model).num_parameters / model.num_parameters
-    return int(spec.needs_critic), frozen
+    return int(get_algorithm(rl.algorithm).needs_critic), frozen
 
 
 def _engine_demand(
@@ -221,7 +219,7 @@ def _engine_demand(
 
 
 def _tokens_at_once(config: Config, sampler: SamplerSettings, context: int) -> int:
-    """Return the most tokens that an engine which reserves no KV cache holds at once, as far as a config tells."""
+    """Return the most tokens in the KV cache of an engine that does not reserve one."""
     rl, num_sequences = config.rl, sampler.engine.engine_args.get("max_num_seqs") or MAX_NUM_SEQS
     if rl is None:
         return num_sequences * min(sampler.engine.sampling_params.get("max_tokens", 16) or context, context)
@@ -231,7 +229,7 @@ def _tokens_at_once(config: Config, sampler: SamplerSettings, context: int) -> i
 def _changes(
     config: Config, before: MemoryPlan, world_size: int, near: int, device_bytes: int | None
 ) -> Iterator[Change]:
-    """Yield what a user can change, the cheapest first."""
+    """Yield changes of settings with their plans, the cheapest first."""
     known, plain = _problems(config, world_size, near), to_plain(config)
 
     def change(text: str, changed: Config, times: int = 1) -> Change:
@@ -258,7 +256,7 @@ def _problems(config: Config, world_size: int, near: int) -> set[str]:
 
 
 def _settings_to_change(config: Config, plan: MemoryPlan) -> Iterator[tuple[str, Any]]:
-    """Yield settings that may save memory, with a value; those that cost much time or change numbers come last."""
+    """Yield settings with values that may save memory; slow ones and those that change results come last."""
     train, demand, engine = "train_parameters", plan.demand, plan.demand.engine
     if engine is not None:
         path = f"{train}.sampler"
@@ -295,19 +293,19 @@ def _settings_to_change(config: Config, plan: MemoryPlan) -> Iterator[tuple[str,
 
 
 def step_sizes(device_bytes: int) -> tuple[int, int]:
-    """Return the most tokens and sequences of a step of vLLM; an A100 of 80 GiB has those of smaller devices."""
+    """Return the most tokens and sequences of a step of vLLM; an A100 of 80 GiB has the values of small devices."""
     return (16384, 1024) if device_bytes >= 70 * GIB else (8192, 256)
 
 
 def host_memory_bytes() -> int:
-    """Return the memory of this machine, or of its container where that is less."""
+    """Return the memory of this machine, or of its container if that is less."""
     total = psutil.virtual_memory().total
     limit = container_limits().memory_bytes
     return total if limit is None else min(total, limit)
 
 
 def device_memory_bytes() -> int | None:
-    """Return the memory of the smallest CUDA device; None without one, and then torch is not loaded."""
+    """Return the memory of the smallest CUDA device; None, without importing torch, if there is none."""
     if not has_gpu():
         return None
     import torch
@@ -316,3 +314,117 @@ def device_memory_bytes() -> int | None:
         torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())
     ]
     return min(totals, default=None)
+
+
+NUM_FIXES = 3
+"""Most settings that one error names."""
+
+
+class Change(NamedTuple):
+    """A change of a run that may save memory."""
+
+    text: str
+    """A setting with its value, as in YAML, or an option of the command."""
+    plan: MemoryPlan
+    """The plan of the changed run."""
+    is_allowed: Callable[[], bool]
+    """Whether the changed run passes the check of its settings."""
+
+
+class Shortage(NamedTuple):
+    """A kind of memory that is too small for a plan."""
+
+    kind: str
+    plan: MemoryPlan
+    text: str
+
+    def advice(self, changes: Iterable[Change]) -> str:
+        """Return advice: the first changes that are enough, or those that save most."""
+        before, found = needs_of(self.plan), []
+        for change in changes:
+            after = needs_of(change.plan)
+            short = {kind for kind, (needed, available) in after.items() if needed > available}
+            needed, available = after.get(self.kind, (0, 0))
+            lacking = needed - available
+            if lacking < before[self.kind][0] - before[self.kind][1] and all(
+                before[kind][0] > before[kind][1] for kind in short
+            ):
+                found.append(
+                    (bool(short), lacking if short else 0, f"{change.text} ({amount(needed)})", change)
+                )
+        found.sort(key=lambda row: row[:2])
+        allowed = (row for row in found if row[3].is_allowed())
+        best = [row for row, _ in zip(allowed, range(NUM_FIXES), strict=False)]
+        if not best:
+            return "No setting helps. Use a smaller model."
+        enough = ", or ".join(text for is_short, _, text, _ in best if not is_short)
+        most = ", or ".join(text for _, _, text, _ in best)
+        return f"Set {enough}." if enough else f"No one setting is enough; most is gained by {most}."
+
+
+def needs_of(plan: MemoryPlan) -> dict[str, tuple[int, int]]:
+    """Return the needed and available bytes by kind of memory."""
+    demand, found = plan.demand, {}
+    if demand.engine is not None and demand.engine.reserves_kv_cache:
+        found["KV cache"] = sequence_kv_bytes(demand, demand.engine), plan.kv_cache_bytes
+    if demand.host_bytes is not None:
+        found["host"] = max(plan.loading_host, plan.running_host), demand.host_bytes
+    phases = {"training": plan.training, "sampling": plan.sampling}
+    return found | {phase: (needed, demand.device_bytes) for phase, needed in phases.items()}
+
+
+def find_shortage(plan: MemoryPlan) -> Shortage | None:
+    """Return the first kind of memory that is too small; None if the run fits."""
+    demand = plan.demand
+    for kind, (needed, available) in needs_of(plan).items():
+        if needed <= available:
+            continue
+        what, place = kind, "this machine" if demand.is_cpu else "the device"
+        uses = {row.name: row.training if kind == "training" else row.sampling for row in plan.rows}
+        if kind == "host":
+            what, place = "loading" if plan.loading_host == needed else "running", "the host of the devices"
+            uses = {row.name: row.loading if what == "loading" else row.running for row in plan.host}
+        largest = sorted(uses, key=lambda name: -uses[name])[:3]
+        parts = ", ".join(f"{name} {amount(uses[name])}" for name in largest)
+        text = f"{what} needs {amount(needed)} (an estimate; most of it: {parts}) and {place} has"
+        if kind == "KV cache" and demand.engine is not None:
+            text = f"one sequence of max_model_len={demand.engine.max_model_len} tokens needs {amount(needed)}, and"
+            text += " the engine's KV cache has"
+        return Shortage(kind, plan, f"{text} {amount(available)}.")
+    return None
+
+
+def memory_table(plan: MemoryPlan) -> str:
+    """Return the plan as a table in GiB."""
+    demand = plan.demand
+    place = "this machine, all processes together" if demand.is_cpu else "the fullest device"
+    uses = [(row.name, row.training, row.sampling) for row in plan.rows]
+    heads = ("training", "sampling") if demand.engine is not None else ("training",)
+    lines = [f"  memory of {place}, of {gib(demand.device_bytes)} GiB:", *_table(heads, uses)]
+    if plan.host:
+        of = "" if demand.host_bytes is None else f", of {gib(demand.host_bytes)} GiB"
+        host = [(row.name, row.loading, row.running) for row in plan.host]
+        lines += [f"  memory of the node's host{of}:", *_table(("loading", "running"), host)]
+    return "\n".join(lines)
+
+
+def _table(heads: Sequence[str], uses: Sequence[tuple[str, int, int]]) -> Iterator[str]:
+    """Yield the lines of a table with totals."""
+    rows = [("GiB (estimate)", *heads)]
+    rows += [(name, *map(gib, numbers[: len(heads)])) for name, *numbers in uses]
+    totals = [sum(first for _, first, _ in uses), sum(second for _, _, second in uses)]
+    rows.append(("total", *map(gib, totals[: len(heads)])))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        aligned = (f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        yield f"  {name:<{widths[0]}}" + "".join(aligned)
+
+
+def gib(num_bytes: int) -> str:
+    """Return bytes in GiB, with two decimals below ten."""
+    return f"{num_bytes / GIB:.{2 if num_bytes < 10 * GIB else 1}f}"
+
+
+def amount(num_bytes: int) -> str:
+    """Return bytes with their unit: GiB, or MiB below 0.1 GiB."""
+    return f"{gib(num_bytes)} GiB" if num_bytes >= GIB // 10 else f"{num_bytes / (1 << 20):.2f} MiB"

@@ -1,4 +1,4 @@
-"""The estimated memory of a run while it trains and while it samples."""
+"""Formulas for the memory of a run while it trains and while it samples."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ GIB = 1 << 30
 
 CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 500 << 20
 NF4_BYTES = 1 / 2 + (1 + 4 / 256) / 64
-"""Of a weight in NF4: 4 bits, and for each 64 of them a scale in 8 bits, which share a scale in fp32 by 256."""
+"""Bytes per NF4 weight: 4 bits, an 8-bit scale per 64 weights, an fp32 scale per 256 scales."""
 CUDA_PROCESS_BYTES, CUDA_HOST_PROCESS_BYTES = 1 * GIB, 3 * GIB
-"""Memory of a process besides tensors: on CPU measured (docs/log.md), on CUDA devices and their hosts assumed."""
+"""Memory of a process besides tensors: measured on CPU (docs/log.md), assumed for CUDA devices and their hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineDemand:
-    """The engine's demand."""
+    """Memory demand of the engines of a node."""
 
     bytes_per_weight: int
     """2 or 4."""
     tensor_parallel: int = 1
     """Devices that share one engine's weights and KV cache."""
     num_engines: int = 1
-    """Engines that the run starts on this node; 0 for a server, which runs already."""
+    """Engines that the run starts on this node; 0 for a server."""
     step_tokens: int = 0
     """Most tokens of one engine step; not used on CPU."""
     step_sequences: int = 0
     """Most sequences of one engine step; not used on CPU."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache on each device; None derives it from `device_share`."""
+    """Size of the KV cache per device; None derives it from `device_share`."""
     reserves_kv_cache: bool = True
-    """Whether the engine allocates its KV cache when it starts; it must then hold one sequence."""
+    """Whether the engine allocates its KV cache at its start; the cache must then hold one sequence."""
     device_share: float = 0.35
     """Share of the device that the engine takes; not used on CPU."""
     max_model_len: int
@@ -42,7 +42,7 @@ class EngineDemand:
     is_packed: bool = False
     """Whether the weights are held twice, plain and in oneDNN's layout (CPU)."""
     staged_bytes: int | None = None
-    """The most that new weights take on a CUDA node's host on their way; None for a whole copy."""
+    """The most host memory for weights that are being sent; None for a whole copy."""
     sleep: str = "none"
     """What sleeps during training: `none`, `kv_cache` or `all`."""
     offload_optimizer: bool = False
@@ -51,21 +51,21 @@ class EngineDemand:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """The demand of trainer and engine on one node."""
+    """Memory demand of trainer and engine on one node."""
 
     model: ModelSize
     num_trainable: int
-    """Parameters that have gradients and optimizer state."""
+    """Trained parameters."""
     num_averages: float = 2
-    """Size of the optimizer's state, in sizes of these parameters."""
+    """Size of the optimizer's state as a multiple of the trained parameters."""
     bytes_per_weight: int = 4
-    """2 or 4; those of adapters are 4."""
+    """2 or 4; adapters have 4."""
     is_quantized: bool = False
-    """Whether the blocks are frozen in NF4, whole on each rank."""
+    """Whether the blocks are frozen in NF4; every rank then holds all of them."""
     cpu_offload: bool = False
     """Whether weights, gradients and optimizer state stay on the host."""
     loads_on_main: bool = False
-    """Whether one rank alone reads the weights; else each reads all of them."""
+    """Whether only one rank per node reads the weights."""
     num_ranks: int
     """Ranks on this node."""
     num_shards: int
@@ -73,17 +73,17 @@ class Demand:
     keeps_gathered: bool
     """Whether a block's gathered weights stay between forward and backward (``SHARD_GRAD_OP``, ``NO_SHARD``)."""
     gathers_once: bool = False
-    """Whether whole weights and gradients stay on every rank during an optimizer step (`train.settings`)."""
+    """Whether all weights and gradients stay on every rank during an optimizer step (`train.settings`)."""
     is_mixed: bool
     """Whether the model computes in bfloat16."""
     packs: bool = True
-    """Whether rows are laid end to end."""
+    """Whether rows are packed without padding."""
     recomputes: Recomputation
-    """Which blocks' activations the backward pass computes again."""
+    """Blocks whose activations the backward pass recomputes."""
     micro_batch_size: int
     """Sequences in one forward pass."""
     context_parallel: int = 1
-    """Ranks that share its tokens."""
+    """Ranks that share the tokens of a pass."""
     sequence_tokens: int
     """Tokens of the longest sequence."""
     num_trained_copies: int = 0
@@ -91,7 +91,7 @@ class Demand:
     num_frozen_copies: float = 0
     """Frozen models in sizes of the policy: a reference and reward models 1 each, a teacher its own."""
     logit_bytes: int = 12
-    """Of a logit of a chunk: three fp32 numbers, and more with an entropy bonus or a teacher's distributions."""
+    """Bytes per logit of a chunk: three fp32 numbers, more with an entropy bonus or a teacher's distributions."""
     learns_distributions: bool = False
     """Whether the loss compares whole distributions with a teacher's."""
     engine: EngineDemand | None
@@ -134,7 +134,7 @@ class MemoryPlan:
     kv_cache_bytes: int
     """The engine's KV cache while it samples; 0 without an engine."""
     host: tuple[HostUse, ...] = ()
-    """What the processes of a CUDA node hold on its host; nothing on CPU, where the rows say it."""
+    """Memory on the host of a CUDA node; empty on CPU, where `rows` has it."""
 
     @property
     def loading_host(self) -> int:
@@ -182,11 +182,11 @@ def plan_memory(demand: Demand) -> MemoryPlan:
     on_device = 0 if demand.cpu_offload and not demand.is_cpu else ranks
     weights, trained = on_device * weights, on_device * trained
     engine, state = demand.engine, int(demand.num_averages * trained)
-    leaves = engine is not None and engine.offload_optimizer and not demand.is_cpu
+    offloads = engine is not None and engine.offload_optimizer and not demand.is_cpu
     rows = [
         MemoryUse("weights", weights, weights),
         MemoryUse("gradients", trained, 0),
-        MemoryUse("optimizer state", state, 0 if leaves else state),
+        MemoryUse("optimizer state", state, 0 if offloads else state),
         MemoryUse("gathered weights", ranks * gathered_bytes(demand), 0),
         MemoryUse("activations", ranks * activation_bytes(demand), 0),
     ]
@@ -201,9 +201,9 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         # On CPU, the memory of all workers of all engines adds up.
         copies = engine.num_engines * engine.tensor_parallel if demand.is_cpu else 1
         kv_cache = kv_cache_bytes(demand, engine)
-        held, reserved = copies * engine_weight_bytes(demand, engine), copies * kv_cache
+        loaded, reserved = copies * engine_weight_bytes(demand, engine), copies * kv_cache
         sleep = "none" if demand.is_cpu else engine.sleep
-        rows.append(MemoryUse("engine weights", 0 if sleep == "all" else held, held))
+        rows.append(MemoryUse("engine weights", 0 if sleep == "all" else loaded, loaded))
         rows.append(MemoryUse("KV cache", reserved if sleep == "none" else 0, reserved))
         step = 0 if demand.is_cpu else copies * engine_step_bytes(demand, engine)
         rows.append(MemoryUse("engine step", step if sleep == "none" else 0, step))
@@ -214,7 +214,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
 
 
 def sharded_bytes(demand: Demand) -> tuple[int, int]:
-    """Return one rank's bytes of the policy's weights, and of those weights that are trained."""
+    """Return one rank's bytes of all weights of the policy, and of the trained weights."""
     is_whole = demand.num_trainable == demand.model.num_parameters
     per_trained = demand.bytes_per_weight if is_whole else 4
     quantized = demand.model.num_in_blocks if demand.is_quantized else 0
@@ -224,9 +224,9 @@ def sharded_bytes(demand: Demand) -> tuple[int, int]:
 
 
 def host_memory(demand: Demand) -> tuple[HostUse, ...]:
-    """Estimate what a node's processes hold on the host: what they read, share with the engine and offload."""
+    """Estimate the memory on a node's host: models being read, weights for the engine, offloaded tensors."""
     ranks, engine = demand.num_ranks, demand.engine
-    weights, trained = (ranks * each for each in sharded_bytes(demand))
+    weights, trained = (ranks * size for size in sharded_bytes(demand))
     whole = demand.bytes_per_weight * demand.model.num_parameters
     others = (2 + demand.num_averages) * demand.num_trained_copies + demand.num_frozen_copies
     offloaded = int(weights * (1 + others) + (1 + demand.num_averages) * trained) if demand.cpu_offload else 0
@@ -248,7 +248,7 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
 
 
 def gathered_bytes(demand: Demand) -> int:
-    """Estimate the whole weights and gradients that FSDP2 holds at a time on one rank."""
+    """Estimate the unsharded weights and gradients that FSDP2 holds at once on one rank."""
     model, number = demand.model, 2 if demand.is_mixed else 4
     outside = model.num_parameters - model.num_in_blocks
     if demand.is_quantized:
@@ -257,11 +257,11 @@ def gathered_bytes(demand: Demand) -> int:
         return number * outside + matrix + 4 * demand.num_trainable
     if demand.gathers_once:
         return number * model.num_parameters + 4 * demand.num_trainable
-    held = model.num_parameters if demand.keeps_gathered else outside + 2 * model.num_block_parameters
+    gathered = model.num_parameters if demand.keeps_gathered else outside + 2 * model.num_block_parameters
     trained_share = demand.num_trainable / model.num_parameters
     # In the dtype that they are summed in.
     gradients = 4 * max(outside, model.num_block_parameters) * trained_share
-    return number * held + int(gradients)
+    return number * gathered + int(gradients)
 
 
 def activation_bytes(demand: Demand) -> int:
@@ -304,30 +304,30 @@ def activation_bytes(demand: Demand) -> int:
 
 
 def num_recomputed(demand: Demand) -> int:
-    """Return how many blocks the backward pass computes again."""
+    """Return the number of blocks that the backward pass recomputes."""
     every = demand.recomputes if isinstance(demand.recomputes, int) else 1
     return -(-demand.model.num_layers // every) if every else 0
 
 
 def num_tokens(demand: Demand) -> int:
-    """Return the tokens of a rank in one pass."""
+    """Return the tokens per rank of one pass."""
     return -(-demand.micro_batch_size * demand.sequence_tokens // demand.context_parallel)
 
 
 def block_input_bytes(demand: Demand) -> int:
-    """Return what blocks that are computed again keep: their input, in the dtype that they compute in."""
+    """Return the bytes of the inputs of recomputed blocks."""
     number = 2 if demand.is_mixed else 4
     return num_tokens(demand) * num_recomputed(demand) * number * demand.model.hidden_size
 
 
 def engine_weight_bytes(demand: Demand, engine: EngineDemand) -> int:
-    """Return the engine's weights on one device; packed weights are held twice."""
+    """Return the bytes of the engine's weights on one device; packed weights are stored twice."""
     once = engine.bytes_per_weight * demand.model.num_parameters // engine.tensor_parallel
     return 2 * once if engine.is_packed else once
 
 
 def kv_cache_bytes(demand: Demand, engine: EngineDemand) -> int:
-    """Return the configured KV cache of one device, or what the engine's share leaves for it."""
+    """Return the configured KV cache of one device, or the rest of the engine's share."""
     if engine.kv_cache_bytes is not None:
         return engine.kv_cache_bytes
     share = int(engine.device_share * demand.device_bytes)
@@ -336,7 +336,7 @@ def kv_cache_bytes(demand: Demand, engine: EngineDemand) -> int:
 
 
 def engine_step_bytes(demand: Demand, engine: EngineDemand) -> int:
-    """Estimate what vLLM keeps free on one device for its largest step: one block's activations, and fp32 logits.
+    """Estimate the memory of vLLM's largest step on one device: one block's activations and fp32 logits.
 
     With n tokens, m sequences, t devices: ``c n (4 h + 3 i / t) + 3 x 4 m V``.
     """
@@ -346,21 +346,21 @@ def engine_step_bytes(demand: Demand, engine: EngineDemand) -> int:
 
 
 def sequence_kv_bytes(demand: Demand, engine: EngineDemand) -> int:
-    """Return the KV cache of one sequence of the longest length: keys and values of every block."""
+    """Return the KV cache of one sequence of `max_model_len` tokens."""
     per_token = 2 * demand.model.num_layers * demand.model.kv_size * engine.bytes_per_weight
     return per_token * engine.max_model_len // engine.tensor_parallel
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limit of the container; None if there is no limit."""
+    """Limits of a container; None is no limit."""
 
     memory_bytes: int | None = None
     cores: float | None = None
 
 
 def container_limits(root: str | Path = "/sys/fs/cgroup", own: str | Path = "/proc/self/cgroup") -> Limits:
-    """Read the limits of this process's control group and of the groups around it (cgroup version 2)."""
+    """Return the limits of this process's control group and its parents (cgroup version 2)."""
     memory, cores = [], []
     place = next((line[3:] for line in _read(Path(own)).splitlines() if line.startswith("0::")), None)
     inner = Path(root, place.strip("/")) if place is not None else Path(root)

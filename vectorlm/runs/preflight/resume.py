@@ -1,4 +1,4 @@
-"""Whether a config may go on from the checkpoints in its output_dir, and what has changed since they were written."""
+"""Decide whether a config can resume from the checkpoints in its output_dir, and list what has changed."""
 
 from __future__ import annotations
 
@@ -40,46 +40,46 @@ FIXED = (
     "rl.reference_sync_every",
     "rl.rollout.source",
 )
-"""What decides which tensors a checkpoint holds, the order of the data, or how its optimizer steps are counted."""
+"""Settings that decide the tensors of a checkpoint, the order of the data, or the count of optimizer steps."""
 OUTPUTS = ("train_parameters.sampler.output_jsonl_path", "trackers.", "wandb_config.")
-"""Where settings begin that name what rank 0 writes."""
+"""Prefixes of settings that name output files of rank 0."""
 DESCRIPTIONS = ("config.json", ADAPTER_CONFIG)
 """The files that describe a model, or adapters."""
 NUM_PIECES, PIECE_BYTES = 64, 4096
-"""What is read of each file of weights: two models of one size differ nearly everywhere, and 10 GB take a minute."""
+"""Pieces of a weight file that go into its digest. Reading 10 GB takes a minute, and two models differ everywhere."""
 REWARDS = re.compile(r"rl\.(sources\.[^.]*\.)?rewards\.")
-"""Where the settings begin whose keys are rewards."""
+"""Prefix of settings whose keys are rewards."""
 STOPS_EARLY = (
     "train_parameters.early_stopping_patience",
     "train_parameters.early_stopping_min_delta",
 )
-"""What decides whether a run that stopped early goes on."""
+"""Settings that decide whether a run that stopped early continues."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """How a run goes on from its newest checkpoint."""
+    """How a run resumes from its newest checkpoint."""
 
     step: int
     changes: tuple[str, ...]
-    """Settings that are no longer what they were, such as ``train_parameters.epochs=4 (was 2)``."""
+    """Settings that have changed, such as ``train_parameters.epochs=4 (was 2)``."""
     is_finished: bool
-    """Nothing is left to do: the checkpoint is of the run's last step, and the model was exported."""
+    """Whether the run is over: the checkpoint is of the last step, and the model was exported."""
     stopped_early: bool = False
-    """Whether it was the last step because training no longer improved."""
+    """Whether the run ended because training no longer improved."""
 
 
 def identity_of(config: Config, world_size: int, num_examples: int | None = None) -> dict[str, Any]:
-    """Return what a checkpoint notes of its run, as JSON values; `num_examples` are the training dataset's rows."""
+    """Return the description of a run that a checkpoint stores, as JSON values; `num_examples` counts training rows."""
     train, text, rl = config.train_parameters, config.dataset, config.rl
     contents = {"model": _model_digest(Path(config.model))}
     if train.adapters is not None:
         contents["train_parameters.adapters"] = _model_digest(Path(train.adapters))
     fixed: dict[str, Any] = {}
     if rl is not None:
-        for name, each in rl.by_source.items():
-            path = each.prompts.path if isinstance(each.prompts, PromptSettings) else None
-            contents[f"rl.sources.{name}.prompts" if name else "rl.prompts"] = _digest(path or each.prompts)
+        for name, source in rl.by_source.items():
+            path = source.prompts.path if isinstance(source.prompts, PromptSettings) else None
+            contents[f"rl.sources.{name}.prompts" if name else "rl.prompts"] = _digest(path or source.prompts)
         if rl.sft is not None:
             contents["rl.sft.dataset"] = _fingerprint(Path(rl.sft.dataset))
     elif text is not None:
@@ -98,25 +98,25 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
 
 
 def settings_of_rank(config: Config) -> dict[str, Any]:
-    """Return what every rank must have alike: all settings, digests of the files that they name, and versions."""
+    """Return the values that must be equal on all ranks: settings, digests of their files, and package versions."""
     settings = _settings(config)
     named = {
-        each: content_of(each.removeprefix(AGENT).rpartition(":")[0] if is_plugin(each) else each)
+        path: content_of(path.removeprefix(AGENT).rpartition(":")[0] if is_plugin(path) else path)
         for name, value in settings.items()
         if not name.startswith(OUTPUTS)
         # Rewards are keys.
-        for each in map(without_arguments, (REWARDS.sub("", name), *_texts(value)))
-        if each
+        for path in map(without_arguments, (REWARDS.sub("", name), *_texts(value)))
+        if path
     }
     contents = {f"content of {name}": content for name, content in named.items() if content is not None}
     return {**settings, **contents, **versions_of_rank()}
 
 
 def find_resumption(config: Config, world_size: int, num_examples: int | None = None) -> Resumption | None:
-    """Return how this run goes on from the newest checkpoint in its output_dir; None where it starts from the start.
+    """Return how this run resumes from its output_dir; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint cannot be read, or belongs to a run that this config cannot go on with.
+        CheckpointError: The checkpoint cannot be read, or belongs to a run that this config cannot resume.
     """
     path = Path(config.train_parameters.output_dir) / "checkpoints"
     found = newest(path) if config.train_parameters.checkpointing_enabled else None
@@ -143,7 +143,7 @@ def find_resumption(config: Config, world_size: int, num_examples: int | None = 
 
 
 def say_finished(config: Config, found: Resumption) -> str:
-    """Say that a run is over, and how to train longer."""
+    """Return a message that the run is over, with the way to train longer."""
     output = config.train_parameters.output_dir
     setting = STOPS_EARLY[0] if found.stopped_early else _length_setting(config)
     return (
@@ -153,24 +153,24 @@ def say_finished(config: Config, found: Resumption) -> str:
 
 
 def _length_setting(config: Config) -> str:
-    """Return the setting that says how long a run is."""
+    """Return the setting for the length of a run."""
     return "train_parameters.epochs" if config.rl is None else "rl.max_steps"
 
 
 def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the differences that a run cannot go on with, and the others."""
+    """Return the differences that prevent resumption, and the other differences."""
     refused: list[str] = []
     changes: list[str] = []
     for name in sorted(before["settings"].keys() | now["settings"].keys()):
-        # A version that did not know a setting did what is its default now.
+        # Versions without the setting did what its default does.
         old, new = before["settings"].get(name, _default(name)), now["settings"].get(name)
         if old != new:
-            is_fixed = any(name == each or name.startswith(f"{each}.") for each in FIXED)
+            is_fixed = any(name == fixed_name or name.startswith(f"{fixed_name}.") for fixed_name in FIXED)
             (refused if is_fixed else changes).append(f"{name}={show(new)} (was {show(old)})")
     for name, new in now["contents"].items():
         if new != before["contents"].get(name):
             is_start = name in ("model", "train_parameters.adapters")
-            (refused if is_start else changes).append(f"the content of {name} is another")
+            (refused if is_start else changes).append(f"the content of {name} has changed")
     for name, new in now["fixed"].items():
         # `vectorlm check` counts no rows.
         if new is not None and new != (old := before["fixed"].get(name)):
@@ -189,7 +189,7 @@ def _default(name: str) -> Any:
 
 def _settings(config: Config) -> dict[str, Any]:
     settings = dict(flat(to_plain(config)))
-    # A folder that was moved, or that another machine knows by another path, is still the same run.
+    # A run may move to another folder or machine.
     del settings["train_parameters.output_dir"]
     return settings
 
@@ -199,20 +199,20 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple | Mapping):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(each)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
 
 
 def content_of(name: str) -> Any:
     """Return a digest of a model, a saved dataset or a file; None for any other path."""
     if os.path.isfile(name):  # Not of `Path`, which raises for long texts.
         return _digest(name)
-    is_model = any(os.path.isfile(os.path.join(name, each)) for each in DESCRIPTIONS)
+    is_model = any(os.path.isfile(os.path.join(name, file)) for file in DESCRIPTIONS)
     return _model_digest(Path(name)) if is_model else _fingerprint(Path(name))
 
 
 def _model_digest(folder: Path) -> str:
-    """Tell models apart by their description, and by the sizes of their files and some bytes of these."""
+    """Return a digest of a model: its description, and the size and some bytes of its weight files."""
     files = sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin"))
     parts: list[Any] = [_digest(str(path)) for name in DESCRIPTIONS if (path := folder / name).is_file()]
     for path in files:
@@ -226,7 +226,7 @@ def _model_digest(folder: Path) -> str:
 
 
 def _fingerprint(dataset: Path) -> Any:
-    """Return what the datasets library calls the content of a saved dataset."""
+    """Return the fingerprint that the datasets library saved with a dataset; None without one."""
     try:
         return json.loads((dataset / "state.json").read_text(encoding="utf-8"))["_fingerprint"]
     except (OSError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""The rules that concern several settings, or the number of ranks."""
+"""Rules between settings, and between settings and the number of ranks."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _ENGINE_SETTINGS_ELSEWHERE = {
 }
 
 _SECRETS = {"token": "VECTORLM_SERVER_TOKEN", "hf_token": "HF_TOKEN", "api_key": "WANDB_API_KEY"}
-"""Keys that hold secrets, and the environment variables that they belong into."""
+"""Keys of secrets, and the environment variables to use instead."""
 
 PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
-"""In an address, as of ``http://user:password@host``."""
+"""A password in an address: ``http://user:password@host``."""
 
 LORA_CONFIG = (
     ("config.py", "PeftConfigMixin"),
@@ -55,7 +55,7 @@ LORA_CONFIG = (
 
 
 def setting_problems(config: Config, world_size: int, num_nodes: int = 1) -> Iterator[str]:
-    """Find settings that contradict each other or the number of ranks."""
+    """Yield settings that contradict each other or the number of ranks."""
     yield from _rank_problems(config, world_size, num_nodes)
     yield from _training_problems(config)
     yield from _sampler_problems(config, world_size // max(num_nodes, 1))
@@ -74,26 +74,26 @@ def _rank_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[
         yield describe_refusal("nnodes", num_nodes, "must be an integer >= 1", "Use 1 or more.")
     # Silent: `vectorlm check` would plan the memory of other ranks than the ones that are started.
     elif world_size % num_nodes:
-        rule = f"must be a multiple of nnodes={num_nodes}: it counts the ranks of all nodes"
+        rule = f"must be a multiple of nnodes={num_nodes}, because it counts the ranks of all nodes"
         fix = f"Use {world_size + num_nodes - world_size % num_nodes}, for example."
         yield describe_refusal("world_size", world_size, rule, fix)
     # Costs more than a minute: groups of ranks are made, and the heads counted, after the model has been loaded.
     num, path = config.train_parameters.model.context_parallel, "train_parameters.context_parallel"
     num_heads = number_in(description_of(Path(config.model)) or {}, HEADS)
-    for what, count in (("the ranks", world_size), ("the heads of attention", num_heads)):
+    for what, count in (("the number of ranks", world_size), ("the number of attention heads", num_heads)):
         if count is not None and count % num:
             fix = f"Use {math.gcd(count, num)}, for example."
             yield refuse(config, path, f"must divide {what}, {count}", fix)
     # Costs more than a minute: the first step comes after models are loaded and completions sampled.
     sft, num_shares = None if config.rl is None else config.rl.sft, max(world_size // num, 1)
     if sft is not None and sft.rows_per_step % num_shares:
-        rule = f"must be a multiple of the number of ranks that read other rows, {num_shares}"
+        rule = f"must be a multiple of the number of ranks with different rows, {num_shares}"
         fix = f"Use {sft.rows_per_step + num_shares - sft.rows_per_step % num_shares}, for example."
         yield refuse(config, "rl.sft.rows_per_step", rule, fix)
     # Costs more than a minute: weights are sent after the model has been loaded.
     is_spread = num_nodes > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
     if is_spread and config.train_parameters.sampler is not None:
-        rule = f"spreads the weights over {num_nodes} nodes, and the engine of each node needs all of them"
+        rule = f"cannot shard over {num_nodes} nodes: the engine of a node needs all weights on that node"
         fix = "Use HYBRID_SHARD: it shards within each node."
         yield refuse(config, "train_parameters.sharding_strategy", rule, fix)
 
@@ -102,10 +102,10 @@ def _training_problems(config: Config) -> Iterator[str]:
     train, preprocess = config.train_parameters, config.dataset_preprocess
     if config.dataset is None and config.rl is None:
         yield (
-            "there is nothing to train on: neither the section 'dataset' (supervised fine-tuning) nor 'rl' "
-            "(reinforcement learning) is there. Add one."
+            "there is nothing to train on: a run needs the section 'dataset' (supervised fine-tuning) or 'rl' "
+            "(reinforcement learning). Add one."
         )
-    # Silent: one section alone would train, and the engine would hold other weights than a reward model's.
+    # Silent: only one section would train, and an engine would not sample from a reward model.
     alone: dict[str, Any] = {"rl": config.rl}
     if config.reward_model is not None:
         alone |= {_SAMPLER: train.sampler, "train_parameters.adapters": train.adapters}
@@ -113,28 +113,28 @@ def _training_problems(config: Config) -> Iterator[str]:
     section = "preference" if config.reward_model is None else "reward_model"
     for name, value in alone.items() if getattr(config, section) is not None else ():
         if value is not None:
-            yield refuse(config, name, f"cannot go with {section}", "Leave one of them out.", "…")
+            yield refuse(config, name, f"cannot be used with {section}", "Leave one of them out.", "…")
     # Silent: the loss would count hidden tokens.
     if config.dataset is not None and preprocess is not None:
         index = config.dataset.ignore_index
         if preprocess.ignore_index != index:
             rule = f"must equal dataset.ignore_index={index}, or the loss would count hidden tokens"
             yield refuse(config, "dataset_preprocess.ignore_index", rule, f"Use {index}.")
-    # Silent: steps would end otherwise where the model's scores are rewards.
+    # Silent: steps would end elsewhere when the model's scores are rewards.
     if preprocess is not None and config.step_separator not in (None, preprocess.step_separator):
         rule = f"must equal reward_model.step_separator={config.step_separator!r}"
         yield refuse(config, "dataset_preprocess.step_separator", rule, "Use the same text.")
     # Costs more than a minute: the first step finds it, after models are loaded and completions sampled.
     if train.model.use_flash_attention and not train.model.computes_in_bf16(is_cuda=True):
-        rule = f"needs 16 bits, and use_mp is false with dtype {train.model.dtype}"
+        rule = f"needs 16-bit numbers, and use_mp is false with dtype {train.model.dtype}"
         fix = "Set use_mp to true, or use_flash_attention to false."
         yield refuse(config, "train_parameters.use_flash_attention", rule, fix)
     # Costs more than a minute: the optimizer is made, and first used, after models are loaded.
     path, optimizer = "train_parameters.optimizer", train.optimizer
     if optimizer.fused and optimizer.foreach:
-        yield refuse(config, f"{path}.foreach", "cannot go with fused: true", "Leave one of them out.")
+        yield refuse(config, f"{path}.foreach", "cannot be used with fused: true", "Leave one of them out.")
     if optimizer.capturable and (train.model.cpu_offload or not has_gpu()):
-        why = "and cpu_offload steps on the host" if has_gpu() else "and there is no such device here"
+        why = "but cpu_offload steps on the host" if has_gpu() else "but there is none here"
         yield refuse(config, f"{path}.capturable", f"needs a CUDA device, {why}", "Leave it out.")
     yield from _optimizer_problems(config)
     yield from _evaluation_problems(config)
@@ -146,30 +146,28 @@ def _training_problems(config: Config) -> Iterator[str]:
 
 
 def _evaluation_problems(config: Config) -> Iterator[str]:
-    """Find what follows evaluations that the run does not make."""
+    """Yield settings that depend on evaluations that the run does not make."""
     train, data = config.train_parameters, config.dataset
     if config.rl is None and data is None:
-        return  # There is nothing to train on, as another rule says.
+        return  # Another rule reports that there is nothing to train on.
     evaluation = None if train.sampler is None else train.sampler.evaluation
     has_answers = evaluation is not None and evaluation.prompts is not None
     has_loss = config.rl is None and data is not None and data.eval_ds is not None
     # Silent: the learning rate would never change.
     if train.schedule.lr_scheduler_type in BY_LOSS and not has_loss:
-        rule = "waits for an evaluation loss, and there is none"
+        rule = "needs an evaluation loss, and there is none"
         yield refuse(config, "train_parameters.lr_scheduler_type", rule, "Use constant, linear or cosine.")
     if config.rl is None:
         is_evaluated = has_answers or (evaluation is not None and bool(evaluation.tasks))
         has_best = has_loss or (is_evaluated and train.keep.best_metric is not None)
-        rule, fix = "needs held-out text: the lowest eval/loss is the best", "Set dataset.eval_ds."
+        rule, fix = "needs held-out text, where the lowest eval/loss is the best", "Set dataset.eval_ds."
     else:
-        asked = [name for name, each in config.rl.by_source.items() if each.held_out]
+        asked = [name for name, source in config.rl.by_source.items() if source.held_out]
         asked += [""] if has_answers else []
         is_scored = config.held_out_rewards or any(map(config.rl.collect.environment_of, asked))
         has_best = bool(is_scored) or train.keep.best_metric is not None
-        rule = (
-            "needs held-out questions with a reward or an environment: the highest eval/accuracy is the best"
-        )
-        fix = f"Set {_SAMPLER}.prompts and reward, or held_out of a source."
+        rule = "needs held-out prompts with a reward or an environment"
+        fix = f"Set {_SAMPLER}.prompts and {_SAMPLER}.reward, or held_out of a source."
     # Silent: no weights would ever be the best.
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(train.keep, name) and not has_best:
@@ -182,11 +180,11 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
     if name == "adamw" and not optimizer.arguments:
         return
     if row is None and not is_plugin(name):
-        rule = "is not an optimizer that exists"
+        rule = "must be a known optimizer"
         fix = nearest(name, OPTIMIZERS) or f"Use one of {', '.join(OPTIMIZERS)}, or file.py:NAME."
         if name.startswith("paged_"):
-            rule = "is of bitsandbytes, which takes no sharded weights and pages its state on CUDA alone"
-            fix = "Use adamw8bit, beside an engine with train_parameters.sampler.offload_optimizer: true."
+            rule = "cannot be used: it is an optimizer of bitsandbytes, which does not take sharded weights"
+            fix = "Use adamw8bit; with an engine also train_parameters.sampler.offload_optimizer: true."
         yield refuse(config, f"{path}.name", rule, fix)
         return
     if row is not None and not is_installed(row.package):
@@ -194,33 +192,39 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
         yield refuse(config, f"{path}.name", f"needs the package {row.package}", fix)
         return
     taken, plain = accepted(name), to_plain(optimizer)
-    changed = {key for key, each in settings_of(OptimizerSettings).items() if plain[key] != each.default}
+    changed = {
+        key for key, setting in settings_of(OptimizerSettings).items() if plain[key] != setting.default
+    }
     given = {key: plain[key] for key in changed - {"name", "arguments"}} | dict(optimizer.arguments)
     # Silent: a setting would have no effect.
     for key in sorted(given.keys() - taken):
         fix = nearest(key, taken - plain.keys()) or "Leave it out."
-        yield refuse(config, f"{path}.{key}", f"is not an argument of {name}", fix, given[key])
-    # Silent: each replica would round to other weights.
+        yield refuse(config, f"{path}.{key}", f"must be an argument of {name}", fix, given[key])
+    # Silent: replicas would round to different weights.
     rounds, strategy = optimizer.arguments.get("bf16_stochastic_round"), "train_parameters.sharding_strategy"
     if rounds and config.train_parameters.model.sharding_strategy in ("NO_SHARD", "HYBRID_SHARD"):
-        rule = f"keeps replicas, which {path}.bf16_stochastic_round would round apart"
+        rule = (
+            f"cannot keep replicas with {path}.bf16_stochastic_round, which rounds them to different weights"
+        )
         yield refuse(config, strategy, rule, "Use FULL_SHARD.")
     if given.keys() - taken:
         return
-    # Its values. This imports torch, which the check of a run with AdamW does without.
+    # Check the values. This imports torch, which AdamW does not need.
     import torch
 
     try:
         make_optimizer(optimizer, torch.nn.ModuleList([torch.nn.Linear(2, 2)]), has_gpu())
     except Exception as error:
-        yield refuse(config, f"{path}.name", f"cannot be made: {raised_at(error)}", "Correct its arguments.")
+        yield refuse(
+            config, f"{path}.name", f"cannot be created: {raised_at(error)}", "Correct its arguments."
+        )
 
 
 def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     sampler = config.train_parameters.sampler
     if sampler is None:
         return
-    # Silent: an engine would take memory, and answer nothing.
+    # Silent: an engine would take memory and never sample.
     if config.rl is None and sampler.evaluation.prompts is None and not sampler.evaluation.tasks:
         yield (
             f"missing setting '{_SAMPLER}.prompts' (the prompts to answer during fine-tuning). Add it, or leave the "
@@ -236,33 +240,33 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
             yield f"{_SAMPLER}.inference: {error}"
     # Costs more than a minute: the first evaluation comes after models are loaded.
     if sampler.evaluation.tasks and (inference := sampler.engine.inference) in ("transformers", "server"):
-        rule = f"needs vLLM's own outputs, which inference: {inference} does not have"
+        rule = f"needs vLLM's outputs, which inference: {inference} does not have"
         fix = "Use inference: vllm, or `vectorlm evaluate --tasks` on the final model."
         yield refuse(config, f"{_SAMPLER}.tasks", rule, fix)
-    # Silent: what was asked for would not be logged.
+    # Silent: these metrics would not be logged.
     evaluation, num = sampler.evaluation, sampler.engine.sampling_params.get("n") or 1
     if (largest := max(evaluation.at_k, default=1)) > num:
-        rule = f"needs as many answers to each question, and sampling_params.n is {num}"
+        rule = f"must be at most sampling_params.n={num}, the number of answers per question"
         yield refuse(config, f"{_SAMPLER}.at_k", rule, f"Set n to {largest}.", list(evaluation.at_k))
-    # Silent: one would take the other's place.
+    # Silent: one would overwrite the other.
     taken = [short_name(name) for name in evaluation.further_rewards] + list(config.held_out_rewards)
     if len(set(taken)) < len(taken):
-        rule = "has a name twice in metrics, where sources are named too"
+        rule = "must have unique names in metrics, which also hold the names of sources"
         yield refuse(
             config, f"{_SAMPLER}.further_rewards", rule, "Rename one.", list(evaluation.further_rewards)
         )
-    # Silent: it wins over the other setting.
+    # Silent: it overrides the other setting.
     for name, value in sampler.engine.engine_args.items():
         if name in _ENGINE_SETTINGS_ELSEWHERE and (name == "model" or sampler.engine.inference == "vllm"):
             fix = f"Set '{_ENGINE_SETTINGS_ELSEWHERE[name]}' instead."
-            yield refuse(config, f"{_SAMPLER}.engine.{name}", "is set in another place", fix, value)
+            yield refuse(config, f"{_SAMPLER}.engine.{name}", "must be set elsewhere", fix, value)
     # Silent: the engine would take devices that belong to no rank of this run.
     size = sampler.engine.engine_args.get("tensor_parallel_size", 1)
     most, rule = ranks_per_node, f"must be at most the number of ranks on a node, {ranks_per_node}"
-    fix = "Use fewer, or start more ranks."
+    fix = "Use less, or start more ranks."
     if config.overlap is not None and config.overlap.placement == "split":
         most = config.overlap.engine_devices or 1
-        rule, fix = f"must be at most rl.async.engine_devices, {most}", "Use fewer, or give it more devices."
+        rule, fix = f"must be at most rl.async.engine_devices, {most}", "Use less, or give it more devices."
     if isinstance(size, int) and size > max(most, 1) and has_gpu():
         yield refuse(config, f"{_SAMPLER}.engine.tensor_parallel_size", rule, fix)
     # Costs more than a minute: the engine reads them at its first prompt.
@@ -270,24 +274,26 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     for path, parameters in given.items() if sampler.engine.inference in ("vllm", "server") else ():
         yield from sampling_problems(parameters, path, config.origins)
     if sampler.engine.inference == "transformers":
-        # This imports torch, which the check for other engines does without.
+        # This imports torch, which other engines do not need here.
         from vectorlm.sampling.backends.generation import read_parameters
 
         for path, parameters in given.items():
             try:
                 read_parameters(parameters)
             except EngineError as error:
-                yield f"{path} is not for inference: transformers: {error}"
+                yield f"{path} cannot be used with inference: transformers: {error}"
     # Costs more than a minute: vLLM looks at them at the first prompt, and other engines never stop there.
     size = vocab_size(Path(config.model))
     for path, parameters in given.items():
         # Silent: rewards would read empty texts.
         if parameters.get("detokenize") is False:
             fix = "Leave it out."
-            yield refuse(config, f"{path}.detokenize", "leaves answers without their texts", fix, False)
+            yield refuse(config, f"{path}.detokenize", "must be true, or answers have no text", fix, False)
         stops = parameters.get("stop_token_ids")
-        if isinstance(stops, list | tuple) and any(isinstance(each, int) and each >= size for each in stops):
-            rule = f"holds a token that the model does not have: it has {size}"
+        if isinstance(stops, list | tuple) and any(
+            isinstance(token, int) and token >= size for token in stops
+        ):
+            rule = f"must hold tokens of the model, below {size}"
             yield refuse(config, f"{path}.stop_token_ids", rule, "Leave it out.", stops)
 
 
@@ -295,10 +301,10 @@ def _lora_problems(config: Config) -> Iterator[str]:
     sampler, options = config.train_parameters.sampler, config.train_parameters.lora_peft_config
     if options is None:
         return
-    # Silent: what is exported would be adapters of a base that no folder holds.
+    # Silent: the exported adapters would belong to a base that is saved nowhere.
     if config.train_parameters.merge_adapters:
-        rule = "would have new adapters trained on a base that no folder holds"
-        fix = "Leave lora_peft_config out, or merge them with `vectorlm export --merge` and name that folder."
+        rule = "cannot be used with lora_peft_config: the merged base is not saved, so nobody could load the adapters"
+        fix = "Leave lora_peft_config out, or name a folder of `vectorlm export --merge` as the model."
         yield refuse(config, "train_parameters.merge_adapters", rule, fix)
     # Costs more than a minute: adapters are made after the model has been loaded.
     known = set().union(*(fields_of(path, name, "peft") for path, name in LORA_CONFIG))
@@ -306,9 +312,13 @@ def _lora_problems(config: Config) -> Iterator[str]:
         if known and option not in known:
             path, fix = f"train_parameters.lora_peft_config.{option}", nearest(str(option), known)
             yield refuse(
-                config, path, "is not an argument of peft.LoraConfig", fix or "Leave it out.", options[option]
+                config,
+                path,
+                "must be an argument of peft.LoraConfig",
+                fix or "Leave it out.",
+                options[option],
             )
-    # Silent: an engine would sample from other weights than the ones that are trained, in the run or after it.
+    # Silent: an engine would sample from different weights than the trained ones.
     mode = "merged" if sampler is None else sampler.engine.lora_mode_of_run
     kind = WRITES if config.reward_model is None else SCORES
     for option, value, rule, fix in (*refused_options(options, mode), *refused_starts(options, kind)):
@@ -316,8 +326,8 @@ def _lora_problems(config: Config) -> Iterator[str]:
     if sampler is None:
         return
     # Costs more than a minute: vLLM refuses the adapters at the first update.
-    rank, room = largest_rank(options), sampler.engine.engine_args.get("max_lora_rank")
-    if isinstance(room, int) and rank > room:
+    rank, limit = largest_rank(options), sampler.engine.engine_args.get("max_lora_rank")
+    if isinstance(limit, int) and rank > limit:
         rule = f"must be at least the largest rank of the adapters, {rank}"
         fix = "Leave it out: it follows from lora_peft_config."
         yield refuse(config, f"{_SAMPLER}.engine.max_lora_rank", rule, fix)
@@ -327,21 +337,23 @@ def _quantization_problems(config: Config) -> Iterator[str]:
     # All of these cost more than a minute: the model is loaded first.
     train, path = config.train_parameters, "train_parameters.quantization"
     if not is_installed("bitsandbytes"):
-        fix = "Run `pip install 'vectorlm[qlora]'`, or leave it out where there is no bitsandbytes."
+        fix = "Run `pip install 'vectorlm[qlora]'`, or leave it out."
         yield refuse(config, path, "needs the package bitsandbytes", fix)
     if train.lora_peft_config is None:
-        yield refuse(config, path, "freezes the base: there is nothing to train", "Add lora_peft_config.")
+        yield refuse(
+            config, path, "needs adapters to train, because the base is frozen", "Add lora_peft_config."
+        )
     if "quantization_config" in (description_of(Path(config.model)) or {}):
-        fix = "Name the model that it was made of, in 16 or 32 bits."
-        yield refuse(config, "model", f"is quantised already, and {path} quantises it here", fix)
+        fix = "Name the model in 16 or 32 bits."
+        yield refuse(config, "model", f"cannot be quantised already with {path}", fix)
     if train.model.cpu_offload:
         fix = "Leave one of them out."
-        yield refuse(config, "train_parameters.cpu_offload", f"cannot go with {path}", fix)
+        yield refuse(config, "train_parameters.cpu_offload", f"cannot be used with {path}", fix)
     if train.model.low_cpu_mem_usage:
         fix = "Leave it out."
-        rule = f"sends shards of a model that each rank holds whole with {path}"
+        rule = f"cannot be used with {path}, where every rank holds the whole model"
         yield refuse(config, "train_parameters.low_cpu_mem_usage", rule, fix)
-    # The base crosses once; with merged weights all of it would, as numbers that are not those of the trainer.
+    # The base is sent once. Merged weights would be sent at every update, and would differ from the trainer's.
     if train.sampler is not None and train.sampler.engine.lora_mode_of_run != "adapter":
         fix = "Use inference: vllm with lora_mode: adapter."
         yield refuse(config, f"{_SAMPLER}.lora_mode", f"must be adapter with {path}", fix)
@@ -349,12 +361,16 @@ def _quantization_problems(config: Config) -> Iterator[str]:
         for option, value, _, _ in refused_options(train.lora_peft_config or {}, "adapter"):
             place = f"train_parameters.lora_peft_config.{option}"
             yield refuse(
-                config, place, f"reads or trains the base, which is in {path}", "Leave it out.", value
+                config,
+                place,
+                f"cannot be used with {path}: it reads or trains the base",
+                "Leave it out.",
+                value,
             )
 
 
 def _secret_problems(config: Config) -> Iterator[str]:
-    """Refuse secrets, by their names or as part of an address."""
+    """Yield secrets, found by their names or in an address."""
     # Silent: a run saves its config where others may read it, and sends it to its trackers.
     sampler = config.train_parameters.sampler
     places: dict[str, Any] = {"wandb_config": config.wandb_config}
@@ -363,20 +379,20 @@ def _secret_problems(config: Config) -> Iterator[str]:
     for path, given in places.items():
         for name in given if isinstance(given, Mapping) else ():
             if name in _SECRETS and isinstance(given[name], str):
-                rule = "is a secret, and a run saves its config where others may read it"
+                rule = "cannot be in a config, which a run saves where others may read it"
                 fix = f"Set the environment variable {_SECRETS[name]} instead."
-                # Without its origin: an option of the command line holds the secret.
+                # Without the origin, because a command-line option would hold the secret.
                 yield describe_refusal(f"{path}.{name}", "…", rule, fix)
     for path, value in flat(to_plain(config)):
-        # Keys too: a reward's name may hold an address.
+        # The name of a reward may hold an address.
         texts = value if isinstance(value, list | tuple) else (value,)
-        if any(PASSWORD.search(str(each)) for each in (path, *texts)):
-            rule = "holds a password, and a run saves its config where others may read it"
-            yield describe_refusal(PASSWORD.sub("://…@", path), "…", rule, "Leave it out of the address.")
+        if any(PASSWORD.search(str(text)) for text in (path, *texts)):
+            rule = "cannot hold a password: a run saves its config where others may read it"
+            yield describe_refusal(PASSWORD.sub("://…@", path), "…", rule, "Remove it from the address.")
 
 
 def _unread_settings(config: Config) -> Iterator[str]:
-    """Find settings that were changed and have no effect, by what they say of themselves (`ReadIf`)."""
+    """Yield settings that were changed and have no effect, by their `ReadIf`."""
     plain = to_plain(config)
     for path, setting in all_settings().items():
         value = value_at(plain, path)
@@ -385,6 +401,6 @@ def _unread_settings(config: Config) -> Iterator[str]:
         for other in setting.read_if:
             found = value_at(plain, other.path)
             is_read = found in other.values if other.values else found or other.path in config.origins
-            if not (is_read or any(value_at(plain, each) for each in other.also)):
+            if not (is_read or any(value_at(plain, name) for name in other.also)):
                 rule = f"has no effect with {other.path}={show(found)}"
                 yield refuse(config, path, rule, other.fix or f"Leave it out, or set {other.path}.", value)

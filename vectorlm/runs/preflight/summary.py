@@ -1,4 +1,4 @@
-"""A checked config in a few lines for people."""
+"""Print the summary of a checked config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vectorlm.types import ENVIRONMENT
 
 
 def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes: Sequence[str] = ()) -> str:
-    """Return what the run will do, one aspect a line, and then the config's notes and `notes`."""
+    """Return a summary of the run, one aspect per line, followed by the config's notes and `notes`."""
     config, train = checked.config, checked.config.train_parameters
     ranks = f"{world_size}" + (f" on {num_nodes} nodes" if num_nodes > 1 else "")
     on_cpu, on_cuda = map(train.model.dtype_on, (False, True))
@@ -39,15 +39,15 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes
         rows["stops early"] = f"after {_count(patience, 'evaluation')} without improvement"
     rows["output"] = train.output_dir
     if (found := checked.resumption) is not None:
-        goes_on = "; ".join([f"from step {found.step}", *found.changes])
-        rows["goes on"] = f"no: {say_finished(config, found)}" if found.is_finished else goes_on
+        resumes = "; ".join([f"from step {found.step}", *found.changes])
+        rows["resumes"] = f"no: {say_finished(config, found)}" if found.is_finished else resumes
     width = max(map(len, rows))
     lines = [f"  {name:<{width}}  {text}" for name, text in rows.items()]
     return "\n".join(lines + [f"  {'note':<{width}}  {text}" for text in (*notes_of(config), *notes)])
 
 
 def notes_of(config: Config) -> Iterator[str]:
-    """Yield what the run does in another way than the file says."""
+    """Yield notes where the run differs from the config file."""
     yield from config.notes
     if not is_installed("matplotlib"):
         yield "pictures: none, because matplotlib is not installed. Run `pip install matplotlib`."
@@ -109,16 +109,16 @@ def _text_rows(config: Config, world_size: int) -> dict[str, str]:
 def _rl_rows(rl: RLSettings, max_seq_len: int) -> dict[str, str]:
     collect, update, teacher = rl.collect, rl.update, rl.teacher
     weights = {**rl.reward.rewards, **rl.reward.reward_models}
-    for name, each in rl.collect.sources.items():
-        weights |= {f"{name}: {reward}": weight for reward, weight in each.rewards.items()}
+    for name, source in rl.collect.sources.items():
+        weights |= {f"{name}: {reward}": weight for reward, weight in source.rewards.items()}
     environments = {
-        name: each.environment for name, each in rl.by_source.items() if each.environment is not None
+        name: source.environment for name, source in rl.by_source.items() if source.environment is not None
     }
     if environments:
         weights[ENVIRONMENT] = 1.0
     prompts = " and ".join(
-        (f"{each.weight:.0%} " if name else "") + _prompts(each.prompts)
-        for name, each in rl.by_source.items()
+        (f"{source.weight:.0%} " if name else "") + _prompts(source.prompts)
+        for name, source in rl.by_source.items()
     )
     completions = collect.prompts_per_step * collect.group_size
     rows = {
@@ -128,9 +128,11 @@ def _rl_rows(rl: RLSettings, max_seq_len: int) -> dict[str, str]:
         "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()) or "none",
     }
     if environments:
-        played = [f"{name}: {each}" if name else each for name, each in environments.items()]
-        has_turns = any(not each.startswith(AGENT) for each in environments.values())
-        rows["environment"] = ", ".join(played) + (
+        labels = [
+            f"{name}: {environment}" if name else environment for name, environment in environments.items()
+        ]
+        has_turns = any(not environment.startswith(AGENT) for environment in environments.values())
+        rows["environment"] = ", ".join(labels) + (
             f", up to {_count(collect.max_turns, 'turn')} a rollout" if has_turns else ""
         )
     if teacher is not None:
@@ -152,7 +154,9 @@ def _checkpoint_row(config: Config) -> str:
     every, keep = config.train_parameters.loop.save_frequency, config.train_parameters.keep
     if not config.train_parameters.checkpointing_enabled:
         known = all_settings().items()
-        is_set = any(WITH_CHECKPOINTS in each.read_if and path in config.origins for path, each in known)
+        is_set = any(
+            WITH_CHECKPOINTS in setting.read_if and path in config.origins for path, setting in known
+        )
         return "off (checkpointing_enabled)" + ("; their settings are not read" if is_set else "")
     if config.rl is not None or every > 1:
         text = f"every {_count(round(every) if config.rl is None else config.rl.save_every, 'step')}"
@@ -170,9 +174,9 @@ def _sampler_row(config: Config) -> str:
     evaluation = train.sampler.evaluation
     sources = {} if config.rl is None else config.rl.by_source
     asked = [
-        each
-        for each in (evaluation.prompts, *(each.held_out for each in sources.values()))
-        if each is not None
+        prompts
+        for prompts in (evaluation.prompts, *(source.held_out for source in sources.values()))
+        if prompts is not None
     ]
     if not asked:
         return "none (set train_parameters.sampler.prompts)"

@@ -1,4 +1,4 @@
-"""The end of a run, carried out before its start, with the names and shapes of its weights alone."""
+"""Dry run of the export at the end of a run, with empty weights."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from vectorlm.train.language_model import inner_model
 from vectorlm.train.load import load_model, load_pretrained, load_scorer, load_tokenizer
 from vectorlm.train.lora import add_lora, is_still, merged, unmatched_names
 
-REHEARSAL = ".rehearsal-"
-"""How the name of the folder begins that a rehearsal removes again."""
+LEFTOVER = ".dry-run-"
+"""Prefix of the temporary folder of a dry run."""
 
 
-def rehearse(config: Config) -> list[str]:
-    """Export and merge what a run will train, in a folder that is removed again; return notes about the model.
+def dry_run(config: Config) -> list[str]:
+    """Export and merge the model of a run in a temporary folder; return notes about the model.
 
     Raises:
-        ConfigError: What the run trains could not be exported, merged or sampled from; the text says why.
+        ConfigError: The model cannot be exported, merged or sampled from; the text says why.
     """
     train = config.train_parameters
     output = Path(train.output_dir).absolute()
-    existing = next(each for each in (output, *output.parents) if each.exists())
+    existing = next(folder for folder in (output, *output.parents) if folder.exists())
     disable_progress_bar()
-    with _naming(config), warnings.catch_warnings(action="ignore"), ExitStack() as stack:
+    with _errors_as_config(config), warnings.catch_warnings(action="ignore"), ExitStack() as stack:
         tokenizer = load_tokenizer(config.model)
 
         def load() -> Any:
@@ -59,8 +59,8 @@ def rehearse(config: Config) -> list[str]:
             return base if train.lora_peft_config is None else add_lora(base, train.lora_peft_config)
 
         model = load()
-        notes = [*_crowded(config, model), *_untrained(config, model)]
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=REHEARSAL, dir=existing)))
+        notes = [*_length_problems(config, model), *_untrained(config, model)]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=existing)))
         stack.enter_context(patch("transformers.modeling_utils.safe_save_file", _save_names))
         card = card_of(output, 0, is_adapter=train.lora_peft_config is not None)
         weights = saved_tensors(model)
@@ -70,19 +70,19 @@ def rehearse(config: Config) -> list[str]:
             write_model(whole, saved_tensors(whole), tokenizer, folder / "merged", card)
             if config.reward_model is None:
                 # As `vectorlm sample` sends them.
-                held = manifest_of(load_model(config.model, is_empty=True))
-                require_same(merged_source(model, Topology()).manifest(), held)
+                expected = manifest_of(load_model(config.model, is_empty=True))
+                require_same(merged_source(model, Topology()).manifest(), expected)
         write_model(model, weights, tokenizer, folder / "final-model", card)
-        needed, free = sum(each.nbytes for each in weights.values()), shutil.disk_usage(existing).free
+        needed, free = sum(weight.nbytes for weight in weights.values()), shutil.disk_usage(existing).free
         if needed > free:
-            rule = f"is on a disk with {free:,} bytes left, and the exported model takes {needed:,}"
-            fix = "Make room, or name another folder."
+            rule = f"must be on a disk with {needed:,} bytes for the exported model; {free:,} are free"
+            fix = "Delete files, or name another folder."
             raise ConfigError(refuse(config, "train_parameters.output_dir", rule, fix))
     return notes
 
 
-def _crowded(config: Config, policy: Any) -> Iterator[str]:
-    """Refuse models that compute short rows in another way beside a long one; where texts are trained on, say so."""
+def _length_problems(config: Config, policy: Any) -> Iterator[str]:
+    """Refuse models whose results for a short row depend on longer rows of the batch; only a note for texts."""
     rl, train = config.rl, config.train_parameters
     longest = train.max_seq_len if rl is None else train.longest_rollout
     models = {"model": policy}
@@ -98,22 +98,25 @@ def _crowded(config: Config, policy: Any) -> Iterator[str]:
             continue
         setting = "max_seq_len" if longest == train.max_seq_len else "sampler.engine_args.max_model_len"
         rule = (
-            f"lets rows be longer than {border} tokens, where the rotary position embeddings of {name} change for all "
-            "rows of a batch"
+            f"must be at most {border}: beyond that, the rotary position embeddings of {name} change for all rows of a "
+            "batch"
         )
         if config.examples == "texts" and rl is None:
-            yield f"train_parameters.max_seq_len={train.max_seq_len} {rule}: a row's loss depends on those beside it"
+            yield (
+                f"train_parameters.max_seq_len={train.max_seq_len}: rows longer than {border} tokens change the rotary "
+                f"position embeddings of {name} for all rows of a batch, and so the loss of shorter rows"
+            )
         else:
             fix = f"Use {border} at most, or a model without such a scaling (longrope, dynamic)."
             raise ConfigError(refuse(config, f"train_parameters.{setting}", rule, fix, longest))
 
 
 def _untrained(config: Config, model: Any) -> Iterator[str]:
-    """Refuse names of adapters that no layer has; say what is not trained though the files suggest it."""
+    """Refuse adapters on layers that do not exist; yield notes about weights and losses that are not trained."""
     options, text = config.train_parameters.lora_peft_config, inner_model(model).config.get_text_config()
     if options is not None:
         if unmatched := [*unmatched_names(model, options)]:
-            rule = f"names what the model does not have: {', '.join(unmatched)}"
+            rule = f"must name layers of the model, and not {', '.join(unmatched)}"
             fix = "Correct these names, or leave them out."
             raise ConfigError(refuse(config, "train_parameters.lora_peft_config", rule, fix))
         if is_still(model):
@@ -128,9 +131,9 @@ def _untrained(config: Config, model: Any) -> Iterator[str]:
 
 
 def rows_apart(model: Any, longest: int) -> int | None:
-    """Return up to which length a row leaves the positions of others as they are; None where `longest` does.
+    """Return the longest row that leaves the position embeddings of other rows as they are; None if `longest` does.
 
-    The modules that turn positions into embeddings, without weights of their own, are tried.
+    Calls the modules without weights that turn positions into embeddings.
     """
 
     def embedded(last: int) -> list[torch.Tensor]:
@@ -146,7 +149,7 @@ def rows_apart(model: Any, longest: int) -> int | None:
                 # Modules of several kinds may take positions of another shape; they show nothing here.
                 with suppress(Exception):
                     found += tree_leaves(module(torch.zeros(1, 9, 1), position_ids=positions, **more))
-        return [each[..., :8, :].clone() for each in found]
+        return [embedding[..., :8, :].clone() for embedding in found]
 
     def are_apart(length: int) -> bool:
         return all(map(torch.equal, embedded(8), embedded(length - 1)))
@@ -157,14 +160,14 @@ def rows_apart(model: Any, longest: int) -> int | None:
 
 
 @contextmanager
-def _naming(config: Config) -> Iterator[None]:
-    """Say what an error means, which the end of a run would raise."""
+def _errors_as_config(config: Config) -> Iterator[None]:
+    """Turn errors of the export into `ConfigError`."""
     try:
         yield
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
     except OSError as error:
-        rule = f"cannot take the exported model ({error})"
+        rule = f"must be a folder that the exported model can be written to ({error})"
         fix = "Make it writable, or name another folder."
         raise ConfigError(refuse(config, "train_parameters.output_dir", rule, fix)) from error
     except Exception as error:
@@ -172,7 +175,7 @@ def _naming(config: Config) -> Iterator[None]:
             raise
         what = "" if isinstance(error, VectorLMError) else f"{type(error).__name__}: "
         raise ConfigError(
-            f"what this run trains could not be exported, merged or sampled from at its end ({what}{error}). Change "
+            f"the trained model could not be exported, merged or sampled from ({what}{error}). Change "
             f"train_parameters.lora_peft_config, or the files in model={config.model!r}."
         ) from error
 

@@ -1,9 +1,9 @@
-"""Whether environments and agents can be called with what the prompts have; loads them."""
+"""Check that rewards, environments and agents accept the columns of the prompts; imports them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, takewhile
 from typing import Any
@@ -28,7 +28,9 @@ from vectorlm.rl.environments.tools import (
     schemas_of,
     tool_message,
 )
-from vectorlm.runs.config.schema import RLSettings
+from vectorlm.rl.rewards.registry import EXTRAS, LOG, OF_TRL, RESERVED, RewardSignature, get_reward
+from vectorlm.runs.config.schema import Config, RLSettings
+from vectorlm.runs.config.setting import refuse
 from vectorlm.settings import nearest
 from vectorlm.types import PromptRecord
 
@@ -37,7 +39,7 @@ CALLED: dict[str, dict[str, tuple[str, ...]]] = {
     "respond": {"respond": ("text",), "close": ()},
     "trl": {"close": (), "get_reward": ()},
 }
-"""By the form of an environment, the methods that are called, and what with; TRL's `reset` gets the columns by name."""
+"""Methods and their arguments by form of environment; TRL's `reset` is left out: it gets the columns by name."""
 
 
 def environment_problems(
@@ -45,7 +47,7 @@ def environment_problems(
     prompts: Mapping[str, Sequence[PromptRecord]],
     held_out: Mapping[str, Sequence[PromptRecord]],
 ) -> Iterator[str]:
-    """Yield what is wrong with each environment or agent; the prompts are those of each source."""
+    """Yield the problems of environments and agents; `prompts` and `held_out` are by source."""
     # Costs more than a minute: it is first called after models are loaded.
     columns: dict[str, set[str] | None] = {}
     for source in dict.fromkeys((*rl.by_source, *held_out)):
@@ -65,28 +67,31 @@ def environment_problems(
 
 
 def require_environment(make: Any, where: str, columns: Collection[str] | None = None) -> None:
-    """Raise `ConfigError` for what cannot be an environment, or an agent; what a function makes is not checked.
+    """Raise `ConfigError` unless `make` can be an environment or an agent; objects made by a function are not checked.
 
-    A class has methods that can be called, and tools that can be described; `columns` are those that all its prompts
-    have, and fill the parameters of the class or function.
+    A class needs methods with the right arguments, and tools with schemas. `columns` are those of all its prompts; they
+    must fill the parameters of the class or function.
     """
     if not callable(make):
         raise ConfigError(
-            f"the environment {where!r} is a {type(make).__name__}: it must be a class or a function."
+            f"the environment {where!r} must be a class or a function, and is a {type(make).__name__}."
         )
     if where.startswith(AGENT):
         _require_call(make, ("url", "key", "row"), where)
         return
-    for name, each in inspect.signature(make).parameters.items():
-        is_open = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        if columns is not None and each.default is each.empty and not is_open and name not in columns:
+    for name, parameter in inspect.signature(make).parameters.items():
+        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if (
+            columns is not None
+            and parameter.default is parameter.empty
+            and not is_open
+            and name not in columns
+        ):
             fix = nearest(name, columns) or "Give it a default, or add the column."
             if name == "prompt":
                 fix = "Let reset(row) read it."
-            has = f"all its prompts have are {', '.join(sorted(columns)) or 'none'}"
-            raise ConfigError(
-                f"the environment {where!r} asks for {name!r}, and the columns that {has}. {fix}"
-            )
+            has = f"the columns of all its prompts are {', '.join(sorted(columns)) or 'none'}"
+            raise ConfigError(f"the environment {where!r} needs the parameter {name!r}, and {has}. {fix}")
     if not isinstance(make, type):
         return
     kind = kind_of(make, where)
@@ -98,21 +103,18 @@ def require_environment(make: Any, where: str, columns: Collection[str] | None =
 
 
 def source_tools(rl: RLSettings | None, source: str) -> tuple[list[dict[str, Any]], bool]:
-    """Return the schemas of the tools that the class of a source's environment has, and whether it may tell of them.
-
-    A `reset` may put them into the prompt.
-    """
+    """Return the tool schemas of a source's environment, and whether its `reset` may describe them in the prompt."""
     environment = None if rl is None else rl.collect.environment_of(source)
     if environment is None or environment.startswith(AGENT):
         return [], False
     make = load_plugin(environment)
-    # TRL's form gives no more than an observation.
+    # In TRL's form `reset` returns only an observation.
     may_tell = callable(getattr(make, "step", None)) and hasattr(make, "reset")
     return _class_tools(make, environment), may_tell
 
 
 def _class_tools(make: Any, where: str) -> list[dict[str, Any]]:
-    # What an object makes of itself is not seen here.
+    # Only classes are checked.
     if not isinstance(make, type):
         return []
     kind = kind_of(make, where)
@@ -123,10 +125,10 @@ def _class_tools(make: Any, where: str) -> list[dict[str, Any]]:
 def tool_notes(
     record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], *, may_tell: bool, setting: str
 ) -> Iterator[str]:
-    """Say that the chat template leaves out the tools of a prompt like those of `setting`.
+    """Yield a note if the chat template leaves out the tools of a prompt.
 
     Raises:
-        ConfigError: They are its environment's, which does not tell of them, and nor does the prompt.
+        ConfigError: The tools are the environment's, and neither it nor the prompt describes them.
     """
     prompt: Any = record.prompt
     text = ""
@@ -141,12 +143,12 @@ def tool_notes(
             return
     elif not own_tools:
         return
-    # Silent: the policy would call them by chance alone.
+    # Silent: the policy would call tools only by chance.
     names = [tool["function"]["name"] for tool in own_tools]
     if not may_tell and not all(name in text for name in names):
         raise ConfigError(
-            f"{setting}: the policy would not be told of the environment's tools, {', '.join(names)}. That takes "
-            "messages, and a chat template that renders `tools`. Use both, or describe the tools in the messages."
+            f"{setting} must describe the environment's tools, {', '.join(names)}. Use messages and a chat template "
+            "that renders `tools`, or describe the tools in the messages."
         )
     yield f"{setting}: the chat template does not render the tools. Describe them in the prompts, or use another one"
 
@@ -154,10 +156,10 @@ def tool_notes(
 def call_notes(
     environment: str | None, record: PromptRecord, tokenizer: Any, own_tools: Sequence[Any], *, setting: str
 ) -> Iterator[str]:
-    """Say what the chat template makes of a call of a tool and of its result, if there may be tools.
+    """Yield notes if the chat template cannot render tool calls and results, or renders them unreadably.
 
     Raises:
-        ConfigError: It refuses them, and the environment has tools.
+        ConfigError: The template refuses them, and the environment has tools.
     """
     is_agent = environment is not None and environment.startswith(AGENT)
     if environment is None or not (is_agent or own_tools or _names_tools(load_plugin(environment))):
@@ -192,7 +194,7 @@ def call_notes(
     )
     ids, ends = tokenizer.encode(with_call[num_same:], add_special_tokens=False), end_tokens(tokenizer)
     # As engines return it.
-    text = tokenizer.decode([*takewhile(lambda each: each not in ends, ids)], skip_special_tokens=True)
+    text = tokenizer.decode([*takewhile(lambda token: token not in ends, ids)], skip_special_tokens=True)
     if call.name in text and parse_calls(text, [call.name])[1] != [replace(call, id="")]:
         yield (
             f"{setting}: the chat template writes calls of tools as {with_call[num_same:][:200]!r}, which is not read: "
@@ -201,17 +203,99 @@ def call_notes(
 
 
 def _names_tools(make: Any) -> bool:
-    """Return whether the code of a class, which may give its objects tools, speaks of any."""
-    return any("tools" in each.__code__.co_names for _, each in inspect.getmembers(make, inspect.isfunction))
+    """Return whether the code of a class mentions tools, which its objects may then have."""
+    return any(
+        "tools" in method.__code__.co_names for _, method in inspect.getmembers(make, inspect.isfunction)
+    )
 
 
 def _require_call(function: Any, arguments: Sequence[str], where: str) -> None:
     try:
         inspect.signature(function, follow_wrapped=False).bind(*arguments)
     except ValueError:
-        return  # It says nothing of its parameters.
+        return  # The function has no signature.
     except TypeError as error:
         how = ", ".join(arguments)
         raise ConfigError(
             f"{where!r} cannot be called with ({how}): {error}. Give it these parameters."
         ) from error
+
+
+def reward_problems(
+    config: Config,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
+) -> Iterator[str]:
+    """Yield the parameters of reward functions that nothing supplies.
+
+    Raises:
+        ConfigError: A function or its file does not exist.
+    """
+    # Costs more than a minute: the first call comes after models are loaded and completions sampled.
+    for path, value, name, records, place in _uses(config, prompts, held_out):
+        for rule, fix in signature_problems(get_reward(name), records, place):
+            yield refuse(config, path, rule, fix, value)
+
+
+def reward_notes(
+    config: Config,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
+) -> Iterator[str]:
+    """Yield notes on parameters of rewards that both a column and the run could fill."""
+    for _, _, name, records, place in _uses(config, prompts, held_out):
+        kinds = RewardSignature.of(get_reward(name)).kinds
+        # Silent: a dataset's own conversation would be scored instead of the one with the completion.
+        for column in sorted({name for record in records for name in record.columns} & {*EXTRAS} & {*kinds}):
+            gets = (
+                "the run's function, not the column" if column == LOG else "the column, not what the run has"
+            )
+            yield f"{place}: the reward {name} gets as {column!r} {gets}. Rename the column if it should get the other"
+
+
+def _uses(
+    config: Config,
+    prompts: Mapping[str, Sequence[PromptRecord]],
+    held_out: Mapping[str, Sequence[PromptRecord]],
+) -> Iterator[tuple[str, Any, str, Sequence[PromptRecord], str]]:
+    """Yield setting, value and name of every reward, and its prompts with their setting."""
+    rl = config.rl
+    for source, settings in ({} if rl is None else rl.by_source).items():
+        place = f"rl.sources.{source}" if source else "rl"
+        has_own = rl is not None and source and rl.collect.sources[source].rewards
+        path = f"{place}.rewards" if has_own else "rl.rewards"
+        for name, weight in settings.rewards.items() if prompts[source] else ():
+            yield f"{path}.{name}", weight, name, prompts[source], f"{place}.prompts"
+    sampler = config.train_parameters.sampler
+    further = () if sampler is None else sampler.evaluation.further_rewards
+    for source, name in [*config.held_out_rewards.items(), *(("", name) for name in further)]:
+        asked = f"rl.sources.{source}.held_out" if source else "train_parameters.sampler.prompts"
+        path = asked if source else "train_parameters.sampler.reward"
+        if records := held_out.get(source):
+            yield path, name, name, records, asked
+
+
+def signature_problems(
+    reward: Callable[..., Any], records: Sequence[PromptRecord], source: str
+) -> Iterator[tuple[str, str]]:
+    """Yield rule and fix for the parameters of a reward that the prompts of `source` cannot fill."""
+    signature = RewardSignature.of(reward)
+    columns = {name for record in records for name in record.columns if name not in RESERVED}
+    # Silent: it scores without a look at what was sampled.
+    if not signature.sees_completion:
+        yield "needs a parameter for the completion", "Add a parameter `completion`, or `messages`."
+    for name in signature.missing(columns):
+        rule = f"asks for {name!r}, which nothing supplies"
+        if name in OF_TRL:
+            yield f"{rule}: it belongs to TRL's trainer", f"Give it a default: `{name}=None`."
+        else:
+            has = ", ".join(sorted(columns)) or "none but `prompt`"
+            fix = nearest(name, columns) or "Give it a default, or add the column."
+            yield f"{rule}: the columns of {source} are {has}", fix
+    if signature.takes_lists:
+        return  # A list has None where a row lacks the column.
+    for name in signature.required:
+        lacking = next((place for place, record in enumerate(records) if name not in record.columns), None)
+        if name in columns and lacking is not None:
+            fix = "Give it a default, or fill the column."
+            yield f"asks for {name!r}, which prompt {lacking} of {source} does not have", fix

@@ -22,8 +22,8 @@ from transformers import (
 from vectorlm.algorithms.settings import PreferenceSettings
 from vectorlm.cli import main
 from vectorlm.errors import ConfigError
-from vectorlm.runs.preflight import rehearsal
-from vectorlm.runs.preflight.rehearsal import rehearse, rows_apart
+from vectorlm.runs.preflight import dry_run as module
+from vectorlm.runs.preflight.dry_run import dry_run, rows_apart
 
 SHARED = "share one weight"
 REFUSED = [
@@ -43,7 +43,7 @@ REFUSED = [
 def test_adapters_without_a_way_out_are_refused_before_the_first_step(tmp_path, tied, options, message):
     save_tiny_llama(tmp_path / "model", tied=tied)
     with pytest.raises(ConfigError, match=message):
-        rehearse(make_config(tmp_path, tmp_path / "run", lora_peft_config={"r": 2, **options}))
+        dry_run(make_config(tmp_path, tmp_path / "run", lora_peft_config={"r": 2, **options}))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model", "run.yaml"]
 
 
@@ -83,7 +83,7 @@ def fails(*_, **__):
     [
         (peft.PeftModel, "save_pretrained"),
         (PreTrainedTokenizerFast, "save_pretrained"),
-        (rehearsal, "card_of"),
+        (module, "card_of"),
     ],
 )
 def test_whatever_the_end_of_a_run_calls_is_called_before_its_start(
@@ -92,7 +92,7 @@ def test_whatever_the_end_of_a_run_calls_is_called_before_its_start(
     config = make_config(inputs, tmp_path / "run", lora_peft_config={"r": 2})
     monkeypatch.setattr(owner, name, fails)
     with pytest.raises(ConfigError, match=r"could not be exported, merged or sampled from .*KeyError"):
-        rehearse(config)
+        dry_run(config)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
@@ -100,22 +100,22 @@ def test_a_lack_of_memory_is_not_blamed_on_the_config(inputs, tmp_path, monkeypa
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(rehearsal, "load_model", fail)
+    monkeypatch.setattr(module, "load_model", fail)
     with pytest.raises(type(error)) as raised:
-        rehearse(make_config(inputs, tmp_path / "run"))
+        dry_run(make_config(inputs, tmp_path / "run"))
     assert raised.value is error
 
 
 def test_a_folder_that_cannot_be_written_and_a_full_disk_are_refused(inputs, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"train_parameters\.output_dir=.* cannot take the exported model"):
-        rehearse(make_config(inputs, tmp_path / "a", output_dir=str(tmp_path / "file" / "run")))
-    monkeypatch.setattr(rehearsal.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10_000}))
-    with pytest.raises(ConfigError, match="with 10,000 bytes left, and the exported model takes"):
-        rehearse(make_config(inputs, tmp_path / "b"))
+    with pytest.raises(ConfigError, match=r"train_parameters\.output_dir="):
+        dry_run(make_config(inputs, tmp_path / "a", output_dir=str(tmp_path / "file" / "run")))
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10_000}))
+    with pytest.raises(ConfigError, match=r"train_parameters\.output_dir=.*10,000"):
+        dry_run(make_config(inputs, tmp_path / "b"))
 
 
-def test_check_and_run_rehearse(inputs, tmp_path, capsys):
+def test_check_and_run_dry_run(inputs, tmp_path, capsys):
     tied = save_tiny_llama(tmp_path / "model", tied=True)
     make_config(inputs, tmp_path / "run")
     options = [
@@ -136,8 +136,8 @@ def run_tied(topology, config):
 def test_every_rank_hears_of_it(inputs, tmp_path):
     tied = save_tiny_llama(tmp_path / "model", tied=True)
     config = make_config(inputs, tmp_path / "run", lora_peft_config={"modules_to_save": ["lm_head"]})
-    # A run was killed while it rehearsed.
-    (tmp_path / "run" / ".rehearsal-abc" / "final-model").mkdir(parents=True)
+    # A run was killed while it tried its export.
+    (tmp_path / "run" / ".dry-run-abc" / "final-model").mkdir(parents=True)
     on_ranks(2, run_tied, replace(config, model=str(tied)))
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -166,13 +166,13 @@ def test_names_of_adapters_that_no_layer_has_are_refused(inputs, tmp_path, optio
     wrong = next(
         each for each in ("v_porj", "lm_haed", "zzz", r"\^q_proj", "99") if each.strip("\\") in str(options)
     )
-    with pytest.raises(ConfigError, match=rf"lora_peft_config=.*does not have: .*{wrong}"):
-        rehearse(make_config(inputs, tmp_path / "run", lora_peft_config={"r": 2, **options}))
+    with pytest.raises(ConfigError, match=rf"lora_peft_config=.*{wrong}"):
+        dry_run(make_config(inputs, tmp_path / "run", lora_peft_config={"r": 2, **options}))
 
 
 @pytest.mark.parametrize("options", MATCHED)
 def test_names_of_adapters_that_layers_have_pass(inputs, tmp_path, options):
-    notes = rehearse(make_config(inputs, tmp_path / "run", lora_peft_config={"r": 2, **options}))
+    notes = dry_run(make_config(inputs, tmp_path / "run", lora_peft_config={"r": 2, **options}))
     assert not any("lora_peft_config" in note for note in notes)
 
 
@@ -187,7 +187,7 @@ def test_names_of_adapters_that_layers_have_pass(inputs, tmp_path, options):
 )
 def test_adapters_that_cannot_learn_are_named(inputs, tmp_path, options, is_still):
     options = {"r": 2, "target_modules": ["q_proj"], **options}
-    notes = rehearse(make_config(inputs, tmp_path / "run", lora_peft_config=options))
+    notes = dry_run(make_config(inputs, tmp_path / "run", lora_peft_config=options))
     assert any("no weight will move" in note for note in notes) == is_still
 
 
@@ -200,7 +200,7 @@ def test_the_loss_of_a_router_that_is_left_out_is_named(inputs, tmp_path):
         made = MixtralConfig(**sizes, **heads, output_router_logits=asks, router_aux_loss_coef=5.0)
         MixtralForCausalLM(made).save_pretrained(model)
         config = make_config(inputs, tmp_path / "run")
-        return rehearse(replace(config, model=str(model)))
+        return dry_run(replace(config, model=str(model)))
 
     assert not any("router" in note for note in notes(False))
     assert any("router_aux_loss_coef in config.json) is not trained on" in note for note in notes(True))
@@ -249,13 +249,13 @@ def test_rows_that_change_those_beside_them_are_refused_in_rl_and_named_in_fine_
     (model / "config.json").write_text(json.dumps(description))
     config = make_config(inputs, tmp_path / "run", max_seq_len=40)
     config = replace(config, model=str(model))
-    assert "longer than 32 tokens" in rehearse(config)[0]
+    assert "longer than 32 tokens" in dry_run(config)[0]
     pairs = replace(config, preference=PreferenceSettings(loss="dpo"))
     with pytest.raises(ConfigError, match=r"train_parameters\.max_seq_len=40.*Use 32 at most"):
-        rehearse(pairs)
+        dry_run(pairs)
     short = replace(pairs, train_parameters=replace(config.train_parameters, max_seq_len=32))
-    assert not any("32" in note for note in rehearse(short))
+    assert not any("32" in note for note in dry_run(short))
     files = save_files(tmp_path / "rl")
     rl = replace(config_of(files, tmp_path / "rl-run"), model=str(model))
     with pytest.raises(ConfigError, match="Use 32 at most"):
-        rehearse(replace(rl, train_parameters=replace(rl.train_parameters, max_seq_len=40)))
+        dry_run(replace(rl, train_parameters=replace(rl.train_parameters, max_seq_len=40)))
