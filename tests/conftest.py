@@ -4,7 +4,6 @@ import argparse
 import ctypes
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -106,7 +105,8 @@ def run_here(monkeypatch, forks_ranks):
         monkeypatch.setattr(sys, "argv", list(map(str, words)))
         code = 0
         try:
-            runpy.run_path(words[0], run_name="__main__")
+            # Not as `runpy` does, in whose place of the main module forked ranks would import the script.
+            exec(compile(Path(words[0]).read_text(), words[0], "exec"), {"__name__": "__main__"})
         except SystemExit as ended:
             code = ended.code
         assert not code

@@ -11,9 +11,7 @@ from vectorlm.errors import ConfigError, EngineError
 from vectorlm.plugin import load_plugin
 from vectorlm.report.plots import metric_panel
 from vectorlm.report.runs import RunFolder
-from vectorlm.rl.rewards.registry import get_reward
 from vectorlm.sampling.sampler.scheduler import backend_class
-from vectorlm.sampling.settings import Channels
 from vectorlm.settings import require_choice
 
 
@@ -114,10 +112,8 @@ def test_a_name_with_exchanged_letters_is_asked_back(tmp_path):
         "score": lambda name: load_plugin(f"{path}:{name}"),
         "Length": lambda name: load_plugin(f"{path}:{name.lower()}"),
         "grpo": get_algorithm,
-        "countdown": get_reward,
         "transformers": backend_class,
         "train/loss": lambda name: metric_panel(name, [run]),
-        "inline": lambda name: require_choice("channel", name, Channels),
         "token_mean": lambda name: require_choice("reduction", name, Reduction),
     }
     for name, look_up in found.items():

@@ -76,27 +76,6 @@ def test_the_help_imports_no_command():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-def test_who_names_no_command_is_told_what_there_is(capsys):
-    assert main([]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("usage: vectorlm COMMAND ...")
-    assert max(map(len, out.splitlines())) <= 120
-    for name, (what, example, _) in COMMANDS.items():
-        assert f"  {name:12}{what}\n" in out
-        assert f"  {example}\n" in out
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == out
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_s_help_shows_its_example(name, capsys):
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
-    assert f"example: {COMMANDS[name][1]}" in " ".join(capsys.readouterr().out.split())
-
-
 def test_the_examples_in_the_help_parse():
     for _, example, _ in COMMANDS.values():
         assert build_parser().parse_args(shlex.split(example)[1:]).run_command
