@@ -1,6 +1,7 @@
 """The notebooks run from top to bottom, and a cell that is run again does no harm."""
 
 import shutil
+import time
 from pathlib import Path
 
 import nbformat
@@ -84,4 +85,9 @@ def test_a_cell_run_again_replaces_its_engine_and_the_last_one_ends_with_the_ker
     (tmp_path / "cells.py").write_text(CELLS)
     printed = run(tmp_path, tmp_path / "cells.py", folder).splitlines()[-1].split()
     assert printed[:3] == ["1", "1", "0"]
-    assert not any(psutil.pid_exists(int(pid)) for pid in printed[3:])
+    deadline = time.monotonic() + 30
+    while (
+        is_there := any(psutil.pid_exists(int(pid)) for pid in printed[3:])
+    ) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_there
