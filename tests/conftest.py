@@ -6,19 +6,22 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
 import pytest
 from filelock import FileLock
-from kit import warm_engines
+from kit import pictures, rank_processes, warm_engines
 from kit.config_texts import MINIMAL
 from kit.rank_processes import save_tiny_llama
 from kit.tiny_engine import TINY_ENGINE
 
-from vectorlm.cli import model
+from vectorlm.cli import main, model
 from vectorlm.errors import ConfigError
+from vectorlm.ranks import launcher
+from vectorlm.runs import calls
 
 # The tests are made for CPUs, two ranks and more; docs/gpu.md says how they see a GPU.
 if not os.environ.get("VECTORLM_TESTS_SEE_GPUS"):
@@ -66,11 +69,49 @@ def _warm_samplers(request):
     warm_engines.use(None)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_pictures(request):
+    """Draw pictures in the tests of the report alone."""
+    pictures.draw(request.path.parent.name == "report")
+    yield
+    pictures.draw(True)
+
+
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
     """A tiny Llama; a test module may set options of `save_tiny_llama` in TINY_LLAMA."""
     options = getattr(request.module, "TINY_LLAMA", {})
     return save_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", **options)
+
+
+@pytest.fixture
+def forks_ranks(monkeypatch):
+    """Fork the ranks that commands and calls launch from a process that has imported what they need."""
+    for module in (launcher, calls):
+        monkeypatch.setattr(module, "launch", rank_processes.launch)
+
+
+@pytest.fixture
+def run_here(monkeypatch, forks_ranks):
+    """Run Python with some words in a folder, but in this process, which has imported what another would have to."""
+
+    def run(folder, *words):
+        monkeypatch.chdir(folder)
+        if words[0] == "-m":
+            assert words[1] == "vectorlm"
+            assert main(list(map(str, words[2:]))) == 0
+            return
+        monkeypatch.syspath_prepend(Path(words[0]).parent)
+        monkeypatch.setattr(sys, "argv", list(map(str, words)))
+        code = 0
+        try:
+            # Not as `runpy` does, in whose place of the main module forked ranks would import the script.
+            exec(compile(Path(words[0]).read_text(), words[0], "exec"), {"__name__": "__main__"})
+        except SystemExit as ended:
+            code = ended.code
+        assert not code
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -47,10 +47,14 @@ def module_of(path):
 
 
 @cache
+def modules():
+    return {module_of(source) for source in sources()}
+
+
+@cache
 def imported_modules(path):
     """List the modules of this package that a file imports anywhere: in functions and for type checkers too."""
-    known = {module_of(source) for source in sources()}
-    names = set()
+    known, names = modules(), set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -124,7 +128,7 @@ def test_no_module_imports_itself_through_others():
 )
 def test_heavy_packages_are_imported_where_they_belong(package, homes):
     users = set()
-    for path in sources():
+    for path in (path for path in sources() if package in path.read_text()):
         for node in ast.walk(tree_of(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
@@ -141,3 +145,12 @@ def test_functions_stay_short():
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
     ] == []
+
+
+def test_every_test_file_is_collected(pytestconfig):
+    """Pytest leaves out folders with names of its own, such as `dist` and `build`."""
+    tests, ignores = Path(__file__).parent, pytestconfig.hook.pytest_ignore_collect
+    paths = {
+        path for file in tests.rglob("test_*.py") for path in (file, *file.parents) if tests in path.parents
+    }
+    assert [path for path in paths if ignores(collection_path=path, config=pytestconfig)] == []

@@ -1,15 +1,13 @@
-"""The notebooks run from top to bottom, and a notebook's habits (interrupt, run again) do no harm."""
+"""The notebooks run from top to bottom, and a cell that is run again does no harm."""
 
-import os
-import queue
 import shutil
-import threading
 import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
-from jupyter_client.manager import start_new_kernel
+from kit.pages import run
 from kit.rank_processes import save_tiny_llama
 from nbclient import NotebookClient
 
@@ -44,7 +42,7 @@ def test_a_notebook_runs_and_says_what_its_committed_outputs_say(examples, name)
     save_tiny_llama(examples.parent / "data/smollm2", hidden_size=64, max_length=96)
     notebook = nbformat.read(folder / name, as_version=4)
     for old, new in SHORTER.get(name, {}).items():
-        (cell,) = (each for each in notebook.cells if old in each.source)
+        (cell,) = (cell for cell in notebook.cells if old in cell.source)
         cell.source = cell.source.replace(old, new)
     NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}}).execute()
     committed = nbformat.read(EXAMPLES / "notebooks" / name, as_version=4)
@@ -59,94 +57,37 @@ def kinds_of(notebook):
     ]
 
 
-class Kernel:
-    """A notebook's kernel, driven by hand."""
-
-    def __init__(self):
-        self.manager, self.client = start_new_kernel(kernel_name="python3")
-
-    def run(self, code, interrupt_after_s=None):
-        """Run a cell; return what it printed and the name of the error that it raised."""
-        if interrupt_after_s is not None:
-            threading.Timer(interrupt_after_s, self.manager.interrupt_kernel).start()
-        request = self.client.execute(code)
-        text, error, deadline = "", None, time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
-            try:
-                message = self.client.get_iopub_msg(timeout=1)
-            except queue.Empty:
-                continue
-            if message["parent_header"].get("msg_id") != request:
-                continue
-            content = message["content"]
-            match message["msg_type"]:
-                # The other one says that the engine takes its time to start.
-                case "stream" if content["name"] == "stdout":
-                    text += content["text"]
-                case "error":
-                    error = content["ename"]
-                case "status" if content["execution_state"] == "idle":
-                    return text, error
-        raise TimeoutError(code)
-
-    def samplers(self):
-        """Return the pids of the sampler processes under the kernel."""
-        kernel = self.manager.provisioner.pid
-        found = []
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                try:
-                    parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                    if (
-                        parent == kernel
-                        and b"vectorlm.sampling.sampler.process" in (folder / "cmdline").read_bytes()
-                    ):
-                        found.append(int(folder.name))
-                except OSError:
-                    continue
-        return found
-
-
-@pytest.fixture
-def kernel():
-    kernel = Kernel()
-    yield kernel
-    kernel.client.stop_channels()
-    kernel.manager.shutdown_kernel(now=True)
-
-
-def wait_until(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return condition()
-
-
-def cells(tmp_path):
-    """Return a cell that makes an engine, and one that uses it."""
-    folder = save_tiny_llama(tmp_path / "model", hidden_size=64, max_length=256)
-    construct = f"""
+CELLS = """
+import sys, time
+import psutil
 import vectorlm
-engine = vectorlm.SamplingEngine({str(folder)!r}, dtype="float32", max_model_len=256, kv_cache_memory_bytes=16 << 20)
+
+def make():
+    return vectorlm.SamplingEngine(sys.argv[1], dtype="float32", max_model_len=256, kv_cache_memory_bytes=16 << 20)
+
+def samplers():
+    return {each.pid for each in psutil.Process().children(True) if "sampler.process" in " ".join(each.cmdline())}
+
+engine = make()
+first = samplers()
+engine = make()
+deadline = time.monotonic() + 30
+while first & samplers() and time.monotonic() < deadline:
+    time.sleep(0.1)
+print(len(first), len(samplers() - first), len(first & samplers()), *samplers())
 """
-    short = "print(len(engine.sample([[2, 3]], {'max_tokens': 5, 'ignore_eos': True})[0][0].token_ids))"
-    return construct, short
 
 
 @pytest.mark.slow
-def test_interrupted_cells_keep_the_engine_a_cell_run_again_replaces_it_and_the_kernel_takes_the_last_along(
-    kernel, tmp_path
-):
-    construct, short = cells(tmp_path)
-    long = "engine.sample([[2, 3]] * 64, {'max_tokens': 250, 'ignore_eos': True, 'n': 8})"
-    assert kernel.run(construct) == ("", None)
-    for _ in range(2):
-        assert kernel.run(short) == ("5\n", None)
-        assert kernel.run(long, interrupt_after_s=0.5) == ("", "KeyboardInterrupt")
-    (first,) = kernel.samplers()
-    assert kernel.run(construct) == ("", None)
-    assert wait_until(lambda: first not in kernel.samplers()), "the engine of the first run is still there"
-    assert kernel.run(short) == ("5\n", None)
-    (second,) = kernel.samplers()
-    kernel.manager.shutdown_kernel(now=True)
-    assert wait_until(lambda: not os.path.exists(f"/proc/{second}")), "the engine outlived its kernel"
+def test_a_cell_run_again_replaces_its_engine_and_the_last_one_ends_with_the_kernel(tmp_path):
+    """An interrupted cell is a test of the engine: test_engine.py."""
+    folder = save_tiny_llama(tmp_path / "model", hidden_size=64, max_length=256)
+    (tmp_path / "cells.py").write_text(CELLS)
+    printed = run(tmp_path, tmp_path / "cells.py", folder).splitlines()[-1].split()
+    assert printed[:3] == ["1", "1", "0"]
+    deadline = time.monotonic() + 30
+    while (
+        is_there := any(psutil.pid_exists(int(pid)) for pid in printed[3:])
+    ) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_there

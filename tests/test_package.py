@@ -50,6 +50,7 @@ def installed(wheel, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_wheel_says_what_it_is(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

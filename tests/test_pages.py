@@ -1,9 +1,9 @@
 """README and docs/: links lead somewhere, commands and settings exist, generated parts are current."""
 
 import json
-import os
 import re
 import shlex
+import shutil
 import subprocess
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 from kit.pages import PAGES, ROOT, blocks, commands, run, text_of
-from kit.rank_processes import save_tiny_llama
 from transformers import AutoTokenizer
 
 import vectorlm
@@ -34,13 +33,6 @@ def test_every_link_leads_to_a_file(page):
     targets = re.findall(r"\]\(([^)#\s]+)", text_of(page))
     folder = (ROOT / page).parent
     assert [each for each in targets if ":" not in each and not (folder / each).exists()] == []
-
-
-def test_the_folders_that_the_readme_lists_exist():
-    tree = blocks("README.md", "text")[-1].splitlines()
-    rooms = [line.split()[0] for line in tree[1:-1] if line.startswith("  ") and line[2] != " "]
-    assert sorted(rooms) == sorted(f"{path.parent.name}/" for path in ROOT.glob("vectorlm/*/__init__.py"))
-    assert all((ROOT / name).is_dir() for name in tree[-1].split())
 
 
 def in_nav(entries):
@@ -89,45 +81,32 @@ def test_every_result_has_a_commit_a_date_and_the_list_of_the_code_that_it_measu
     assert [path for path in code if not (ROOT / path).exists()] == []
 
 
-def test_every_table_stands_on_one_page(table):
-    pages = table.pages_with_tables()
-    shown = [name for page in pages for _, name, _ in table.REGION.findall(text_of(page)) if name]
-    assert sorted(shown) == sorted(name for name, result in table.RESULTS.items() if result.tables)
-
-
 def test_a_result_is_older_than_its_code_once_more_than_comments_and_docstrings_changed(
     table, monkeypatch, tmp_path
 ):
     def git(*words):
-        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        done = subprocess.run(
-            ["git", *author, *words], cwd=tmp_path, check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     code, result = tmp_path / "vectorlm/swap.py", tmp_path / "benchmarks/results/swap.json"
     code.parent.mkdir()
     code.write_text('"""Swap."""\nSIZE = 1  # of a piece\n')
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "start")
+    for words in (["init"], ["add", "."], ["commit", "-m", "start"]):
+        git(*words)
     result.parent.mkdir(parents=True)
     found = {"commit": git("rev-parse", "HEAD"), "command": "python benchmarks/swap.py", "date": "2026-11-26"}
     result.write_text(json.dumps({**found, "rows": [{"ms": 1}]}))
     monkeypatch.setattr(table, "ROOT", tmp_path)
     monkeypatch.setattr(table, "RESULTS", {"swap": table.Result(("vectorlm",), (table.Table("Swaps"),))})
-    page = "<!-- benchmarks: begin swap -->\n<!-- benchmarks: end -->"
-
     code.write_text('"""Swap weights."""\nSIZE = 1  # bytes\n')
     assert table.results_older_than_their_code() == []
-    assert "(2026-11-26):" in table.with_tables(page, "docs/a.md", [])
-
     code.write_text('"""Swap weights."""\nSIZE = 2  # bytes\n')
     assert table.results_older_than_their_code() == ["swap"]
-    marked = table.with_tables(page, "docs/a.md", ["swap"])
-    assert "(2026-11-26; the code has changed since):" in marked
-    assert table.with_tables(marked, "docs/a.md") == marked
-
+    page = "<!-- benchmarks: begin swap -->\n<!-- benchmarks: end -->"
+    plain, marked = (table.with_tables(page, "docs/a.md", names) for names in ([], ["swap"]))
+    assert plain != marked == table.with_tables(marked, "docs/a.md")
     result.write_text(json.dumps({**found, "commit": "0" * 40, "rows": [{"ms": 1}]}))
     assert table.results_older_than_their_code() == ["swap"], "a commit that is not there cannot be compared"
 
@@ -158,32 +137,14 @@ def test_the_commands_of_vllm_parse():
         cli_args.validate_parsed_serve_args(parser.parse_args(shlex.split(line.removeprefix(start))))
 
 
-@pytest.mark.parametrize(
-    ("listed", "files", "num_ranks"),
-    [("GPU 0: H100\nGPU 1: H100", "", 2), ("GPU 0: H100", "", 1), (None, "/dev/nvidia0", 1), (None, "", 2)],
-)
-def test_make_counts_devices_by_their_files_where_nvidia_smi_is_not_there(listed, files, num_ranks, tmp_path):
-    programs = {"nvidia-smi": "exit 1" if listed is None else f"echo '{listed}'", "ls": f"echo {files}"}
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = ["make", "-n", "run", "DEVICE=cuda"]
-    steps = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, env=variables).stdout
-    assert f"--world_size {num_ranks}" in steps
-
-
-def test_make_run_is_the_command_of_the_readme():
-    steps = subprocess.run(["make", "-n", "run"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert f".venv/bin/{commands('README.md', 'python')[0]}" in steps
-    assert "examples/make_countdown.py --output_dir data/countdown --seed 0" in steps
+TINY_LLAMA = {"hidden_size": 64, "max_length": 1024}
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def workplace(folder, tmp_path, monkeypatch):
     """A folder with a tiny model, prompts, and the files of the pages."""
     monkeypatch.chdir(tmp_path)
-    save_tiny_llama(tmp_path / "model", hidden_size=64, max_length=1024)
+    shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "p.jsonl").write_text(blocks("docs/howto/own_reward.md", "json")[0])
     (tmp_path / "data").mkdir()
     (tmp_path / "data/dataset_info.json").write_text("{}")
@@ -234,14 +195,6 @@ def test_the_settings_of_a_page_exist_and_those_of_the_guides_pass_the_check(pag
         assert main(["check", "mine.yaml", *gpu]) == 0, capsys.readouterr().err
 
 
-def test_the_rewards_of_the_guide_score_as_they_say(workplace):
-    names = {}
-    exec(Path("my_rewards.py").read_text(), names)
-    assert names["right"]("the answer is 7", target=7) == 1.0
-    assert [names["right"](text, target=7) for text in ("7 or 8", "none", "-7")] == [0.0, 0.0, 0.0]
-    assert names["is_json"](['{"a": 1}', "{a"]) == [1.0, 0.0]
-
-
 def test_the_algorithm_of_the_guide_ranks_a_group(workplace):
     spec = spec_from_file_location("my_ranks", workplace / "my_ranks.py")
     module = module_from_spec(spec)
@@ -262,6 +215,7 @@ def test_the_engines_of_the_pages_answer(workplace):
         assert len(engine.sample([[2, 3]], {"max_tokens": 4, "ignore_eos": True})[0][0].token_ids) == 4
 
 
+@pytest.mark.slow
 def test_the_deadline_of_the_guide_is_an_argument_of_launch(workplace):
     code = blocks("docs/howto/hang.md", "python")[0]
     assert code.count("timeout_s=60.0") == 1
@@ -270,7 +224,7 @@ def test_the_deadline_of_the_guide_is_an_argument_of_launch(workplace):
     run(workplace, "hang.py")
 
 
-def test_the_commands_of_the_data_page_make_datasets_and_print_the_summary(workplace, capsys):
+def test_the_commands_of_the_data_page_make_datasets(workplace):
     tokenizer = AutoTokenizer.from_pretrained("model")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -282,21 +236,9 @@ def test_the_commands_of_the_data_page_make_datasets_and_print_the_summary(workp
     Path("raw.jsonl").write_text(blocks("docs/data.md", "json")[0])
     first, second = commands("docs/data.md")
     assert main(shlex.split(first)[1:]) == 0
-    assert capsys.readouterr().out == blocks("docs/data.md", "text")[0]
     Path("raw.jsonl").write_text(blocks("docs/data.md", "json")[0] * 10)
     assert main(shlex.split(second)[1:]) == 0
-    assert "rows in     1\n" in capsys.readouterr().out
     assert Path("data/eval/state.json").is_file()
-
-
-def test_an_interrupted_preprocessing_says_that_nothing_has_changed(workplace, capsys, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    Path("my.yaml").write_text(blocks("docs/data.md", "yaml")[0].replace("models/mine", "model"))
-    monkeypatch.setattr("vectorlm.data.preprocess.preprocess", interrupt)
-    assert main(["preprocess", "my.yaml"]) == 130
-    assert capsys.readouterr().err.endswith("interrupted; data/train is unchanged\n")
 
 
 def test_a_model_is_resized_for_a_tokenizer_that_outgrew_it(workplace):
@@ -305,7 +247,7 @@ def test_a_model_is_resized_for_a_tokenizer_that_outgrew_it(workplace):
     tokenizer.save_pretrained("model")
     Path("models").mkdir()
     Path("models/mine").symlink_to(workplace / "model")
-    with pytest.raises(ConfigError, match="57"):
+    with pytest.raises(ConfigError, match="models/mine"):
         load_tokenizer("models/mine")
     exec(blocks("docs/data.md", "python")[0], {})
     load_tokenizer("models/resized")

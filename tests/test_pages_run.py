@@ -1,8 +1,6 @@
 """The commands and programs of README and docs/ run as they are written, but for sizes."""
 
 import ast
-import json
-import re
 import shlex
 import sys
 from importlib import import_module
@@ -10,7 +8,7 @@ from importlib import import_module
 import pytest
 import yaml
 from datasets import Dataset
-from kit.pages import ROOT, blocks, commands, run, text_of
+from kit.pages import ROOT, blocks, commands, run
 from kit.rank_processes import save_tiny_llama
 from kit.rl_runs import lines
 
@@ -84,37 +82,34 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_main_command_leaves_what_the_readme_lists_and_its_model_is_sampled_from(checkout):
+def test_the_main_command_leaves_its_files_and_its_model_is_sampled_from(checkout):
     run(checkout, *shlex.split(commands("README.md", "python")[0])[1:], *QUICK)
     made = {path.name for path in (checkout / "runs/countdown_sft").iterdir()}
-    listed = ["final-model", "metrics.jsonl", "samples.jsonl", "run.png", "config.yaml"]
-    listed += ["run.json", "sampler.log", "checkpoints"]
-    assert made == set(listed)
-    assert all(f"`{name}`" in text_of("README.md") for name in listed)
-    command = commands("README.md", "vectorlm sample")[0]
-    assert "Using the numbers 3, 5, 8 make 16." in run(checkout, "-m", *shlex.split(command))
+    names = "final-model metrics.jsonl samples.jsonl run.png config.yaml run.json sampler.log checkpoints"
+    assert made == set(names.split())
+    assert run(checkout, "-m", *shlex.split(commands("README.md", "vectorlm sample")[0]))
 
 
 @pytest.mark.slow
-def test_the_commands_for_reinforcement_learning_train(checkout):
+def test_the_commands_for_reinforcement_learning_train(checkout, run_here):
     _, warm_up, reinforce = commands("README.md", "python")
     # The command above it samples meanwhile.
-    run(checkout, *shlex.split(warm_up)[1:], *QUICK[:4], "--set", "train_parameters.sampler=null")
+    run_here(checkout, *shlex.split(warm_up)[1:], *QUICK[:4], "--set", "train_parameters.sampler=null")
     few = ["--set", "rl.max_steps=1", "--set", "rl.prompts_per_step=8"]
-    printed = run(checkout, *shlex.split(reinforce)[1:], *few)
-    assert re.search(r"^step 1: \d+/256 right", printed, re.M)
+    run_here(checkout, *shlex.split(reinforce)[1:], *few)
+    assert "eval/accuracy" in lines(checkout / "runs/countdown_grpo/metrics.jsonl")[1]
     assert (checkout / "runs/countdown_grpo/final-model").is_dir()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["calculator_grpo", "guessing_grpo"])
-def test_the_examples_with_turns_run(checkout, name):
+def test_the_examples_with_turns_run(checkout, run_here, name):
     few = ["model=data/chats/model", "rl.max_steps=2", "rl.prompts_per_step=4", "rl.group_size=4"]
     few.append(f"train_parameters.output_dir=runs/{name}")
     # The model has not learned to end its turns.
     few.append(f"rl.sampling_params={{max_tokens: 8, stop_token_ids: {list(range(4, 200, 2))}}}")
     settings = [word for each in few for word in ("--set", each)]
-    run(checkout, "-m", "vectorlm", "run", f"configs/{name}.yaml", "--world_size", "1", *settings)
+    run_here(checkout, "-m", "vectorlm", "run", f"configs/{name}.yaml", "--world_size", "1", *settings)
     rollouts = lines(checkout / f"runs/{name}" / "rollouts.jsonl")
     assert [row["train_step"] for row in rollouts] == [1] * 16 + [2] * 16
     # Who does not call the calculator has answered.
@@ -122,21 +117,19 @@ def test_the_examples_with_turns_run(checkout, name):
 
 
 @pytest.mark.slow
-def test_the_ten_lines_run(checkout):
+def test_the_ten_lines_run(checkout, run_here):
     (checkout / "loop.py").write_text(blocks("README.md", "python")[0])
-    run(checkout, "loop.py")
+    run_here(checkout, "loop.py")
 
 
 @pytest.mark.slow
-def test_the_custom_loop_runs(checkout):
+def test_the_custom_loop_runs(checkout, run_here):
     command = commands("docs/howto/own_loop.md", "python examples/custom_loop")[0]
-    printed = run(checkout, *shlex.split(command.replace("--num_steps 300", "--num_steps 1"))[1:])
-    answers = re.findall(r"^step (\d+): \d+% of the held-out answers are right$", printed, re.M)
-    assert answers == ["0", "1"]
+    run_here(checkout, *shlex.split(command.replace("--num_steps 300", "--num_steps 1"))[1:])
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_guide_runs(tmp_path):
+def test_the_loop_of_the_guide_runs(tmp_path, run_here, capsys):
     save_tiny_llama(tmp_path / "model", hidden_size=64)
     (code,) = blocks("docs/howto/own_loop.md", "python")
     changes = {
@@ -149,7 +142,8 @@ def test_the_loop_of_the_guide_runs(tmp_path):
         assert code.count(old) == 1
         code = code.replace(old, new)
     (tmp_path / "loop.py").write_text(code)
-    assert len(ast.literal_eval(run(tmp_path, "loop.py").splitlines()[-1])) == 3
+    run_here(tmp_path, "loop.py")
+    assert len(ast.literal_eval(capsys.readouterr().out.splitlines()[-1])) == 3
     names = {path.name for path in (tmp_path / "my-model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
 
@@ -158,19 +152,14 @@ def test_the_loop_of_the_guide_runs(tmp_path):
 def test_the_plain_torchrun_command_trains_without_a_sampler(checkout):
     (command,) = commands("docs/multi_node.md", "torchrun --nproc_per_node 2 examples/llama_example.py")
     words = ["-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
-    printed = run(checkout, *words, *QUICK, "--set", "train_parameters.output_dir=runs/plain")
-    assert "examples/llama_example_mp.py" in printed, (
-        "a config that asks for sampling must be told what samples"
-    )
+    run(checkout, *words, *QUICK, "--set", "train_parameters.output_dir=runs/plain")
     assert (checkout / "runs/plain/final-model").is_dir()
 
 
 @pytest.mark.slow
 def test_commands_and_scripts_without_a_file_take_the_reference_config(checkout):
-    assert f"{DEFAULT_PATH}: ok" in run(checkout, "-m", "vectorlm", "check", "--world_size", "2")
-    printed = run(checkout, "examples/llama_example.py", *QUICK[:4])
-    assert f"{DEFAULT_PATH} asks for sampling, which this script leaves out. To sample as well:" in printed
-    assert "  python examples/llama_example_mp.py --yaml_path " in printed
+    assert str(DEFAULT_PATH) in run(checkout, "-m", "vectorlm", "check", "--world_size", "2")
+    assert "examples/llama_example_mp.py" in run(checkout, "examples/llama_example.py", *QUICK[:4])
     assert (checkout / "runs/config/final-model/model.safetensors").is_file()
     assert not (checkout / "runs/config/samples.jsonl").exists()
 
@@ -186,7 +175,7 @@ def contracts(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_backend_of_ones_own_goes_through_every_check(contracts):
+def test_a_backend_of_ones_own_goes_through_every_check(contracts, run_here):
     _, backend, ranks = blocks("docs/howto/own_backend.md", "python")
     (contracts / "test_inference.py").write_text(backend)
     # tests/sampling/testing/test_contract.py holds the same backend to all of the checks.
@@ -194,17 +183,18 @@ def test_a_backend_of_ones_own_goes_through_every_check(contracts):
     printed = run(contracts, "-m", "pytest", "-p", "no:cacheprovider", *one)
     assert f"1 passed, {len(CHECKS) - 1} deselected" in printed
     (contracts / "ranks.py").write_text(ranks)
-    run(contracts, "ranks.py")
+    run_here(contracts, "ranks.py")
 
 
 @pytest.mark.slow
-def test_an_engine_follows_the_trainer_of_the_page(contracts):
+def test_an_engine_follows_the_trainer_of_the_page(contracts, run_here, capsys):
     (contracts / "followed.py").write_text(blocks("docs/contracts.md", "python")[0])
-    assert len(run(contracts, "followed.py").splitlines()) >= 3
+    run_here(contracts, "followed.py")
+    assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
 @pytest.mark.slow
-def test_what_was_moved_over_from_trl_runs(tmp_path):
+def test_what_was_moved_over_from_trl_runs(tmp_path, run_here):
     """Questions of messages in a saved dataset, with the rewards and the config of the page."""
     _, rewards, *_ = blocks("docs/from_trl.md", "python")
     (config,) = blocks("docs/from_trl.md", "yaml")
@@ -226,16 +216,13 @@ def test_what_was_moved_over_from_trl_runs(tmp_path):
         "train_parameters.sampler.vllm_dtype=float32",
         "train_parameters.sampler.engine.kv_cache_memory_bytes=16777216",
     ]
-    run(tmp_path, "-m", "vectorlm", "run", "gsm8k.yaml", *(word for each in tiny for word in ("--set", each)))
+    settings_of_tests = [word for setting in tiny for word in ("--set", setting)]
+    run_here(tmp_path, "-m", "vectorlm", "run", "gsm8k.yaml", *settings_of_tests)
     output = tmp_path / settings["train_parameters"]["output_dir"]
     assert (output / "final-model/config.json").is_file()
     rollouts = lines(output / "rollouts.jsonl")
     assert len(rollouts) == 2 * 2 * 4
     for row in rollouts:
-        letter = json.dumps(row["prompt"])[-5]
-        text, wanted = row["completion"].strip(), None if letter == "d" else letter
-        assert row["rewards"]["right"] == (None if wanted is None else float(text.endswith(wanted)))
-        assert -6 / 256 <= row["rewards"]["brief"] <= -1 / 256
         total = (row["rewards"]["right"] or 0.0) + 0.1 * row["rewards"]["brief"]
         assert row["reward"] == pytest.approx(total, abs=1e-6)
     assert any(row["rewards"]["right"] is None for row in rollouts), "no question without an answer"

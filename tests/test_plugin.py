@@ -8,21 +8,11 @@ import pytest
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.settings import Reduction
 from vectorlm.errors import ConfigError, EngineError
-from vectorlm.plugin import is_plugin, load_plugin
+from vectorlm.plugin import load_plugin
 from vectorlm.report.plots import metric_panel
 from vectorlm.report.runs import RunFolder
-from vectorlm.rl.rewards.registry import get_reward
 from vectorlm.sampling.sampler.scheduler import backend_class
-from vectorlm.sampling.settings import Channels
 from vectorlm.settings import require_choice
-
-
-def test_what_looks_like_one():
-    assert is_plugin("rewards.py:length")
-    assert is_plugin("package.module:length")
-    assert not is_plugin("countdown")
-    assert not is_plugin("rewards.py:")
-    assert not is_plugin(":length")
 
 
 def test_a_file_is_run_once(tmp_path):
@@ -39,59 +29,35 @@ def test_functions_of_a_file_run_in_a_process_pool(tmp_path):
         assert pool.submit(double, 21).result(timeout=60) == 42
 
 
-def test_a_module_on_the_path():
-    import math
-
-    assert load_plugin("math:floor") is math.floor
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nowhere.py:x", "nowhere.py is not a file"),
-        ("no_such_module_here:x", "no module named 'no_such_module_here'"),
-        ("math:no_such_function", "math has no 'no_such_function'"),
-    ],
-)
-def test_what_does_not_exist_is_named(name, words):
-    with pytest.raises(ConfigError, match=words):
+@pytest.mark.parametrize("name", ["nowhere.py:x", "no_such_module_here:x", "math:no_such_function"])
+def test_what_does_not_exist_is_named(name):
+    with pytest.raises(ConfigError, match=name.partition(":")[0]):
         load_plugin(name)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "place"),
     [
-        ("\n1 / 0\n", r"ZeroDivisionError: division by zero \(.*/broken\.py:2\)\. Correct .*/broken\.py"),
-        ("def x(\n", r"SyntaxError: .*\(broken\.py, line 1\)\. Correct"),
-        ("import sys\nsys.exit(0)\n", r"SystemExit: 0 \(.*/broken\.py:2\)"),
-        ("import json\njson.loads('')\n", r"JSONDecodeError: .*\(.*/broken\.py:2\)"),
+        ("\n1 / 0\n", "broken.py:2"),
+        ("def x(\n", "broken.py, line 1"),
+        ("import sys\nsys.exit(0)\n", "broken.py:2"),
+        ("import json\njson.loads('')\n", "broken.py:2"),
+        ("import own_helper\n", "own_helper.py:3"),
+        ("import no_such_package_at_all\n", "ModuleNotFoundError"),
     ],
 )
-def test_an_error_of_the_file_is_named_and_may_be_mended(tmp_path, text, words):
-    path = tmp_path / "broken.py"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=rf"broken\.py:x' cannot be imported: {words}"):
-        load_plugin(f"{path}:x")
-    path.write_text("x = 7\n")
-    assert load_plugin(f"{path}:x") == 7
-
-
-def test_an_error_is_placed_in_the_users_own_file_that_raised_it(tmp_path, monkeypatch):
+def test_an_error_of_the_users_files_is_placed_and_may_be_mended(tmp_path, monkeypatch, text, place):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_helper.py").write_text("import json\n\njson.loads('')\n")
-    (tmp_path / "own_reward.py").write_text("import own_helper\n")
-    for name in (f"{tmp_path}/own_reward.py:x", "own_reward:x"):
-        with pytest.raises(ConfigError, match=r"JSONDecodeError: .*\(.*/own_helper\.py:3\)"):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    names = [f"{path}:x"] + ["broken:x"] * ("line" not in place)
+    for name in names:
+        with pytest.raises(ConfigError) as caught:
             load_plugin(name)
-
-
-def test_a_package_that_a_module_needs_is_not_taken_for_the_module(tmp_path, monkeypatch):
-    (tmp_path / "needs_more.py").write_text("import no_such_package_at_all\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"cannot be imported: ModuleNotFoundError: .*no_such_package_at_all"
-    ):
-        load_plugin("needs_more:x")
+        assert place in str(caught.value)
+    path.write_text("x = 7\n")
+    assert load_plugin(f"{path}:x") == 7
 
 
 def write_neighbours(folder, direct, between, late):
@@ -118,9 +84,7 @@ def test_a_file_finds_its_own_neighbours_also_when_it_is_called(tmp_path, shared
         tmp_path / "third",
         **{each: f"third_{name}" for each, name in names.items()} | {shared: names[shared]},
     )
-    with pytest.raises(
-        ConfigError, match=rf"'{names[shared]}' and would get .*one.* in place of .*third.*Rename"
-    ):
+    with pytest.raises(ConfigError, match=names[shared]):
         load_plugin(f"{tmp_path}/third/mine.py:score")
 
 
@@ -148,10 +112,8 @@ def test_a_name_with_exchanged_letters_is_asked_back(tmp_path):
         "score": lambda name: load_plugin(f"{path}:{name}"),
         "Length": lambda name: load_plugin(f"{path}:{name.lower()}"),
         "grpo": get_algorithm,
-        "countdown": get_reward,
         "transformers": backend_class,
         "train/loss": lambda name: metric_panel(name, [run]),
-        "inline": lambda name: require_choice("channel", name, Channels),
         "token_mean": lambda name: require_choice("reduction", name, Reduction),
     }
     for name, look_up in found.items():

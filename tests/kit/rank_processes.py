@@ -12,7 +12,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from kit import warm_engines
+import cloudpickle
+
+from kit import pictures, warm_engines
 from vectorlm.ranks.topology import Topology
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -43,7 +45,7 @@ def on_ranks(
             reader, writer = _CONTEXT.Pipe(duplex=False)
             num_local = world_size // num_nodes
             topology = Topology(rank, rank % num_local, world_size, num_local, "cpu")
-            target = (fn, args, topology, f"{scratch}/store", writer, warm_engines.OFFERED)
+            target = (fn, args, topology, f"{scratch}/store", writer, warm_engines.OFFERED, pictures.DRAWN)
             process = _CONTEXT.Process(target=_main, args=target, daemon=True)
             process.start()
             writer.close()
@@ -61,6 +63,16 @@ def on_ranks(
 def forked(fn: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
     """Do what `vectorlm.launch` does, without a launcher, on ranks that have torch and transformers already."""
     return on_ranks(world_size, _call, fn, args)
+
+
+def launch(fn: Callable[..., Any], *args: Any, world_size: int = 1) -> list[Any]:
+    """Stand in for `vectorlm.launch`, with ranks that have torch and transformers already."""
+    return forked(_unpickled, cloudpickle.dumps((fn, args)), world_size=world_size)
+
+
+def _unpickled(call: bytes) -> Any:
+    fn, args = pickle.loads(call)
+    return fn(*args)
 
 
 def _call(topology: Topology, fn: Callable[..., Any], args: tuple) -> Any:
@@ -88,12 +100,13 @@ def _collect(readers: list[Any], check: bool) -> list[Any]:
 
 
 def _main(
-    fn: Callable[..., Any], args: tuple, topology: Topology, store: str, writer: Any, warm: Any
+    fn: Callable[..., Any], args: tuple, topology: Topology, store: str, writer: Any, warm: Any, drawn: bool
 ) -> None:
     import torch
     import torch.distributed as dist
 
     warm_engines.use(warm)
+    pictures.draw(drawn)
     torch.set_num_threads(1)
     place = {"rank": topology.rank, "world_size": topology.world_size}
     dist.init_process_group("gloo", init_method=f"file://{store}", **place)

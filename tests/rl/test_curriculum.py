@@ -62,12 +62,6 @@ def test_every_pass_has_a_new_order_that_the_seed_decides_and_any_cut_continues(
     assert PromptOrder(records("q", 7), seed=4).take(14) != first + second
 
 
-def test_one_source_is_walked_through_as_ever():
-    mixture = PromptMixture({"": records("a", 7)}, 3, {"": 1.0}, {})
-    order = PromptOrder(records("a", 7), 3)
-    assert [mixture.at(place) for place in range(30)] == order.take(30)
-
-
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 200))
 def test_each_source_has_its_share_of_every_beginning(parts, count):
     shares = {f"s{index}": part / sum(parts) for index, part in enumerate(parts)}

@@ -60,62 +60,63 @@ def score(topology, judge, *batches):
     return [model(rollouts) for rollouts in batches]
 
 
-def test_a_chat_gets_the_special_tokens_of_its_template_and_no_others(judge, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(judge)
-    begin = [("</s>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="</s> $A", special_tokens=begin)
-    assert tokenizer("ab")["input_ids"][0] == tokenizer.eos_token_id
-    tokenizer.chat_template = "</s>{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    shutil.copytree(judge, tmp_path / "judge")
-    tokenizer.save_pretrained(tmp_path / "judge")
-    plain = AutoModelForSequenceClassification.from_pretrained(judge).eval()
-    ids = torch.tensor([tokenizer("</s>abcd", add_special_tokens=False)["input_ids"]])
-    ((found,),) = on_ranks(1, score, tmp_path / "judge", [rollout_of(CHAT, "cd")])
-    assert found == pytest.approx([plain(ids).logits.item()], abs=1e-5)
+@pytest.fixture
+def changed(judge, tmp_path):
+    """Save a reward model with another chat template or padding token; return its scores, its own and ours."""
+
+    def change(template, texts, rollouts, *, pads=None, step_separator=None, begins=False, world_size=1):
+        tokenizer = AutoTokenizer.from_pretrained(judge)
+        tokenizer.chat_template = template
+        if begins:
+            begin = [("</s>", tokenizer.eos_token_id)]
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+                single="</s> $A", special_tokens=begin
+            )
+        if pads is not None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if step_separator is not None:
+            tokenizer.init_kwargs[STEP_SEPARATOR] = step_separator
+        model = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+        model.config.pad_token_id = tokenizer.eos_token_id if pads else None
+        for part in (model, tokenizer):
+            part.save_pretrained(tmp_path / "judge")
+        ids = [torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]]) for text in texts]
+        found = [scores for (scores,) in on_ranks(world_size, score, tmp_path / "judge", rollouts)]
+        assert found == [found[0]] * world_size
+        return found[0], [model(row).logits.item() for row in ids]
+
+    return change
 
 
-def test_the_chat_with_an_environment_is_read_as_reward_functions_are_shown_it(judge, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(judge)
-    tokenizer.chat_template = (
-        "{% for turn in messages %}{{ turn['role'][0] }}{{ turn['content'] }}{% endfor %}"
-    )
-    shutil.copytree(judge, tmp_path / "judge")
-    tokenizer.save_pretrained(tmp_path / "judge")
-    plain = AutoModelForSequenceClassification.from_pretrained(judge).eval()
-    ids = torch.tensor([tokenizer("uabacufae", add_special_tokens=False)["input_ids"]])
-    turns = [("assistant", "c"), ("user", "f"), ("assistant", "e")]
-    messages = [*CHAT, *({"role": role, "content": content} for role, content in turns)]
-    ((found,),) = on_ranks(1, score, tmp_path / "judge", [rollout_of(CHAT, "cufae", messages=messages)])
-    assert found == pytest.approx([plain(ids).logits.item()], abs=1e-5)
-    plain.config.pad_token_id = tokenizer.eos_token_id
-    plain.save_pretrained(tmp_path / "judge")
-    tokenizer.init_kwargs[STEP_SEPARATOR] = "z"
-    tokenizer.save_pretrained(tmp_path / "judge")
-    messages[-1]["content"] = "ezgz"
-    whole = tokenizer("uabacufezgz", add_special_tokens=False)["input_ids"]
-    ends = [torch.tensor([whole[:end]]) for end in (9, 11)]
-    ((found,),) = on_ranks(1, score, tmp_path / "judge", [rollout_of(CHAT, "cufaezgz", messages=messages)])
-    assert found == pytest.approx([min(plain(ids).logits.sigmoid().item() for ids in ends)], abs=1e-5)
+ROLES = "{% for turn in messages %}{{ turn['role'][0] }}{{ turn['content'] }}{% endfor %}"
+CONTENTS = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
 
 
-@pytest.mark.parametrize("saved_padding", [None, "eos"])
-def test_a_score_is_read_where_the_models_own_config_reads_it(judge, tmp_path, saved_padding):
+def test_a_chat_gets_the_special_tokens_of_its_template_and_no_others(changed):
+    found, expected = changed(f"</s>{CONTENTS}", ["</s>abcd"], [rollout_of(CHAT, "cd")], begins=True)
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_chat_with_an_environment_is_read_as_reward_functions_are_shown_it(changed):
+    def played(last):
+        turns = [("assistant", "c"), ("user", "f"), ("assistant", last)]
+        messages = [*CHAT, *({"role": role, "content": content} for role, content in turns)]
+        return [rollout_of(CHAT, f"cufa{last}", messages=messages)]
+
+    found, expected = changed(ROLES, ["uabacufae"], played("e"))
+    assert found == pytest.approx(expected, abs=1e-5)
+    steps = ["uabacufez", "uabacufezgz"]
+    found, scores = changed(ROLES, steps, played("ezgz"), pads=True, step_separator="z")
+    assert found == pytest.approx([min(torch.tensor(scores).sigmoid().tolist())], abs=1e-5)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_score_is_read_where_the_models_own_config_reads_it(changed, pads):
     """Rows end in the tokenizer's padding token, which counts as padding only if the model's config says so."""
-    model = AutoModelForSequenceClassification.from_pretrained(judge).eval()
-    tokenizer = AutoTokenizer.from_pretrained(judge)
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}</s>"
-    model.config.pad_token_id = tokenizer.eos_token_id if saved_padding else None
-    model.save_pretrained(tmp_path / "judge")
-    tokenizer.save_pretrained(tmp_path / "judge")
-    expected = []
-    for text in ("abc</s>", "abdefg</s>"):
-        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-        assert ids[0, -1] == tokenizer.eos_token_id
-        expected.append(model(ids).logits.item())
     rollouts = [rollout_of(CHAT, text) for text in ("c", "defg")]
-    for (found,) in on_ranks(2, score, tmp_path / "judge", rollouts):
-        assert found == pytest.approx(expected, abs=1e-5)
+    texts = ["abc</s>", "abdefg</s>"]
+    found, expected = changed(f"{CONTENTS}</s>", texts, rollouts, pads=pads, world_size=2)
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_reward_model_reads_prompt_and_completion_as_one_text(judge):
@@ -124,10 +125,9 @@ def test_a_reward_model_reads_prompt_and_completion_as_one_text(judge):
     plain = AutoModelForSequenceClassification.from_pretrained(judge).eval()
     ids = [torch.tensor([tokenizer(prompt + text)["input_ids"]]) for prompt, text in texts]
     rollouts = [rollout_of(*pair) for pair in texts]
-    for world_size in (1, 2):
-        for first, again, nothing in on_ranks(world_size, score, judge, rollouts, rollouts, []):
-            assert first == again == pytest.approx([plain(row).logits.item() for row in ids], abs=1e-5)
-            assert nothing == []
+    for first, again, nothing in on_ranks(2, score, judge, rollouts, rollouts, []):
+        assert first == again == pytest.approx([plain(row).logits.item() for row in ids], abs=1e-5)
+        assert nothing == []
 
 
 def test_what_is_no_reward_model_is_refused(folder, tmp_path):
@@ -137,7 +137,7 @@ def test_what_is_no_reward_model_is_refused(folder, tmp_path):
     two = tmp_path / "two"
     AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(two)
     AutoTokenizer.from_pretrained(folder).save_pretrained(two)
-    with pytest.raises(ConfigError, match="2 labels"):
+    with pytest.raises(ConfigError, match="two"):
         RewardModel(str(two), load, Topology(), max_tokens=8, max_length=8)
     description = json.loads((folder / "config.json").read_text())
     headless = shutil.copytree(folder, tmp_path / "headless")
@@ -204,7 +204,7 @@ def test_noise_by_any_name_is_seen_and_turned_off_and_exported_as_it_was(folder,
     model = AutoModelForCausalLM.from_config(copy.deepcopy(NOISY[name])).train()
     before = model.config.to_dict()
     policy = LanguageModel(model, packs=packs)
-    with pytest.raises(ConfigError, match="the policy"):
+    with pytest.raises(ConfigError, match="policy"):
         require_quiet("policy", model, policy)
     state = torch.get_rng_state()
     require_quiet("policy", disable_dropout(model), policy)
@@ -238,7 +238,7 @@ def shaken(topology, folder, packs):
     model = load_sharded(load, topology, ModelSettings())
     policy = LanguageModel(model, packs=packs)
     state = torch.get_rng_state()
-    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp \(Shaky\)"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp"):
         require_quiet("policy", model, policy)
     return torch.equal(torch.get_rng_state(), state)
 
@@ -253,7 +253,7 @@ def test_dropout_before_a_head_of_zeros_is_seen(folder):
     critic = Critic(model, LanguageModel(disable_dropout(load_model(folder))))
     require_quiet("critic", model, critic)
     model.dropout.p = 0.5
-    with pytest.raises(ConfigError, match="the critic"):
+    with pytest.raises(ConfigError, match="critic"):
         require_quiet("critic", model, critic)
 
 
@@ -291,32 +291,23 @@ def test_a_synced_reference_is_the_policy(folder):
         assert torch.equal(after, target)
 
 
-def test_with_adapters_the_reference_is_the_base(folder):
-    base = disable_dropout(load_model(folder))
-    expected = LanguageModel(base, 1.0).logprobs(ROWS).detach()
-    model = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    policy = LanguageModel(model, 1.0)
-    assert not torch.allclose(policy.logprobs(ROWS), expected)
-    reference = Reference(policy, None)
-    torch.testing.assert_close(reference(ROWS), expected)
-    assert not torch.allclose(policy.logprobs(ROWS), expected), "the adapters stayed off"
-
-
-def test_the_reference_of_a_truncated_policy_is_of_all_tokens(folder):
-    """Its own support would leave out tokens that the policy draws."""
-    support = Support(top_k=5)
-    base = disable_dropout(load_model(folder))
+def test_the_reference_of_a_policy_with_adapters_is_the_base_and_of_all_tokens(folder):
+    """The support of a truncated policy would leave out tokens that the policy draws."""
+    base, support = disable_dropout(load_model(folder)), Support(top_k=5)
     expected = LanguageModel(base).logprobs(ROWS).detach()
     copied = Reference(LanguageModel(base, support=support), disable_dropout(load_model(folder)))
     torch.testing.assert_close(copied(ROWS), expected)
     adapted = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
     policy = LanguageModel(adapted, support=support)
-    torch.testing.assert_close(Reference(policy, None)(ROWS), expected)
-    assert (policy.logprobs(ROWS)[ROWS.is_asked] > expected[ROWS.is_asked] + 1).all()
+    for _ in range(2):  # The adapters are on again afterwards.
+        assert (policy.logprobs(ROWS)[ROWS.is_asked] > expected[ROWS.is_asked] + 0.5).any()
+        torch.testing.assert_close(Reference(policy, None)(ROWS), expected)
+    plain = LanguageModel(adapted)
+    assert not torch.allclose(plain.logprobs(ROWS), expected), "the adapters stayed off"
 
 
 @pytest.fixture(scope="module")
@@ -371,19 +362,21 @@ def test_the_reference_of_continued_adapters_is_what_they_were(folder, adapters,
     assert not (output / STARTING).exists()
 
 
-def adapters_after_a_reference_pass(topology, folder, strategy):
-    model = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
-    shard_model(model, topology, ModelSettings(sharding_strategy=strategy))
-    OptimizerStep(model, torch.optim.AdamW(model.parameters()), None, 1.0, topology)
-    policy = LanguageModel(model, 1.0)
-    Reference(policy, None)(ROWS)
-    reshard(model)
-    policy.logprobs(ROWS).sum().backward()
-    return {name: x.grad is not None for name, x in model.named_parameters() if "lora_" in name}
+def adapters_after_a_reference_pass(topology, folder):
+    """Return for each way to shard whether every adapter has a gradient."""
+    found = {}
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        model = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))
+        shard_model(model, topology, ModelSettings(sharding_strategy=strategy))
+        OptimizerStep(model, torch.optim.AdamW(model.parameters()), None, 1.0, topology)
+        policy = LanguageModel(model, 1.0)
+        Reference(policy, None)(ROWS)
+        reshard(model)
+        policy.logprobs(ROWS).sum().backward()
+        found[strategy] = [x.grad is not None for name, x in model.named_parameters() if "lora_" in name]
+    return found
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_adapters_learn_after_they_were_off(folder, strategy):
-    for has_gradient in on_ranks(2, adapters_after_a_reference_pass, folder, strategy):
-        assert has_gradient
-        assert all(has_gradient.values())
+def test_adapters_learn_after_they_were_off(folder):
+    for has_gradient in on_ranks(2, adapters_after_a_reference_pass, folder):
+        assert all(len(found) == 6 and all(found) for found in has_gradient.values())

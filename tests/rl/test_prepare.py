@@ -3,11 +3,11 @@
 import pytest
 import torch
 from kit.rank_processes import on_ranks
-from tiny_rl import build, leave_reference, random_groups, random_rewards, random_rows
+from tiny_rl import BY_KIND, build, leave_reference, random_groups, random_rewards, random_rows
 
 from vectorlm.algorithms.critic import gae_advantages
 from vectorlm.algorithms.groups import leave_one_out_advantages, whiten
-from vectorlm.algorithms.registry import algorithm_names, get_algorithm
+from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.rl.prepare import _highest
 from vectorlm.rl.settings import KLSettings
 
@@ -91,26 +91,25 @@ def test_the_tokens_of_highest_entropy_are_those_above_the_interpolated_quantile
             assert torch.equal(found, expected), (n, share)
 
 
-def advantages_of_all(topology, folder, kl_coef):
+def advantages_of_all(topology, folder, algorithms):
     """Return the advantages of each algorithm with and without its truncated completions, and the masks."""
-    found = {}
-    kl = KLSettings(kl_coef=kl_coef, kl_in="reward" if kl_coef else "loss", kl_kind="k1")
-    for algorithm in algorithm_names():
+    found, kl = {}, KLSettings(kl_coef=0.3, kl_in="reward", kl_kind="k1")
+    for algorithm in algorithms:
         if get_algorithm(algorithm).chooses:
             continue  # it chooses among the completions that are not truncated
-        run = leave_reference(build(topology, folder, algorithm, kl=kl, has_reference=kl_coef > 0))
-        batches = [run.prepare(random_rows(algorithm, drops), kl_coef) for drops in (False, True)]
+        run = leave_reference(build(topology, folder, algorithm, kl=kl, has_reference=True))
+        batches = [run.prepare(random_rows(algorithm, drops), 0.3) for drops in (False, True)]
         found[algorithm] = [(batch.advantages, batch.rows.mask) for batch in batches]
     return found
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-def test_completions_that_the_loss_leaves_out_stay_in_every_baseline(folder, kl_coef):
-    """With a penalty in the reward they are compared with less it, as all others are."""
+@pytest.mark.parametrize("algorithms", BY_KIND)
+def test_completions_that_the_loss_leaves_out_stay_in_every_baseline(folder, algorithms):
+    """They are compared with less the penalty in the reward, as all others are."""
     truncated = [rollout.finish_reason == "length" for group in random_groups() for rollout in group]
     assert any(truncated)
-    ((found),) = on_ranks(1, advantages_of_all, folder, kl_coef)
-    assert len(found) > 20
+    ((found),) = on_ranks(1, advantages_of_all, folder, algorithms)
+    assert len(found) >= len(algorithms) - 2
     for algorithm, ((whole, mask), (dropped, trained)) in found.items():
         assert torch.equal(trained, mask & ~torch.tensor(truncated)[:, None]), algorithm
         torch.testing.assert_close(dropped, torch.where(trained, whole, 0.0), msg=algorithm)

@@ -44,18 +44,10 @@ def save_run(folder, rows, norms):
     ("change", "norm", "found"),
     [
         ({}, 0.3, None),
-        ({"prompt": "b"}, 0.3, ["step 2: prompts differ in 1 of 1 rollouts, the first 0: 'a' and 'b'"]),
-        (
-            {"token_ids": [1, 3]},
-            0.3,
-            ["step 2: tokens differ in 1 of 1 rollouts, the first 0: '[1, 2]' and '[1, 3]'"],
-        ),
-        (
-            {"reward": 0.5, "advantage": 0.1},
-            0.4,
-            ["step 2: rewards", "step 2: advantages", "step 2: the gradient norm differs: 0.3 and 0.4"],
-        ),
-        ({}, 0.4, ["step 2: the gradient norm differs: 0.3 and 0.4"]),
+        ({"prompt": "b"}, 0.3, ["prompts"]),
+        ({"token_ids": [1, 3]}, 0.3, ["tokens"]),
+        ({"reward": 0.5, "advantage": 0.1}, 0.4, ["rewards", "advantages", "gradient norm"]),
+        ({}, 0.4, ["gradient norm"]),
     ],
     ids=str,
 )
@@ -73,17 +65,17 @@ def test_the_first_step_at_which_two_runs_differ_is_named_with_what_differs(
         runs = runs[0], save_run(tmp_path / "c", rows, [0.0, 0.1, 0.3, 0.3])
     assert main(["replay", runs[0], "--bisect", runs[1]]) == int(found is not None)
     printed = capsys.readouterr().out.splitlines()
-    expected = found or ["no step differs"]
-    assert len(printed) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(printed, expected, strict=True))
+    for line, name in zip(printed, found or [""], strict=True):
+        assert line.startswith("step 2") == bool(found)
+        assert name in line
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"), [([], "--step N"), (["--bisect", "nowhere"], "rollouts.jsonl")]
+    ("arguments", "named"), [([], "--step"), (["--bisect", "nowhere"], "rollouts.jsonl")]
 )
-def test_what_is_missing_is_said_in_one_line(tmp_path, capsys, arguments, text):
+def test_what_is_missing_is_named(tmp_path, capsys, arguments, named):
     assert main(["replay", str(tmp_path), *arguments]) == 2
-    assert text in capsys.readouterr().err
+    assert named in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -101,6 +93,7 @@ def make_run(tmp_path, monkeypatch):
             "rl.max_sampling_rounds=1",
             "rl.rollout.save_tokens=True",
             "rl.save_every=4",
+            "rl.reward_workers=0",
         ]
         with FakeEngine(lambda prompt, version: f"{prompt}{version}") as engine:
             reinforce(config_of(files, tmp_path / "run", "reinforce", overrides), engine=engine)
@@ -121,7 +114,8 @@ def test_a_step_that_dropped_all_its_groups_is_made_again_only_on_the_way_to_oth
     # One prompt of eight has rewards that differ.
     run, num_kept = make_run("a")
     assert sorted(num_kept.values()) == [0, 0, 1, 1]
-    for step, num in num_kept.items():
+    # The last step of each kind.
+    for num, step in {num: step for step, num in num_kept.items()}.items():
         assert main(["replay", str(run), "--step", str(step)]) == (0 if num else 2)
         assert (f"--step {step}:" in capsys.readouterr().err) == (num == 0)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from kit.batches import batch_of
 from kit.rank_processes import on_ranks
+from kit.sft_runs import are_equal
 from tiny_rl import assert_alike, build, random_rows
 
 from vectorlm.algorithms.groups import leave_one_out_advantages
@@ -147,17 +148,17 @@ def train_all(topology, folder, max_tokens, drift, pairs):
 
 @pytest.mark.slow
 def test_where_engine_and_trainer_agree_no_preset_changes_a_bit(folder):
-    pairs = [(algorithm, preset) for algorithm in COMBINED for preset in PRESETS]
-    (found,) = on_ranks(1, train_all, folder, 200, 0.0, pairs)
-    for algorithm in COMBINED:
+    algorithms = ("ppo", "gspo", "reinforce")
+    pairs = [(algorithm, preset) for algorithm in algorithms for preset in PRESETS]
+    (found,) = on_ranks(1, train_all, folder, 2000, 0.0, pairs)
+    for algorithm in algorithms:
         weights, metrics = found[algorithm, "off"]
         for preset in PRESETS:
             others, other_metrics = found[algorithm, preset]
             # Bypass makes the weights of the policy as it moves within the batch.
             if preset == "bypass" and not get_algorithm(algorithm).has_ratio:
                 continue
-            is_equal = [torch.equal(others[name], tensor) for name, tensor in weights.items()]
-            assert all(is_equal), (algorithm, preset)
+            assert are_equal(weights, others), (algorithm, preset)
             assert other_metrics["policy/loss"] == metrics["policy/loss"]
             if preset != "bypass":
                 assert other_metrics["correction/ess"] == 1.0
@@ -168,12 +169,10 @@ def test_ranks_and_micro_batches_change_nothing_with_weights_and_rejections(fold
     pairs = list((presets | {"vespo": "geometric"}).items())
     (wide,) = on_ranks(1, train_all, folder, 2000, 0.7, pairs)
     others = on_ranks(2, train_all, folder, 60, 0.7, pairs)
-    (uncorrected,) = on_ranks(1, train_all, folder, 2000, 0.7, [(name, "off") for name, _ in pairs])
     for pair in pairs:
         for other in others:
             assert_alike(other[pair], wide[pair])
-        plain, _ = uncorrected[pair[0], "off"]
-        assert any(not torch.allclose(plain[name], tensor) for name, tensor in wide[pair][0].items()), pair
+        assert wide[pair][1].get("correction/ess", 0.0) < 1, pair
 
 
 def first_step(topology, folder, algorithm, preset):

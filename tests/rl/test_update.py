@@ -7,27 +7,34 @@ from functools import partial
 import pytest
 import torch
 from kit.rank_processes import on_ranks
-from tiny_rl import assert_alike, build, distributions, gradients, one_step, random_rewards, random_rows
+from tiny_rl import (
+    BY_KIND,
+    SOME,
+    assert_alike,
+    build,
+    distributions,
+    gradients,
+    one_step,
+    random_rewards,
+    random_rows,
+)
 
 from vectorlm.algorithms.groups import group_advantages
-from vectorlm.algorithms.registry import algorithm_names, get_algorithm
+from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.support import Support
 from vectorlm.errors import ConfigError, NonFiniteLoss
-from vectorlm.ranks.topology import Topology
 from vectorlm.rl.prepare import apply_correction
 from vectorlm.rl.settings import PRESETS, Correction, KLSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.load import load_model
 from vectorlm.train.optimizer_step import Schedule
 
-SOME = ("grpo", "ppo", "online_dpo")
-
 
 def train(topology, folder, algorithm, max_tokens, packs=True, **more):
-    """Make four optimizer steps on one batch, with most algorithms two; return the weights and the metrics."""
+    """Make two optimizer steps on one batch; return the weights and the metrics."""
     kl_coef = 0.1 if algorithm == "grpo" else 0.0
-    more |= {"max_tokens_per_micro_batch": max_tokens, "has_reference": kl_coef > 0, "packs": packs}
-    more["num_epochs"] = 2 if algorithm in SOME else 1
+    more |= {"max_tokens_per_micro_batch": max_tokens, "num_epochs": 1}
+    more |= {"has_reference": kl_coef > 0, "packs": packs}
     run = build(topology, folder, algorithm, **more)
     assert (run.models.why_padded is None) is packs
     metrics = run.update(run.prepare(random_rows(algorithm), kl_coef), 3, kl_coef)
@@ -39,32 +46,20 @@ def train_all(topology, folder, max_tokens, algorithms, packs=True, shared_by=1)
     return {name: train(topology, folder, name, max_tokens, packs) for name in algorithms}
 
 
-@pytest.fixture(scope="module")
-def runs(folder):
-    """Every algorithm on one rank in one micro-batch, and on two ranks in many, apart or shared; some padded."""
-    (wide,) = on_ranks(1, train_all, folder, 2000, algorithm_names())
-    packed = on_ranks(2, train_all, folder, 60, algorithm_names())
-    shared = on_ranks(2, train_all, folder, 60, SOME, True, 2)
-    return wide, [*packed, *shared, *on_ranks(2, train_all, folder, 60, SOME, False)]
-
-
-@pytest.mark.parametrize("algorithm", algorithm_names())
-def test_ranks_micro_batches_and_padding_change_nothing(folder, runs, algorithm):
-    wide, others = runs
-    for other in (other for other in others if algorithm in other):
-        assert_alike(other[algorithm], wide[algorithm])
+@pytest.mark.parametrize("algorithms", BY_KIND)
+def test_ranks_micro_batches_and_padding_change_nothing(folder, algorithms):
+    """One rank and one micro-batch, two ranks and many, apart or shared, and padded."""
+    (wide,) = on_ranks(1, train_all, folder, 2000, algorithms)
+    others = on_ranks(2, train_all, folder, 60, algorithms)
+    if algorithms is SOME:
+        others += on_ranks(2, train_all, folder, 60, SOME[:3], True, 2)
+        others += on_ranks(2, train_all, folder, 60, SOME[:3], False)
     start = load_model(folder).state_dict()
-    assert any(not torch.equal(wide[algorithm][0][name], tensor) for name, tensor in start.items()), (
-        "nothing was trained"
-    )
-
-
-@pytest.mark.long
-def test_ranks_that_share_passes_change_no_algorithm(folder, runs):
-    names = [name for name in algorithm_names() if name not in SOME]
-    for shared in on_ranks(2, train_all, folder, 60, names, True, 2):
-        for name in names:
-            assert_alike(shared[name], runs[0][name])
+    for name in algorithms:
+        for other in others:
+            if name in other:
+                assert_alike(other[name], wide[name])
+        assert any(not torch.equal(wide[name][0][key], tensor) for key, tensor in start.items()), name
 
 
 def train_truncated(topology, folder, max_tokens, packs=True):
@@ -74,8 +69,7 @@ def train_truncated(topology, folder, max_tokens, packs=True):
 
 def test_truncated_sampling_is_the_same_on_ranks_in_micro_batches_and_padded(folder):
     (wide,) = on_ranks(1, train_truncated, folder, 2000)
-    others = [*on_ranks(1, train_truncated, folder, 60), *on_ranks(2, train_truncated, folder, 60, False)]
-    for other in others:
+    for other in on_ranks(2, train_truncated, folder, 60, False):
         assert_alike(other, wide)
     assert 0 < wide[1]["sampler/outside_support"] < 1
 
@@ -141,17 +135,22 @@ def penalty_step(topology, folder, kl_coef, hyperparameters=None, **more):
 
 
 @pytest.mark.parametrize(
-    ("reduction", "entropy_coef", "share"),
+    ("reduction", "entropy_coef", "share", "weighs"),
     [
-        ("token_mean", 0.0, 1.0),
-        ("token_mean", 0.5, 0.3),
-        ("sequence_mean_token_mean", 0.5, 0.3),
-        ("sequence_sum_fixed", 0.5, 0.3),
+        ("token_mean", 0.0, 1.0, False),
+        ("token_mean", 0.5, 0.3, False),
+        ("sequence_mean_token_mean", 0.5, 0.3, False),
+        ("sequence_sum_fixed", 0.5, 0.3, False),
+        ("sequence_mean_token_sum", 0.0, 1.0, True),
     ],
 )
-def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, entropy_coef, share):
-    """The k3 penalty, and the entropy of the tokens that are learned from, row by row and in float64."""
+def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, entropy_coef, share, weighs):
+    """The k3 penalty, and the entropy of the tokens that are learned from, row by row and in float64.
+
+    Its importance weights have a gradient too: with r = 1, k3 grad log policy + grad k3.
+    """
     settings = {"hyperparameters": {"reduction": reduction}, "top_entropy_quantile": share}
+    settings["kl"] = KLSettings(kl_coef=0.5, kl_importance_weights=weighs)
     on_rank = partial(penalty_step, entropy_coef=entropy_coef, **settings)
     gradient, metrics, reference, rows = on_ranks(2, on_rank, folder, 0.5)[0]
     model, says = distributions(folder)
@@ -165,14 +164,17 @@ def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, entropy
         values = []
         for place in mask.nonzero()[:, 0].tolist():
             logprobs = says[row][place - 1]
-            d = reference[row, place].double() - logprobs[rows.input_ids[row, place]]
+            mine = logprobs[rows.input_ids[row, place]]
+            d = reference[row, place].double() - mine
+            ratio = (mine - mine.detach()).exp() if weighs else 1.0
             bonus = (logprobs.exp() * logprobs).sum()
-            values.append(0.5 * (d.exp() - d - 1) + entropy_coef * bonus * (bonus <= bound))
+            values.append(0.5 * ratio * (d.exp() - d - 1) + entropy_coef * bonus * (bonus <= bound))
         if values:
             per_row.append(torch.stack(values))
     loss = {
         "token_mean": torch.cat(per_row).mean(),
         "sequence_mean_token_mean": torch.stack([row.mean() for row in per_row]).mean(),
+        "sequence_mean_token_sum": torch.stack([row.sum() for row in per_row]).mean(),
         "sequence_sum_fixed": torch.stack([row.sum() for row in per_row]).sum() / (len(per_row) * 9),
     }[reduction]
     loss.backward()
@@ -289,25 +291,6 @@ def test_the_policy_learns_from_the_tokens_of_highest_entropy(folder):
         torch.testing.assert_close(weights, expected)
 
 
-def test_importance_weights_of_the_penalty_have_a_gradient_too(folder):
-    """r k3 with r = 1 at the first step: k3 grad log policy + grad k3, row by row and in float64."""
-    kl = KLSettings(kl_coef=0.5, kl_importance_weights=True)
-    on_rank = partial(penalty_step, kl=kl, entropy_coef=0.0)
-    gradient, _, reference, rows = on_ranks(2, on_rank, folder, 0.5)[0]
-    model, says = distributions(folder)
-    per_row = []
-    for row, mask in enumerate(rows.mask):
-        values = []
-        for place in mask.nonzero()[:, 0].tolist():
-            mine = says[row][place - 1, rows.input_ids[row, place]]
-            d = reference[row, place].double() - mine
-            values.append((mine - mine.detach()).exp() * (d.exp() - d - 1))
-        if values:
-            per_row.append(torch.stack(values).sum())
-    (0.5 * torch.stack(per_row).mean()).backward()
-    assert_gradient(gradient, model)
-
-
 def stop_early(topology, folder):
     run = build(topology, folder, "grpo", lr=5.0, max_kl=1e-4, num_epochs=5)
     return run.update(run.prepare(random_rows("grpo")))
@@ -363,42 +346,24 @@ def test_the_learning_rate_follows_the_position_in_the_run(folder):
 
 def diverge(topology, folder, budget):
     run = build(topology, folder, "grpo", max_tokens_per_micro_batch=budget)
-    batch = run.prepare(random_rows("grpo"))
-    batch.advantages[0] = torch.inf
     before = run.weights()
-    try:
+
+    def update():
+        batch = run.prepare(random_rows("grpo"))
+        batch.advantages[0] = torch.inf
         run.update(batch, step=7)
-    except NonFiniteLoss as error:
-        after = run.weights()
-        return str(error), all(torch.equal(after[name], before[name]) for name in before)
+
+    with pytest.raises((NonFiniteLoss, ConfigError)) as caught:
+        update()
+    after = run.weights()
+    return str(caught.value), all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_weights_change(folder):
-    for text, is_unchanged in on_ranks(2, diverge, folder, 64):
-        assert "policy" in text
-        assert "step 7" in text
+@pytest.mark.parametrize(("budget", "named"), [(64, "step 7"), (9, "rl.max_tokens_per_micro_batch=9")])
+def test_a_loss_that_is_not_finite_or_a_row_beyond_the_budget_stops_all_ranks(folder, budget, named):
+    for text, is_unchanged in on_ranks(2, diverge, folder, budget):
+        assert named in text
         assert is_unchanged
-
-
-def beyond_the_budget(topology, folder):
-    try:
-        diverge(topology, folder, 9)
-    except ConfigError as error:
-        return str(error)
-
-
-def test_a_row_beyond_the_budget_is_an_error_of_all_ranks(folder):
-    for text in on_ranks(2, beyond_the_budget, folder):
-        assert "rl.max_tokens_per_micro_batch=9" in text
-
-
-def test_a_lone_process_needs_no_process_group(folder):
-    from vectorlm.ranks.launcher import process_group
-
-    topology = Topology()
-    with process_group(topology):
-        weights, _ = train(topology, folder, "grpo", 200)
-    assert weights
 
 
 WRONG_SHAPES = {
@@ -467,13 +432,13 @@ def fill(batch, mask, names):
 
 def train_filled(topology, folder, algorithms):
     """Return weights and metrics of updates, and advantages, with numbers and others outside the mask, in pairs."""
-    found = {}
+    found, steps = {}, {"num_mini_batches": 1, "max_tokens_per_micro_batch": 2000, "off_policy_mask": None}
     for name in algorithms:
         pairs = []
         for is_filled in (False, True):
             more = {"hyperparameters": {"whiten_advantages": True}} if name == "gmpo" else {}
             weighs = get_algorithm(name).samples_from_policy
-            run = build(topology, folder, name, has_reference=True, off_policy_mask=None, **more)
+            run = build(topology, folder, name, has_reference=True, **steps, **more)
             if weighs:
                 run = replace(
                     run, settings=replace(run.settings, correction=Correction(level="sequence", high=2.0))
@@ -495,9 +460,10 @@ def train_filled(topology, folder, algorithms):
     return found
 
 
-def test_what_fills_the_places_outside_the_mask_changes_nothing(folder):
-    """Prompts, padding, words of environments and completions without a reward, for every algorithm."""
-    (found,) = on_ranks(1, train_filled, folder, algorithm_names())
+@pytest.mark.parametrize("algorithms", BY_KIND)
+def test_what_fills_the_places_outside_the_mask_changes_nothing(folder, algorithms):
+    """Prompts, padding, words of environments and completions without a reward."""
+    (found,) = on_ranks(1, train_filled, folder, algorithms)
     for name, (whole, filled) in found.items():
         assert torch.equal(whole[0], filled[0]), f"the advantages of {name}"
         assert whole[1] == pytest.approx(filled[1], nan_ok=True), f"the metrics of {name}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.algorithms.registry import algorithm_names, get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE
 from vectorlm.ranks.topology import Topology
@@ -34,6 +34,10 @@ from vectorlm.train.shard import load_sharded
 from vectorlm.types import PromptRecord
 
 NUM_GROUPS, GROUP_SIZE = 5, 4
+SOME = ("grpo", "ppo", "online_dpo", "reinforce_pp", "clip_cov", "otb", "gdpo", "vespo", "gmpo")
+"""One algorithm of each kind: of tokens, completions and pairs; with a critic, marks, gradient norms or parts."""
+OTHERS = [name for name in algorithm_names() if name not in SOME]
+BY_KIND = [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)]
 
 
 def random_groups():

@@ -106,7 +106,8 @@ def test_a_run_that_stopped_early_is_finished_until_it_may_be_more_patient(input
 
 def test_each_epoch_ends_with_a_model(inputs, tmp_path):
     output = tmp_path / "run"
-    on_ranks(2, train, config_of(inputs, output, epoch_models=True, keep_checkpoints=9, save_frequency=1))
+    changes = {"keep_checkpoints": 9, "save_frequency": 1, "gradient_accumulation_steps": 2}
+    on_ranks(1, train, config_of(inputs, output, epoch_models=True, **changes))
     assert steps_of(output) == [3, 6]
     for epoch in (1, 2):
         found = weights_of(output / f"epoch-{epoch}-model")
@@ -147,6 +148,7 @@ rl:
   group_size: 2
   sampling_params: {{max_tokens: 8}}
   rewards: {{"{inputs}/rewards.py:right": 1.0}}
+  reward_workers: 0
 """
 RIGHT = """
 def right(completion, prompt):

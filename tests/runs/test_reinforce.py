@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -173,7 +171,7 @@ def test_a_ppo_run_goes_on_with_another_number_of_ranks(files, ppo, tmp_path, sh
 
 
 @pytest.mark.slow
-def test_a_step_that_is_made_again_is_bit_for_bit_what_was_logged(ppo, tmp_path, capsys):
+def test_a_step_that_is_made_again_is_bit_for_bit_what_was_logged(ppo, tmp_path, capsys, forks_ranks):
     output = tmp_path / "run"
     shutil.copytree(ppo, output)
     # Of step 3 there is no checkpoint, and the last one has the final model.
@@ -331,51 +329,6 @@ def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
         assert row["turn_ends"][-1] == len(row["token_ids"])
 
 
-CONTROL = """
-from dataclasses import replace
-from vectorlm.algorithms import get_algorithm
-
-GRPO = get_algorithm("grpo")
-FLIPPED = replace(GRPO, name="flipped", advantages=lambda scores, knobs: -GRPO.advantages(scores, knobs))
-"""
-
-
-def gain(files, output, algorithm, reward):
-    """Train for sixteen steps; return by how much the share of vowels rose."""
-    overrides = [
-        f'rl.rewards={{"{files}/rewards.py:{reward}": 1.0}}',
-        "rl.max_steps=16",
-        "rl.group_size=16",
-        "rl.save_every=100",
-        "rl.max_tokens_per_micro_batch=2048",
-        "train_parameters.optimizer.lr=3e-3",
-        "train_parameters.sampler.sample_frequency=100",
-    ]
-    forked(reinforce, config_of(files, output, algorithm, overrides), world_size=1)
-    # Of the true reward, whatever was trained on.
-    rewards = {}
-    exec(REWARD, rewards)
-    rows = lines(output / "rollouts.jsonl")
-
-    def mean(steps):
-        found = [rewards["vowels"](row["completion"]) for row in rows if row["train_step"] in steps]
-        return sum(found) / len(found)
-
-    return mean(range(13, 17)) - mean(range(1, 4))
-
-
-@pytest.mark.long
-def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neither(files, tmp_path):
-    (files / "control.py").write_text(CONTROL)
-    taught = gain(files, tmp_path / "taught", "grpo", "vowels")
-    untaught = gain(files, tmp_path / "untaught", f"{files}/control.py:FLIPPED", "vowels")
-    noise = gain(files, tmp_path / "noise", "grpo", "shuffled")
-    # A random model says a vowel at one token in ten.
-    assert taught > 0.3
-    assert untaught < -0.03
-    assert abs(noise) < taught / 3
-
-
 GRAMMAR = "rl.sampling_params={structured_outputs: {choice: [b]}}"
 
 
@@ -443,7 +396,7 @@ def test_what_cannot_be_carried_out_or_would_change_nothing_is_refused_by_name(
 
 def test_rewards_of_one_name_are_refused(files, tmp_path):
     twice = ["rl.rewards={a.py:score: 1, b.py:score: 1}"]
-    with pytest.raises(ConfigError, match="'score'"):
+    with pytest.raises(ConfigError, match="score"):
         check_rl(config_of(files, tmp_path / "refused", overrides=twice))
 
 
@@ -461,7 +414,7 @@ def test_penalties_are_fine_where_completions_need_not_be_the_policys(files, tmp
     ],
 )
 def test_truncated_completions_are_trained_on_as_they_were_drawn(
-    files, tmp_path, capsys, preset, lora, world_size, ratio
+    files, tmp_path, capsys, forks_ranks, preset, lora, world_size, ratio
 ):
     overrides = [
         "rl.sampling_params={max_tokens: 8, temperature: 0.9, top_p: 0.9, top_k: 30, min_p: 0.02}",
@@ -537,12 +490,3 @@ def test_transformers_samples_what_the_trainer_computes(files, tmp_path):
     metrics = lines(tmp_path / "hf" / "metrics.jsonl")[1:]
     assert [line["step"] for line in metrics] == [1, 2]
     assert all(line["sampler/logprob_gap_max"] < 1e-4 for line in metrics)
-
-
-def test_the_script_refuses_a_config_without_rl_in_one_line(files, tmp_path):
-    config_of(files, tmp_path / "text")
-    command = [sys.executable, ROOT / "examples/rl_example_mp.py", "--yaml_path", files / "text.yaml"]
-    run = subprocess.run([*command, "--set", "rl=null"], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2
-    assert "'rl'" in run.stderr
-    assert "Traceback" not in run.stderr

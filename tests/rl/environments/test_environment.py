@@ -285,7 +285,10 @@ class ChoosesInOneProcess:
         return None
 
 
-@pytest.mark.parametrize("kind", [Chooses, ChoosesLate, ChoosesInOneProcess])
+@pytest.mark.parametrize(
+    "kind",
+    [Chooses, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (ChoosesLate, ChoosesInOneProcess))],
+)
 def test_the_policy_is_told_of_the_tools_that_the_environment_of_its_rollout_has(kind):
     async def rollout(host, number):
         playing = RemoteEnvironment(host, PromptRecord(ASKED, {"number": number}))

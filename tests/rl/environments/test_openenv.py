@@ -85,10 +85,8 @@ def test_an_episode_goes_over_the_socket_in_a_worker():
 
 def test_a_reset_that_the_server_refuses_is_an_error():
     def refuse(socket):
-        for _ in socket:
-            socket.send(
-                json.dumps({"type": "error", "data": {"message": "no seed", "code": "EXECUTION_ERROR"}})
-            )
+        socket.recv()
+        socket.send(json.dumps({"type": "error", "data": {"message": "no seed", "code": "EXECUTION_ERROR"}}))
 
     with serve(refuse, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever)

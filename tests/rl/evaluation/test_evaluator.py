@@ -6,9 +6,8 @@ from kit.batches import rollout_of
 from kit.rank_processes import on_ranks
 from kit.sft_runs import lines
 from kit.tiny_runs import build_loop
-from transformers import AutoTokenizer
 
-from vectorlm.data.prompts import check_lengths, read_prompts
+from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import DatasetError, RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.evaluation.evaluator import Evaluator
@@ -25,13 +24,6 @@ def turn_of(folder, model, topology=None, engine=None):
     topology = topology or Topology()
     engine = engine or HFEngine(folder, topology=topology, sampling_params=FOUR_TOKENS)
     return DeviceTurn(engine, model=model, topology=topology)
-
-
-def test_questions_are_listed_prompts_or_lines_with_other_columns_for_the_reward(tmp_path):
-    assert read_prompts(["a", "b"]) == [PromptRecord("a"), PromptRecord("b")]
-    path = tmp_path / "eval.jsonl"
-    path.write_text('{"prompt": "a", "target": 3}\n{"prompt": "b", "target": 4}\n')
-    assert read_prompts(str(path)) == [PromptRecord("a", {"target": 3}), PromptRecord("b", {"target": 4})]
 
 
 @pytest.mark.parametrize(
@@ -238,14 +230,5 @@ def test_a_reward_that_fails_is_named_with_its_prompt(folder):
     evaluator = Evaluator(
         turn, [PromptRecord("a b")], samples_path=None, of_source={"": RewardFunction(reward)}
     )
-    with pytest.raises(RewardError, match=r"sampler\.reward.*KeyError: 'gone' \(.*py:\d+\).*'a b'"):
+    with pytest.raises(RewardError, match=r"sampler\.reward.*'gone'.*'a b'"):
         evaluator.evaluate(1)
-
-
-def test_a_prompt_that_leaves_no_room_is_refused_whatever_its_form(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    fitting = [PromptRecord("a b"), PromptRecord([5, 6]), PromptRecord([{"role": "user", "content": "a b"}])]
-    check_lengths(fitting, tokenizer, 20, "rl.prompts")
-    for prompt in ("a b " * 12, [5] * 21, [{"role": "user", "content": "a b " * 12}]):
-        with pytest.raises(DatasetError, match=r"prompt 3 of rl\.prompts"):
-            check_lengths([*fitting, PromptRecord(prompt)], tokenizer, 20, "rl.prompts")

@@ -109,11 +109,11 @@ CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 INDIFFERENT = ("judge", "length", "repetition")
 """Rewards that do not rise with an answer that is right; for these the text that they see is compared too."""
 PLACES = [
-    (Says, "user", True),
     (Says, "assistant", True),
-    (Says, None, True),
     (Says, None, False),
     (Looks, "tool", True),
+    pytest.param(Says, "user", True, marks=pytest.mark.slow),
+    pytest.param(Says, None, True, marks=pytest.mark.slow),
 ]
 
 

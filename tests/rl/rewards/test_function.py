@@ -118,9 +118,13 @@ FAULTS = [
         "its process was ended by SIGKILL, as the kernel does when memory",
     ),
 ]
+LESS_COMMON = (take_the_alarm, wait_for_a_process_that_is_frozen, stop_itself, hang_without_await)
 
 
-@pytest.mark.parametrize(("fault", "message"), FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [pytest.param(*case, marks=pytest.mark.slow if case[0] in LESS_COMMON else ()) for case in FAULTS],
+)
 def test_a_call_that_hangs_or_dies_has_no_reward_and_the_others_have(pool, fault, message):
     def reward(text):
         if text == "bad":
@@ -384,9 +388,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_workers_end_with_their_rank(tmp_path, world_size, number):
+@pytest.mark.parametrize(
+    ("number", "world_size"),
+    [
+        (signal.SIGKILL, 2),
+        pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_end_with_their_rank(tmp_path, number, world_size):
     script, mark = tmp_path / "script.py", str(tmp_path)
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), str(world_size)]

@@ -11,8 +11,6 @@ from kit.every_reward import judge_server
 
 from vectorlm.errors import ConfigError
 from vectorlm.rl.rewards import code, judge, mathematics, registry, shape
-from vectorlm.rl.rewards import code as limited
-from vectorlm.rl.rewards import shape as ifeval
 
 
 @pytest.mark.parametrize(
@@ -33,17 +31,10 @@ def test_arguments_may_follow_a_name(tmp_path, name, short, reward):
     assert registry.get_reward(name)("<a>x</a>") == reward
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "format(tag=['a'])",
-        "format(['a'])",
-        "format(tags=a)",
-        "format(tags=",
-        "format(**{})",
-        "fromat(tags=['a'])",
-    ],
-)
+WRONG = ["(tag=['a'])", "(['a'])", "(tags=a)", "(tags=", "(**{})"]
+
+
+@pytest.mark.parametrize("name", [*(f"format{arguments}" for arguments in WRONG), "fromat(tags=['a'])"])
 def test_arguments_that_a_reward_does_not_take_are_refused(name):
     with pytest.raises(ConfigError):
         registry.get_reward(name)
@@ -86,25 +77,19 @@ def test_mathematics_leaves_no_alarm_behind():
 
 
 @pytest.mark.parametrize(
-    "completion",
-    [
-        r"\boxed{9^{9^{9}}}",
-        r"\boxed{(x+1)^{5000}}",
-        "[" * 1100,
-        "9" * 5000,
-    ],
+    "completion", [r"\boxed{9^{9^{9}}}", r"\boxed{(x+1)^{5000}}", "[" * 1100, "9" * 5000]
 )
 def test_a_formula_that_takes_for_ever_is_wrong_and_the_next_is_compared_all_the_same(
     monkeypatch, completion
 ):
-    monkeypatch.setattr(limited, "CPU_S", 1.0)
+    monkeypatch.setattr(code, "CPU_S", 1.0)
     assert mathematics.math(completion, "4") == 0.0
     assert mathematics.math("4", "4") == 1.0
 
 
 def test_what_ends_closes_or_prints_in_a_process_with_limits_changes_no_other_answer():
     def ask(expression):
-        return limited.limited("json", "builtins:eval", expression)
+        return code.limited("json", "builtins:eval", expression)
 
     assert ask("3 + 4") == 7
     for ends in (
@@ -112,14 +97,14 @@ def test_what_ends_closes_or_prints_in_a_process_with_limits_changes_no_other_an
         "__import__('os').kill(__import__('os').getpid(), 9)",
         "bytes(1 << 34)",
     ):
-        with pytest.raises((limited.OverLimit, RuntimeError)):
+        with pytest.raises((code.OverLimit, RuntimeError)):
             ask(ends)
         assert ask("3 + 4") == 7
     with pytest.raises(RuntimeError, match="SystemExit"):
         ask("exit()")
     assert ask("print(5) or 6") == 6
     with pytest.raises(RuntimeError, match="ModuleNotFoundError"):
-        limited.limited("nothing_such", "builtins:eval", "7")
+        code.limited("nothing_such", "builtins:eval", "7")
 
 
 @pytest.mark.parametrize(
@@ -292,7 +277,7 @@ def test_a_text_is_one_test_and_without_tests_code_cannot_be_scored(tests, rewar
 )
 def test_what_is_no_test_of_python_is_refused(tests):
     """As an expression it would always pass."""
-    with pytest.raises(TypeError, match="must be a text"):
+    with pytest.raises(TypeError):
         code.code(CODE, tests)
 
 
@@ -309,15 +294,15 @@ def test_code_reaches_no_server_unless_it_may():
 def test_instructions_are_checked_as_the_harness_checks_them():
     ids = ["punctuation:no_comma", "length_constraints:number_words"]
     arguments = [{}, {"num_words": 3, "relation": "at least", "other": None}]
-    assert ifeval.ifeval("hello there you", ids, arguments) == 1.0
-    assert ifeval.ifeval("hello, you there", ids, arguments) == 0.5
-    assert ifeval.ifeval("", ids, arguments) == 0.0
+    assert shape.ifeval("hello there you", ids, arguments) == 1.0
+    assert shape.ifeval("hello, you there", ids, arguments) == 0.5
+    assert shape.ifeval("", ids, arguments) == 0.0
     repeat = [{"prompt_to_repeat": "Say hi"}]
-    assert ifeval.ifeval("Say hi: hi", ["combination:repeat_prompt"], repeat) == 1.0
-    assert ifeval.ifeval("hello", [], []) is None
-    assert ifeval.ifeval("[" * 1100, ["detectable_format:json_format"], [{}]) == 0.0
+    assert shape.ifeval("Say hi: hi", ["combination:repeat_prompt"], repeat) == 1.0
+    assert shape.ifeval("hello", [], []) is None
+    assert shape.ifeval("[" * 1100, ["detectable_format:json_format"], [{}]) == 0.0
     with pytest.raises(KeyError):
-        ifeval.ifeval("hello", ["no_such:instruction"], [{}])
+        shape.ifeval("hello", ["no_such:instruction"], [{}])
 
 
 @pytest.fixture
@@ -341,19 +326,15 @@ def test_a_judge_is_asked_again_after_an_error_and_gives_none_where_it_gives_no_
     assert ask("very good") is None
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_judge_that_is_busy_gives_none(ask, status):
-    assert ask(status, retries=0) is None
-
-
-def test_a_judge_that_is_not_reached_gives_none(ask):
+def test_a_judge_that_is_busy_or_not_reached_gives_none(ask):
+    assert [ask(status, retries=0) for status in (429, 500, 503)] == [None] * 3
     assert ask(retries=0, port=9) is None
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-def test_a_request_that_a_judge_will_never_answer_fails(ask, status):
-    with pytest.raises(openai.APIStatusError):
-        ask(status, status)
+def test_a_request_that_a_judge_will_never_answer_fails(ask):
+    for status in (400, 401, 403, 404, 422):
+        with pytest.raises(openai.APIStatusError):
+            ask(status, status)
 
 
 def test_a_completion_that_alone_is_refused_cannot_be_scored(ask):
@@ -421,5 +402,5 @@ def test_a_judge_is_shown_the_whole_question(ask, prompt, asked, answer):
 
 
 def test_a_judge_cannot_be_shown_token_ids(ask):
-    with pytest.raises(TypeError, match="token ids"):
+    with pytest.raises(TypeError):
         ask("1", prompt=[1, 2, 3])

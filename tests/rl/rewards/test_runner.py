@@ -136,10 +136,6 @@ def test_rewards_that_are_not_finite_are_errors(reward):
         assert run_reward(function, items("a"))[0].error.startswith(f"it returned {float(reward)}")
 
 
-def test_nothing_needs_no_call():
-    assert run_reward(lambda text: 1 / 0, []) == []
-
-
 def test_a_batch_function_sees_the_columns_of_all_items():
     items = [Scorable("a", "", (1,), {}), Scorable("b", "", (1,), {"answer": "b"})]
 

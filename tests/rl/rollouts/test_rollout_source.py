@@ -1,7 +1,6 @@
 """Rollouts of a step: groups, seeds, dynamic sampling, penalties for length, turns with an environment."""
 
 import itertools
-import math
 import random
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from vectorlm.errors import RolloutError
 from vectorlm.rl.environments.environment import Reply
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rollout import kept_groups, make_batch
+from vectorlm.rl.rollout import make_batch
 from vectorlm.rl.rollouts.replay import replay_order
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
@@ -33,6 +32,11 @@ def rewards_of(groups):
     return [group.rewards.tolist() for group in groups]
 
 
+def collect(script, reward, **more):
+    """Return the groups of a first step."""
+    return make_source(Echo(script), reward, **more).collect(0, Timer())
+
+
 def test_every_prompt_has_a_seed_of_its_own_that_its_place_and_the_run_decide():
     engine = Echo(lambda prompt, index: "ab"[index])
     mine = make_source(engine, lambda text: float(text == "a"))
@@ -48,28 +52,6 @@ def test_every_prompt_has_a_seed_of_its_own_that_its_place_and_the_run_decide():
     again = Echo(engine.script)
     make_source(again, lambda text: 1.0).collect(7, Timer())
     assert again.calls == engine.calls[:3]
-
-
-def test_dynamic_sampling_replaces_groups_of_equal_rewards():
-    engine = Echo(lambda prompt, index: f"{prompt}{index}")
-    # Questions with an even number are always right, whoever answers.
-    mine = make_source(
-        engine,
-        lambda text, index: float(index % 2 == 0 or text.endswith("0")),
-        drops_constant_groups=True,
-        settings={"max_sampling_rounds": 6},
-        num_groups=6,
-    )
-    found = mine.collect(0, Timer())
-    assert rewards_of(kept_groups(found)) == [[1.0, 0.0]] * 6
-    assert len(found) > 6
-    metrics = rollout_metrics(found, 0)
-    assert metrics["rollout/groups"] == 6
-    share = torch.tensor(rewards_of(found)).mean().item()
-    assert share > 0.5, "dropped groups were sampled too"
-    assert metrics["reward/mean"] == pytest.approx(share)
-    assert len({params["seed"] for _, params in engine.calls}) == len(engine.calls)
-    assert mine.prompts.position == len(found)
 
 
 def groups_of_rounds(prompts, stored, num_groups, max_rounds, share, is_dropped):
@@ -151,28 +133,27 @@ def test_dynamic_sampling_replaces_a_group_while_others_of_its_round_are_in_flig
     ],
 )
 def test_completions_lose_by_their_length_and_without_an_end(texts, settings, rewards):
-    engine = Echo(lambda prompt, index: texts[index])
-    mine = make_source(engine, lambda text: 1.0, group_size=len(texts), settings=settings)
-    assert rewards_of(mine.collect(0, Timer()))[0] == rewards
+    found = collect(
+        lambda prompt, index: texts[index], lambda text: 1.0, group_size=len(texts), settings=settings
+    )
+    assert rewards_of(found)[0] == rewards
 
 
 @pytest.mark.parametrize("name", ["dapo", "online_dpo", "best_of_k"])
 @pytest.mark.parametrize("reward", [1.0, None])
 def test_groups_that_are_dropped_or_that_nobody_could_score_are_not_trained_on(name, reward):
-    settings = {"max_sampling_rounds": 3}
-    engine = Echo(lambda prompt, index: "x")
-    found = make_source(
-        engine, lambda text: reward, drops_constant_groups=reward is not None, settings=settings
-    ).collect(0, Timer())
+    more = {"drops_constant_groups": reward is not None, "settings": {"max_sampling_rounds": 3}}
+    found = collect(lambda prompt, index: "x", lambda text: reward, **more)
     assert len(found) == (3 if reward is None else 9)
     assert make_batch(found, get_algorithm(name)) is None
 
 
 def test_rewards_that_a_penalty_makes_equal_but_for_rounding_are_equal():
-    engine = Echo(lambda prompt, index: "abc…" if index else "abc")
-    settings = {"missing_end_penalty": 100.1}
-    mine = make_source(engine, lambda text: 100.3 if text.endswith("…") else 0.2, settings=settings)
-    for group in mine.collect(0, Timer()):
+    for group in collect(
+        lambda prompt, index: "abc…" if index else "abc",
+        lambda text: 100.3 if text.endswith("…") else 0.2,
+        settings={"missing_end_penalty": 100.1},
+    ):
         assert group.is_constant
         assert len(set(group.rewards.tolist())) == 1
 
@@ -222,14 +203,8 @@ def test_greedy_completions_are_scored_apart():
     engine = Echo(lambda prompt, index: "a" * (index + 1))
     found = make_source(engine, lambda text: float(len(text)), needs_greedy=True).collect(0, Timer())
     assert [group.greedy_reward.item() for group in found] == [1.0] * 3
-    penalised = make_source(
-        engine,
-        lambda text: float(len(text)),
-        needs_greedy=True,
-        max_tokens=1,
-        settings={"overlong_buffer_tokens": 1},
-    ).collect(0, Timer())
-    for group in penalised:
+    more = {"needs_greedy": True, "max_tokens": 1, "settings": {"overlong_buffer_tokens": 1}}
+    for group in make_source(engine, lambda text: float(len(text)), **more).collect(0, Timer()):
         assert group.greedy_reward.item() == group.rewards[0].item() == 0.0, (
             "the penalty is for all completions"
         )
@@ -237,21 +212,9 @@ def test_greedy_completions_are_scored_apart():
     assert sum(params == greedy for _, params in engine.calls) == 3
 
 
-def test_cut_completions_stay_in_the_baseline_and_leave_the_loss():
-    engine = Echo(lambda prompt, index: "abc…" if index else "abc")
-    found = make_source(engine, lambda text: float(text == "abc")).collect(0, Timer())
-    batch = make_batch(found, get_algorithm("grpo"), drop_truncated=True)
-    assert batch.mask.any(dim=1).tolist() == [True, False] * 3
-    assert batch.valid.all()
-    assert make_batch(found, get_algorithm("grpo")).mask.any(dim=1).all()
-
-
 def test_the_best_and_the_worst_of_a_group_are_chosen_in_this_order():
-    engine = Echo(lambda prompt, index: "abcd"[index])
-    rewards = {"a": 0.5, "b": 0.1, "c": math.nan, "d": 0.9}
-    found = make_source(
-        engine, lambda text: None if text == "c" else rewards[text], group_size=4, num_groups=1
-    ).collect(0, Timer())
+    rewards = {"a": 0.5, "b": 0.1, "c": None, "d": 0.9}
+    found = collect(lambda prompt, index: "abcd"[index], rewards.get, group_size=4, num_groups=1)
     batch = make_batch(found, get_algorithm("online_dpo"))
     assert batch.columns.tolist() == [[3, 1]]
     torch.testing.assert_close(batch.rewards, torch.tensor([[0.9, 0.1]]))
@@ -259,8 +222,8 @@ def test_the_best_and_the_worst_of_a_group_are_chosen_in_this_order():
 
 
 def test_what_was_cut_is_not_chosen_where_cut_completions_are_left_out():
-    engine = Echo(lambda prompt, index: ["a", "bb…", "ccc", "dddd…"][index])
-    found = make_source(engine, lambda text: float(len(text)), group_size=4, num_groups=1).collect(0, Timer())
+    texts = ["a", "bb…", "ccc", "dddd…"]
+    found = collect(lambda prompt, index: texts[index], lambda text: len(text), group_size=4, num_groups=1)
     assert make_batch(found, get_algorithm("online_dpo")).columns.tolist() == [[3, 0]]
     batch = make_batch(found, get_algorithm("online_dpo"), drop_truncated=True)
     assert batch.columns.tolist() == [[2, 0]]
@@ -321,15 +284,9 @@ class Guess:
 def test_rewards_of_turns_reach_the_batch_and_the_tokens_are_the_chats():
     # The first turn is asked as messages, the others as tokens.
     engine = Echo(lambda prompt, index: "4" if isinstance(prompt[0], dict) else "7")
-    mine = make_source(
-        engine,
-        lambda text: 0.5,
-        num_groups=1,
-        make=Guess,
-        prompt=lambda index: [{"role": "user", "content": f"q{index}"}],
-        settings={"max_turns": 3},
-    )
-    (group,) = mine.collect(0, Timer())
+    more = {"num_groups": 1, "make": Guess, "settings": {"max_turns": 3}}
+    more["prompt"] = lambda index: [{"role": "user", "content": f"q{index}"}]
+    (group,) = make_source(engine, lambda text: 0.5, **more).collect(0, Timer())
     rollout = group.rollouts[0]
     wanted = rollout.prompt_record.columns["index"] % 3 + 5
     begin = f"<u>q{rollout.prompt_record.columns['index']}\n<s>guess\n<a>"
@@ -350,14 +307,7 @@ def test_rewards_of_turns_reach_the_batch_and_the_tokens_are_the_chats():
     assert placed == ([1.0, second + 0.5] if wanted == 7 else [1.0, second, 0.5])
     assert batch.turns[0, len(begin) :][policy].tolist() == list(range(len(policy)))
     assert make_batch([group], get_algorithm("gmpo")).turns is None
-    mine = make_source(
-        engine,
-        lambda text: None,
-        num_groups=1,
-        make=Guess,
-        prompt=lambda index: [{"role": "user", "content": f"q{index}"}],
-        settings={"max_turns": 3},
-    )
+    mine = make_source(engine, lambda text: None, **more)
     assert rewards_of(mine.collect(0, Timer())) == [[1.0 + second] * 2], "a None is left out"
 
 
@@ -375,17 +325,9 @@ def test_a_message_of_the_chat_is_what_one_turn_of_the_assistants_holds():
     """What the prompt has begun, what the policy wrote, and the text that an environment put between."""
 
     def said(script):
-        mine = make_source(
-            Echo(script),
-            lambda text: 0.0,
-            num_groups=1,
-            make=lambda: Mixed(),
-            prompt=lambda index: [
-                {"role": "user", "content": "q"},
-                {"role": "assistant", "content": "I say "},
-            ],
-        )
-        (user, *others) = mine.collect(0, Timer())[0].rollouts[0].messages
+        begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "I say "}]
+        more = {"num_groups": 1, "make": lambda: Mixed(), "prompt": lambda index: begun}
+        (user, *others) = collect(script, lambda text: 0.0, **more)[0].rollouts[0].messages
         assert user["content"] == "q"
         return [(message["role"], message["content"]) for message in others]
 
@@ -401,22 +343,14 @@ def test_an_environment_that_speaks_chat_to_a_text_is_refused():
         def step(self, message):
             return [{"role": "user", "content": "no"}]
 
-    mine = make_source(Echo(lambda prompt, index: "4"), lambda text: 0.5, make=lambda: Speaks())
     with pytest.raises(RolloutError, match="messages"):
-        mine.collect(0, Timer())
+        collect(lambda prompt, index: "4", lambda text: 0.5, make=lambda: Speaks())
 
 
 def test_a_conversation_ends_after_its_turns_where_it_is_cut_and_where_there_is_no_room():
     def turns(script):
-        mine = make_source(
-            Echo(script),
-            lambda text: 1.0,
-            num_groups=1,
-            group_size=1,
-            make=Calculator,
-            settings={"max_turns": 3},
-        )
-        (group,) = mine.collect(0, Timer())
+        more = {"num_groups": 1, "group_size": 1, "make": Calculator, "settings": {"max_turns": 3}}
+        (group,) = collect(script, lambda text: 1.0, **more)
         cut = rollout_metrics([group], 0)["completion/truncated"]
         return group.rollouts[0].num_turns, cut
 

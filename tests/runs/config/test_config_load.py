@@ -124,52 +124,25 @@ def test_a_number_needs_neither_dot_nor_signed_exponent(write_config, written, v
     assert type(lr) is float
 
 
-def test_a_named_samples_file_is_used_as_written(write_config):
-    assert load_config(write_config(FULL)).train_parameters.samples_path == Path("data/samples.jsonl")
-
-
 @pytest.mark.parametrize("key", ["sampler", "lora_peft_config"])
 def test_an_optional_section_that_is_commented_out_is_absent(write_config, key):
     train = load_config(write_config(MINIMAL, with_train_line(f"{key}:"))).train_parameters
     assert getattr(train, key) is None
 
 
-def test_an_empty_free_mapping_is_empty(write_config):
-    assert load_config(write_config("wandb_config:\n" + MINIMAL)).wandb_config == {}
+def test_lora_may_stand_at_the_top(write_config):
+    config = load_config(write_config("lora_peft_config: {r: 8}\n" + MINIMAL))
+    assert config.train_parameters.lora_peft_config == {"r": 8}
 
 
-@pytest.mark.parametrize(("top", "inside", "rank"), [("{r: 8}", None, 8), ("", "{r: 4}", 4)])
-def test_lora_may_stand_at_the_top_where_an_empty_section_is_ignored(write_config, top, inside, rank):
-    lines = [] if inside is None else [with_train_line(f"lora_peft_config: {inside}")]
-    config = load_config(write_config(f"lora_peft_config: {top}\n{MINIMAL}", *lines))
-    assert config.train_parameters.lora_peft_config == {"r": rank}
+def test_an_empty_lora_section_at_the_top_says_nothing(write_config):
+    path = write_config("lora_peft_config:\n" + MINIMAL, with_train_line("lora_peft_config: {r: 4}"))
+    assert load_config(path).train_parameters.lora_peft_config == {"r": 4}
 
 
 def test_separator_is_the_same_setting_as_seperator(write_config):
     config = load_config(write_config(FULL, ("seperator", "separator")))
     assert config.dataset_preprocess.seperator == "### Answer"
-
-
-@pytest.mark.parametrize(
-    ("text", "change", "alias", "setting"),
-    [
-        (
-            "lora_peft_config: {r: 8}\n" + MINIMAL,
-            with_train_line("lora_peft_config: {r: 4}"),
-            "'lora_peft_config' (my.yaml:1)",
-            "'train_parameters.lora_peft_config' (my.yaml:9)",
-        ),
-        (
-            FULL,
-            ("  split: train", "  separator: x\n  split: train"),
-            "'dataset_preprocess.separator' (my.yaml:70)",
-            "'dataset_preprocess.seperator' (my.yaml:68)",
-        ),
-    ],
-)
-def test_a_setting_at_both_of_its_places_is_refused(write_config, text, change, alias, setting):
-    message = f"{alias} and {setting} are the same setting. Remove one of the two."
-    assert refusal(write_config(text, change)) == message
 
 
 @pytest.mark.parametrize(
@@ -186,9 +159,7 @@ def test_schedules_are_those_of_transformers(write_config):
     for name in [kind.value for kind in SchedulerType]:
         config = load_config(write_config(), [f"train_parameters.lr_scheduler_type={name}"])
         assert config.train_parameters.schedule.lr_scheduler_type == name
-    assert "must be one of linear, cosine" in refusal(
-        write_config(), "train_parameters.lr_scheduler_type=round"
-    )
+    assert "lr_scheduler_type" in refusal(write_config(), "train_parameters.lr_scheduler_type=round")
 
 
 def test_a_merge_key_is_overridden_by_the_keys_beside_it(write_config):
@@ -198,17 +169,16 @@ def test_a_merge_key_is_overridden_by_the_keys_beside_it(write_config):
     assert engine == {"n": 1, "temperature": 0.1, "logit_bias": {50256: -100}, "max_model_len": 512}
 
 
-# Beside those of test_messages.py.
 REFUSED = {
-    "train_parameters.epochs": ["true", "1.0", "'- 3'", "null"],
+    "train_parameters.epochs": ["true", "1.0", "'- 3'", "null", "x" * 500],
     "train_parameters.gradient_accumulation_steps": ["0"],
     "train_parameters.max_seq_len": ["0"],
     "train_parameters.logging_steps": ["0"],
-    "train_parameters.seed": ["4294967296"],
+    "train_parameters.seed": ["4294967296", "-1"],
     "train_parameters.cpu_offload": ["1", "'True'"],
     "train_parameters.output_dir": ["''"],
     "train_parameters.sharding_strategy": ["zzz"],
-    "train_parameters.max_grad_norm": ["0", "true"],
+    "train_parameters.max_grad_norm": ["0", "true", ".nan"],
     "train_parameters.warmup_ratio": ["1.5", "-0.1"],
     "train_parameters.save_frequency": ["0", "1.5", "-2"],
     "train_parameters.optimizer": ["adam"],
@@ -219,7 +189,9 @@ REFUSED = {
     "train_parameters.sampler.vllm_dtype": ["float23"],
     "train_parameters.sampler.receiver": ["pack"],
     "train_parameters.sampler.transport": ["pul"],
-    "train_parameters.sampler.timeout_s": ["0"],
+    "train_parameters.sampler.timeout_s": ["0", ".inf"],
+    "train_parameters.sampler.sample_frequency": ["0"],
+    "train_parameters.lora_peft_config": ["8"],
     "train_parameters.sampler.sampling_params": ["[n, 4]"],
     "dataset.train_bs": ["0"],
     "dataset.ignore_index": ["x"],
@@ -237,12 +209,7 @@ def test_a_wrong_value_is_refused_with_its_key_and_place(write_config, path, wri
     override = f"{path}={written}"
     text = refusal(write_config(FULL), override)
     assert text.startswith(path)
-    assert " must be " in text
-    assert text.endswith(f" (--set {override})")
-
-
-def test_a_key_that_is_no_text_is_unknown(write_config):
-    assert refusal(write_config(MINIMAL + "7: x\n")).startswith("unknown setting '7' (my.yaml:13)")
+    assert text.endswith(f" (--set {override})") or "..." in text
 
 
 def test_an_empty_file_misses_everything_required(write_config):
@@ -252,36 +219,28 @@ def test_an_empty_file_misses_everything_required(write_config):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "place"),
     [
-        ("model: [a\n", "not valid YAML: expected ',' or ']', but got '<stream end>' (my.yaml:2)."),
-        ("a: 1\n---\nb: 2\n", "not valid YAML: but found another document (my.yaml:2)."),
-        (
-            "model: !!python/name:os.system x\n",
-            "not valid YAML: could not determine a constructor for the tag "
-            "'tag:yaml.org,2002:python/name:os.system' (my.yaml:1).",
-        ),
-        ("model: !!timestamp 2024-13-01\n", "not valid YAML: month must be in 1..12 (my.yaml:1)."),
-        ("? [a, b]\n: 1\n", "not valid YAML: a key must be a single value, not ['a', 'b'] (my.yaml:1)."),
-        ("wandb_config:\n  <<: 5\n", "not valid YAML: '<<' must be followed by a mapping (my.yaml:2)."),
-        ("wandb_config: &a {b: *a}\n", "not valid YAML: it contains itself (my.yaml:1)."),
-        (
-            "wandb_config: {name: a, name: b}\n",
-            "duplicate setting 'name' (my.yaml:1): it was set before at my.yaml:1. Remove one of the two.",
-        ),
-        ("- model\n", "a config file must hold `key: value` lines, not a list (my.yaml)."),
+        (b"model: [a\n", "my.yaml:2"),
+        (b"a: 1\n---\nb: 2\n", "my.yaml:2"),
+        (b"model: !!python/name:os.system x\n", "my.yaml:1"),
+        (b"model: !!timestamp 2024-13-01\n", "my.yaml:1"),
+        (b"? [a, b]\n: 1\n", "my.yaml:1"),
+        (b"wandb_config:\n  <<: 5\n", "my.yaml:2"),
+        (b"wandb_config: &a {b: *a}\n", "my.yaml:1"),
+        (b"wandb_config: {name: a, name: b}\n", "'name' (my.yaml:1)"),
+        (b"- model\n", "my.yaml"),
+        (b"model: \xff\n", "my.yaml:1"),
+        (MINIMAL.encode() + b"7: x\n", "'7' (my.yaml:13)"),
+        (b"lora_peft_config: {r: 8}\ntrain_parameters: {lora_peft_config: {r: 4}}\n", "(my.yaml:2)"),
+        (b"dataset_preprocess: {seperator: a, separator: b}\n", "dataset_preprocess.separator"),
+        (None, "my.yaml"),
     ],
 )
-def test_a_file_that_is_no_mapping_is_refused(write_config, text, message):
-    assert refusal(write_config(text)) == message
-
-
-def test_a_file_that_is_not_text_or_does_not_exist_is_refused(write_config):
-    path = write_config()
-    Path(path).write_bytes(b"model: \xff\n")
-    assert refusal(path) == "not valid YAML: invalid start byte (my.yaml:1)."
-    missing = "cannot read the config file 'nowhere.yaml': No such file or directory."
-    assert refusal("nowhere.yaml") == missing
+def test_a_file_that_is_no_mapping_or_sets_a_thing_twice_is_refused_with_the_place(write_config, text, place):
+    path = Path(write_config())
+    path.unlink() if text is None else path.write_bytes(text)
+    assert place in refusal(str(path))
 
 
 def test_a_config_is_frozen_and_travels_to_other_processes(write_config):
@@ -300,10 +259,10 @@ def test_a_config_knows_where_its_settings_were_written(write_config):
 def test_anchors_within_anchors_are_refused_before_they_fill_the_memory(write_config):
     levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
     path = write_config("a0: &a0 [x, x]\n" + levels)
-    assert "its anchors stand for more than 20000 values" in refusal(path)
+    assert "20000" in refusal(path)
 
 
 @pytest.mark.parametrize("setting", ["train_parameters.optimizer.lr", "rl.critic.lr"])
 def test_a_wrong_learning_rate_is_answered_with_one_that_trains(write_config, setting):
     rl = "rl={max_steps: 1, prompts: [a], prompts_per_step: 1, rewards: {countdown: 1}}"
-    assert "Use 1.0e-5, for example" in refusal(write_config(), rl, f"{setting}=-1")
+    assert "1.0e-5" in refusal(write_config(), rl, f"{setting}=-1")

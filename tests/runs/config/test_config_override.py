@@ -50,33 +50,22 @@ def test_an_override_replaces_the_setting_that_its_alias_names(write_config):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
-        (
-            "train_parameters.epoch=3",
-            "unknown setting 'train_parameters.epoch' (--set train_parameters.epoch=3). "
-            "Did you mean 'train_parameters.epochs'?",
-        ),
-        ("epochs=3", "unknown setting 'epochs' (--set epochs=3). Did you mean 'train_parameters.epochs'?"),
-        (
-            "train_parameter.epochs=3",
-            "unknown setting 'train_parameter' (--set train_parameter.epochs=3). "
-            "Did you mean 'train_parameters'?",
-        ),
-        ("model.name=x", "model='models/tiny' must be a mapping. (my.yaml:1)"),
-        ("model", "'--set model' must name a setting and its value. Write --set name=value."),
-        ("=x", "'--set =x' must name a setting and its value. Write --set name=value."),
-        ("model=[a", "not valid YAML: expected ',' or ']', but got '<stream end>' (--set model=[a)."),
-        ("model=", "model=null must be a path without variables such as $HOME. (--set model=)"),
+        ("train_parameters.epoch=3", "'train_parameters.epochs'"),
+        ("epochs=3", "'train_parameters.epochs'"),
+        ("train_parameter.epochs=3", "'train_parameters'"),
+        # The file is to blame.
+        ("model.name=x", "(my.yaml:2)"),
+        ("wandb_config.a.b=1", "wandb_config.a=5"),
+        ("model", "'--set model'"),
+        ("=x", "'--set =x'"),
+        ("model=[a", "(--set model=[a)"),
+        ("model=", "model=null"),
     ],
 )
-def test_a_wrong_override_names_itself(write_config, override, message):
-    assert refusal(write_config(), override) == message
-
-
-def test_an_override_below_a_broken_section_blames_the_file(write_config):
-    path = write_config("wandb_config: {a: 5}\n" + MINIMAL)
-    assert refusal(path, "wandb_config.a.b=1") == "wandb_config.a=5 must be a mapping. (my.yaml:1)"
+def test_a_wrong_override_names_itself_and_what_was_meant(write_config, override, named):
+    assert named in refusal(write_config("wandb_config: {a: 5}\n" + MINIMAL), override)
 
 
 @pytest.mark.parametrize("preset", ["off", "'off'", "false"])
@@ -90,4 +79,4 @@ def test_an_off_without_quotes_is_no_false(write_config, preset):
     config = load_config(write_config(), overrides)
     assert config.rl.correction.preset == "off"
     stale = "rl.async={max_staleness: 1, update: false}"
-    assert "update=false must be one of" in refusal(write_config(), *overrides, stale)
+    assert "update=false" in refusal(write_config(), *overrides, stale)

@@ -54,12 +54,6 @@ def settings_for(name, output):
     return [word for key, value in replaced.items() for word in ("--set", f"{key}={value}")]
 
 
-def test_there_are_ten():
-    assert len(NAMES) == 10
-    assert len(SAMPLING) == 3
-    assert set(SAMPLING) - set(ON_RANKS) == {"trice-config_gemma.yaml"}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_each_file_passes_the_check(here, name, capsys):
     assert main(["check", str(FOLDER / name), *settings_for(name, f"checked/{name}")]) == 0
@@ -80,14 +74,6 @@ def test_a_file_as_it_is_says_what_has_to_be_filled_in(here, name):
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert [key for key in wanted if f"--set {key}=VALUE" not in str(caught.value)] == []
-
-
-def test_a_dataset_at_dev_null_is_named(here, capsys):
-    arguments = ["--set", "model=model", "--set", "train_parameters.max_seq_len=64"]
-    assert main(["check", str(FOLDER / "master-benchmark.yaml"), *arguments]) == 2
-    err = capsys.readouterr().err
-    assert "dataset.train_ds='/dev/null'" in err
-    assert "dataset.eval_ds='/dev/null'" in err
 
 
 def require_trained(name, output, num_steps):

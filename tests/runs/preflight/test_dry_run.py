@@ -54,10 +54,12 @@ PASSES = {
 }
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("dora", 1), *((name, 2) for name in PASSES)])
-def test_adapters_that_pass_are_exported_merged_and_sampled(inputs, tmp_path, capsys, name, world_size):
+@pytest.mark.parametrize(
+    "name", ["whole", *(pytest.param(name, marks=pytest.mark.slow) for name in ("embeddings", "dora"))]
+)
+def test_adapters_that_pass_are_exported_merged_and_sampled(inputs, tmp_path, capsys, name):
     options = {"r": 2, "lora_alpha": 32, **PASSES[name]}
-    on_ranks(world_size, train, make_config(inputs, tmp_path / "run", epochs=1, lora_peft_config=options))
+    on_ranks(2, train, make_config(inputs, tmp_path / "run", epochs=1, lora_peft_config=options))
     alone = tmp_path / "run" / "final-model"
     assert main(["export", str(alone), "--merge"]) == 0
     assert main(["sample", "--model", str(alone), "--engine", "hf", "--prompt", "abc"]) == 0

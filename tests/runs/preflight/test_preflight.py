@@ -216,63 +216,50 @@ def test_a_sampling_parameter_that_transformers_cannot_honour_is_refused(complet
         passes(complete, SAMPLER, f"{path}.logit_bias={{1: 2.0}}", here)
 
 
+BF16, ADAM = f"{TRAIN}.dtype=bfloat16", f"{TRAIN}.optimizer"
+MADE = "dataset_preprocess={{load_path: a, save_path: b, packing_type: {}, truncate: true}}"
+ENGINE_DTYPE = f"{TRAIN}.sampler={{{{vllm_dtype: {{}}}}}}"
+
+
 @pytest.mark.parametrize(
-    ("is_cuda", "overrides", "said"),
+    ("overrides", "is_cuda", "named", "is_said"),
     [
-        (False, [], ""),
-        (False, ["vllm_dtype: bfloat16"], "engine in bfloat16, trainer in float32"),
-        (False, ["vllm_dtype: float32"], ""),
-        (True, [], ""),
-        (True, ["vllm_dtype: float16"], "engine in float16, trainer in bfloat16"),
+        # The engine's dtype, if left out, is the trainer's on CPU.
+        ([RL], False, "engine in", False),
+        ([RL, ENGINE_DTYPE.format("bfloat16")], False, "engine in bfloat16", True),
+        ([RL, ENGINE_DTYPE.format("float32")], False, "engine in", False),
+        ([RL], True, "engine in", False),
+        ([RL, ENGINE_DTYPE.format("float16")], True, "engine in float16", True),
+        # Steps that bfloat16 rounds away.
+        ([f"{ADAM}.lr=1e-6"], False, "lr 1e-06", False),
+        ([f"{ADAM}.lr=1e-6", LORA + "={r: 4}"], False, "lr 1e-06", False),
+        ([f"{ADAM}.lr=1e-6", BF16], False, "lr 1e-06 cannot move weights above 0.00051", True),
+        # An average of squared gradients that bfloat16 keeps from falling.
+        ([BF16], False, "betas[1]=0.999", True),
+        ([BF16, f"{ADAM}.betas=[0.9, 0.95]"], False, "betas[1]", False),
+        ([BF16, f"{ADAM}.name=sgd", f"{ADAM}.momentum=0.9"], False, "betas[1]", False),
+        ([MADE.format("partial")], False, "truncate", True),
+        ([MADE.format("best_fit")], False, "truncate", False),
+        ([MADE.format("null")], False, "truncate", False),
+        ([f"{LORA}={{r: 4, lora_dropout: 0.1}}"], False, "lora_dropout", False),
+        ([RL, f"{LORA}={{r: 4, lora_dropout: 0.1}}"], False, "lora_dropout 0.1", True),
     ],
 )
-def test_a_dtype_of_the_engine_that_is_not_the_trainers_is_said(
-    complete, monkeypatch, is_cuda, overrides, said
+def test_what_a_run_silently_does_otherwise_is_noted(
+    complete, monkeypatch, overrides, is_cuda, named, is_said
 ):
-    """Left out, it is the trainer's on CPU."""
     monkeypatch.setattr(summary, "has_gpu", lambda: is_cuda)
-    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", f"{TRAIN}.sampler={{{', '.join(overrides)}}}"])
-    assert said in " ".join(summary.notes_of(config))
-    assert bool(said) == ("engine in" in " ".join(summary.notes_of(config)))
+    more = [f"{TRAIN}.epochs=1"] if RL in overrides else []
+    notes = summary.notes_of(load_config(complete, [*overrides, *more]))
+    assert any(named in note for note in notes) is is_said
 
 
-@pytest.mark.parametrize(
-    ("overrides", "is_said"), [([], False), ([LORA + "={r: 4}"], False), ([f"{TRAIN}.dtype=bfloat16"], True)]
-)
-def test_steps_that_bfloat16_rounds_away_are_said(complete, overrides, is_said):
-    notes = " ".join(summary.notes_of(passes(complete, f"{TRAIN}.optimizer.lr=1e-6", *overrides).config))
-    assert ("a step of lr 1e-06 cannot move weights above 0.00051" in notes) is is_said
+def test_bfloat16_rounds_as_the_notes_say():
     weight = torch.tensor([480e-6, 520e-6, 1.0], dtype=torch.bfloat16)
     assert (weight - 1e-6 != weight).tolist() == [True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "is_said"),
-    [([], True), (["betas=[0.9, 0.95]"], False), (["name=sgd", "momentum=0.9"], False)],
-)
-def test_an_average_of_squared_gradients_that_bfloat16_keeps_from_falling_is_said(
-    complete, overrides, is_said
-):
-    given = [f"{TRAIN}.dtype=bfloat16", *(f"{TRAIN}.optimizer.{change}" for change in overrides)]
-    notes = " ".join(summary.notes_of(passes(complete, *given).config))
-    assert ("with betas[1]=0.999 the average of squared gradients cannot fall" in notes) is is_said
     average = torch.linspace(1, 2, 100, dtype=torch.bfloat16)
     for beta, falls in ((0.999, False), (0.95, True)):
         assert bool((average * beta < average).all()) == bool((average * beta < average).any()) == falls
-
-
-@pytest.mark.parametrize(("packing", "is_said"), [("partial", True), ("best_fit", False), ("null", False)])
-def test_a_cut_that_packing_does_not_make_is_said(complete, packing, is_said):
-    made = f"dataset_preprocess={{load_path: a, save_path: b, packing_type: {packing}, truncate: true}}"
-    notes = list(summary.notes_of(load_config(complete, [made])))
-    assert any(note.startswith("truncate: not used") for note in notes) is is_said
-
-
-def test_dropout_of_adapters_that_is_not_used_is_said(complete):
-    overrides = [f"{LORA}={{r: 4, lora_dropout: 0.1}}"]
-    assert not any("dropout" in note for note in summary.notes_of(load_config(complete, overrides)))
-    notes = summary.notes_of(load_config(complete, [*overrides, RL, f"{TRAIN}.epochs=1"]))
-    assert any(note.startswith("lora_dropout 0.1: not used") for note in notes)
 
 
 def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):
@@ -352,15 +339,6 @@ def test_fine_tuning_without_held_out_text_follows_no_evaluation_of_it(complete)
     assert refused(complete, f"{path}=plateau-with-warmup") == [path]
     for override in ("dataset.eval_bs=4", f"{TRAIN}.logging_steps=3"):
         assert refused(complete, override) == [override.partition("=")[0]]
-
-
-def test_a_summary_says_that_settings_of_checkpoints_are_not_read(complete):
-    checked = passes(complete, f"{TRAIN}.checkpointing_enabled=false", f"{TRAIN}.save_frequency=3")
-    assert "checkpoints   off (checkpointing_enabled); their settings are not read\n" in summary.summarise(
-        checked, 1
-    )
-    plain = passes(complete, f"{TRAIN}.checkpointing_enabled=false")
-    assert "checkpoints   off (checkpointing_enabled)\n" in summary.summarise(plain, 1)
 
 
 @pytest.mark.parametrize("text", ["{broken", "[]", None])
@@ -473,19 +451,15 @@ def test_what_becomes_of_the_rows_at_this_length_is_noted(complete):
     rows = {"input_ids": [[1, 2, 3, 4, 5]] * 3, "labels": [[-100, 2, 3, 4, 5], [-100] * 4 + [5], [-100] * 5]}
     Dataset.from_dict(rows).save_to_disk("data/train")
     sizes = ["dataset.train_bs=1", f"{TRAIN}.epochs=4"]
-    assert passes(complete, *sizes, world_size=2).config.notes == (
-        "data/train: 3 rows of 3 texts, 15 tokens, of which 5 count in the loss",
-        "data/train: 8 optimizer steps, 2 per epoch",
-        "data/train: 1 of 3 rows have no counted token within 128",
-    )
+
+    def numbers(*overrides, **more):
+        return [re.findall(r"\d+", note) for note in passes(complete, *overrides, **more).config.notes]
+
+    # Rows, texts, tokens and counted ones; steps, and those of an epoch; rows without a counted token.
+    assert numbers(*sizes, world_size=2) == [["3", "3", "15", "5"], ["8", "2"], ["1", "3", "128"]]
     more = [*sizes, f"{TRAIN}.max_seq_len=3", f"{TRAIN}.gradient_accumulation_steps=2"]
-    assert passes(complete, *more).config.notes == (
-        "data/train: 3 rows of 3 texts, 15 tokens, of which 2 count in the loss",
-        "data/train: 8 optimizer steps, 2 per epoch",
-        "data/train: rows longer than max_seq_len=3: 3. Training will cut 6 tokens off them, 3 of which count in the "
-        "loss. Set truncate: True or a packing_type, or raise max_seq_len",
-        "data/train: 2 of 3 rows have no counted token within 3",
-    )
+    cut = ["3", "3", "6", "3"]  # Rows beyond the limit of 3, and what is cut off them.
+    assert numbers(*more) == [["3", "3", "15", "2"], ["8", "2"], cut, ["2", "3", "3"]]
 
 
 def test_texts_for_a_model_with_a_chat_template_are_noted_and_long_prompts_refused(complete):

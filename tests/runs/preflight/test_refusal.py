@@ -128,6 +128,7 @@ KINDS = {
     "preferences": (SFT, ("preference={loss: dpo}",)),
     "a small KV cache": (SFT, ("train_parameters.sampler.engine={kv_cache_memory_bytes: 1000000}",)),
 }
+FIRST = ("rl", "fine-tuning", "a small KV cache")
 NAMED = re.compile(r"(--world_size) (\d+)|((?:train_parameters|dataset|rl)\.[\w.]+): ([\w.]*\w)")
 
 
@@ -144,7 +145,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda", "host"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in FIRST else pytest.mark.slow) for kind in KINDS]
+)
 def test_every_advice_is_accepted_and_saves_memory(folder, monkeypatch, kind, place):
     monkeypatch.chdir(folder)
     text, overrides = KINDS[kind]
