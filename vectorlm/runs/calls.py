@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 
@@ -28,9 +28,6 @@ from vectorlm.runs.preflight.local_model import with_download
 from vectorlm.runs.preflight.resume import content_of, find_resumption, say_finished
 from vectorlm.settings import as_path
 from vectorlm.train.checkpoint.folder import steps_in
-
-if TYPE_CHECKING:
-    from vectorlm.train.recorder import OnStep
 
 HELD_OUT = 0.05
 """Share of the rows that `finetune` evaluates on without an `eval_dataset`."""
@@ -68,7 +65,7 @@ def reinforce(
     prompts_per_step: int = 8,
     output_dir: str | os.PathLike[str] | None = None,
     world_size: int = 1,
-    on_step: OnStep | None = None,
+    callbacks: Sequence[Any] = (),
     **settings: Any,
 ) -> FinishedRun:
     """Train a model with rewards.
@@ -88,9 +85,9 @@ def reinforce(
         prompts_per_step: Prompts per step; the engine samples ``group_size`` completions for every prompt.
         output_dir: Folder of the run; None makes a new one under ``runs``. An interrupted run resumes in its folder.
         world_size: Number of ranks.
-        on_step: Called on rank 0 after every step as ``on_step(step, metrics, rollouts)``, with copies of the step's
-            lines in ``metrics.jsonl`` (without the times of its phases) and ``rollouts.jsonl``. If it returns True,
-            the run ends after this step as after the last one. If it raises, the run fails.
+        callbacks: Objects with any of the methods ``on_step(run, step, metrics)``, ``on_rollouts(run, step,
+            rollouts)``, ``on_evaluation(run, step, metrics)`` and ``on_checkpoint(run, step, folder)``, called on
+            rank 0. ``run`` is a `RunControl`. If a callback raises, the run fails.
         **settings: Other settings of a config, by the last part of their name (``group_size=8``). If several settings
             share that name, the one nearest to the top of the config is set. You can also pass whole sections
             (``train_parameters={"optimizer": {"lr": 1e-6}}``).
@@ -113,7 +110,7 @@ def reinforce(
             "rewards": _rewards(rewards, folder),
         },
     }
-    start(with_download(config_from_keywords({**settings, **given}, "rl")), world_size, on_step)
+    start(with_download(config_from_keywords({**settings, **given}, "rl")), world_size, callbacks)
     return FinishedRun(folder)
 
 
@@ -125,7 +122,7 @@ def finetune(
     lr: float = 2e-5,
     output_dir: str | os.PathLike[str] | None = None,
     world_size: int = 1,
-    on_step: OnStep | None = None,
+    callbacks: Sequence[Any] = (),
     **settings: Any,
 ) -> FinishedRun:
     """Train a model on texts or chats.
@@ -143,7 +140,7 @@ def finetune(
         lr: Learning rate.
         output_dir: See `reinforce`.
         world_size: Number of ranks.
-        on_step: See `reinforce`; the list of rollouts is empty.
+        callbacks: See `reinforce`; fine-tuning does not call ``on_rollouts``.
         **settings: See `reinforce`; ``dataset_preprocess={…}`` sets how texts are tokenised.
 
     Raises:
@@ -190,11 +187,11 @@ def finetune(
         if not ((target / "state.json").exists() and note.exists() and note.read_text() == digest):
             preprocess(asked, tokenizer, max_seq_len)
             note.write_text(digest)
-    start(config, world_size, on_step)
+    start(config, world_size, callbacks)
     return FinishedRun(folder)
 
 
-def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str | None:
+def start(config: Config, world_size: int, callbacks: Sequence[Any] = ()) -> str | None:
     """Check a config, then train on every rank: with rewards if it has a section ``rl``, else on a dataset.
 
     torchrun and srun decide the number of ranks themselves; rank 0 then checks the config.
@@ -202,7 +199,7 @@ def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str
     Args:
         config: A config from `with_download`.
         world_size: Number of ranks.
-        on_step: See `reinforce`.
+        callbacks: See `reinforce`.
 
     Returns:
         A message for the user if the run in this folder has finished already; else None.
@@ -222,7 +219,7 @@ def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str
 
     on_rank: Callable[..., None] = on_dataset if config.rl is None else by_rewards
     try:
-        launch(partial(on_rank, on_step=on_step), checked or config, world_size=world_size)
+        launch(partial(on_rank, callbacks=callbacks), checked or config, world_size=world_size)
     except RankFailed as error:
         steps = steps_in(Path(config.train_parameters.output_dir) / "checkpoints")
         if steps and config.train_parameters.checkpointing_enabled:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,11 +31,13 @@ from vectorlm.runs.config.load import save_config
 from vectorlm.runs.config.setting import to_plain
 from vectorlm.runs.preflight.resume import Resumption, find_resumption, identity_of
 from vectorlm.runs.start import Run, on_main
+from vectorlm.train.callbacks import Callbacks, RunControl
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.checkpoint.folder import folder_of, mark_finished, require_shared
 from vectorlm.train.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.train.handover import DeviceTurn
-from vectorlm.train.recorder import EarlyStopping, OnStep, Recorder, Timer
+from vectorlm.train.optimizer_step import Schedule
+from vectorlm.train.recorder import EarlyStopping, Recorder, Timer
 
 
 def open_recorder(
@@ -46,9 +49,10 @@ def open_recorder(
     num_examples: int | None = None,
     end_epoch: Callable[[int], None] = lambda epoch: None,
     play: Mapping[str, Play] | None = None,
-    on_step: OnStep | None = None,
+    callbacks: Sequence[Any] = (),
+    schedule: Schedule,
 ) -> Recorder:
-    """Open metrics, checkpoints and the evaluation.
+    """Open metrics, checkpoints, the evaluation and the callbacks; `schedule` is the one that callbacks control.
 
     `num_examples` is the size of a training dataset, which a resumed run must have again. `play` has a function per
     source of held-out prompts with an environment, which samples their rollouts.
@@ -101,7 +105,10 @@ def open_recorder(
         resume_step=resume_step,
         stopping=stopping,
         timer=timer,
-        on_step=on_step,
+        callbacks=Callbacks(
+            [*run.config.callbacks, *callbacks],
+            RunControl(run.output, schedule, saves_checkpoints=store is not None),
+        ),
         end_epoch=end_epoch,
     )
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from vectorlm.algorithms.registry import SETTINGS
 from vectorlm.algorithms.settings import AlgorithmSettings, PreferenceSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
@@ -191,6 +193,9 @@ class Config:
     trackers: Mapping[str, Any] = field(default_factory=dict)
     """More trackers, each with its arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`), or
     `file.py:NAME` of your own."""
+    callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Classes `file.py:NAME`, made without arguments, whose methods `on_step`, `on_rollouts`, `on_evaluation` and
+    `on_checkpoint` the run calls."""
     ignore_memory_plan: bool = False
     """Start although the memory plan does not fit: print its numbers and go on (`--ignore_memory_plan`)."""
     train_parameters: TrainSettings

@@ -139,6 +139,19 @@ def package_problems(config: Config) -> Iterator[str]:
             yield refuse(config, path, rule, "Use {} for none.", arguments)
 
 
+def callback_problems(config: Config) -> Iterator[str]:
+    """Yield each callback that cannot be made."""
+    if not config.callbacks:
+        return
+    from vectorlm.train.callbacks import require_hooks
+
+    for name in config.callbacks:
+        try:
+            require_hooks(name, load_plugin(name))
+        except ConfigError as error:
+            yield str(error)
+
+
 def _host_without_key(config: Config) -> str | None:
     """Return the host that wandb would ask a key for."""
     mode = config.wandb_config.get("mode") or os.environ.get("WANDB_MODE", "online")

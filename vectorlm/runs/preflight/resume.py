@@ -41,7 +41,7 @@ FIXED = (
     "rl.rollout.source",
 )
 """What decides which tensors a checkpoint holds, the order of the data, or how its optimizer steps are counted."""
-OUTPUTS = ("train_parameters.sampler.output_jsonl_path", "trackers.", "wandb_config.")
+OUTPUTS = ("train_parameters.sampler.output_jsonl_path", "trackers.", "wandb_config.", "callbacks")
 """Where settings begin that name what rank 0 writes."""
 DESCRIPTIONS = ("config.json", ADAPTER_CONFIG)
 """The files that describe a model, or adapters."""
