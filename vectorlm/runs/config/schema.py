@@ -191,7 +191,8 @@ class Config:
     wandb_config: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `wandb.init`."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
-    """More trackers, each with its arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`), or
+    """More trackers with their arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`); `aim`,
+    `clearml`, `comet_ml`, `dvclive`, `mlflow` or `swanlab` (of their classes in `accelerate.tracking`); or
     `file.py:NAME` of your own."""
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Classes `file.py:NAME`, made without arguments, whose methods `on_step`, `on_rollouts`, `on_evaluation` and
