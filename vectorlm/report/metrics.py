@@ -133,7 +133,7 @@ class ProgressSink:
             )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Show `step` with the newest loss, learning rate, tokens/s and evaluation."""
+        """Show `step` with the newest loss, learning rate and tokens/s, and its evaluation."""
         self._latest |= {name: (step, value) for name, value in values.items()}
         _, accuracy = self._latest.get("eval/accuracy", (0, 0.0))
         _, reward = self._latest.get("eval/reward", (0, accuracy))
@@ -146,7 +146,9 @@ class ProgressSink:
             if name in self._latest and name != hidden:
                 at, value = self._latest[name]
                 is_old = name.startswith("eval/") and at != step
-                shown.append(form.format(value) + (f" at step {at}" if is_old else ""))
+                # The bar is a single line, so it repeats the last evaluation. Plain lines print it once.
+                if not is_old or self._bar is not None:
+                    shown.append(form.format(value) + (f" at step {at}" if is_old else ""))
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(shown), refresh=False)
             self._bar.update(step - self._bar.n)
