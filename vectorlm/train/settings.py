@@ -96,6 +96,9 @@ class ModelSettings:
     """Keep the linear layers of the frozen base in 4 bits, whole on each rank (QLoRA, with `lora_peft_config`)."""
     use_mp: bool | None = None
     """Mixed precision: compute in bfloat16, sum gradients in float32. null means on CUDA only."""
+    fp32_head: bool = False
+    """Compute logits in float32, in the trainer and in the engine. Useful if the model computes in bfloat16: its logits
+    are then not rounded, and the log-probabilities of engine and trainer differ less."""
     use_activation_checkpointing: Recomputation = False
     """Recompute activations in the backward pass instead of storing them: in all blocks (true), in every k-th block
     (k), in all but attention (`keep_attention`), or with the inputs of blocks on the host (`offload`, CUDA)."""
