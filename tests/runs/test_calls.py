@@ -94,6 +94,26 @@ def test_functions_and_lists_are_trained_on_and_a_function_between_steps_only_en
     )
 
 
+def test_the_short_call_takes_sampling_parameters_and_fills_in_lengths_and_steps(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    monkeypatch.setattr("vectorlm.runs.calls.start", lambda config, *_: found.append(config))
+    prompts = ["abc", "abcdefgh"] * 5
+    vectorlm.reinforce(folder, prompts, len, max_tokens=20, temperature=0.8, top_p=0.9, seed=5)
+    rl, train = found[0].rl, found[0].train_parameters
+    assert rl.collect.sampling_params == {"max_tokens": 20, "temperature": 0.8, "top_p": 0.9}
+    assert (rl.max_steps, rl.collect.group_size, train.max_seq_len, train.seed) == (2, 8, 28, 5)
+    limit = 64
+    vectorlm.reinforce(folder, prompts, len, max_tokens=200, max_steps=9)
+    assert (found[1].rl.max_steps, found[1].train_parameters.max_seq_len) == (9, limit)
+    vectorlm.finetune(folder, [{"text": "abc"}, {"text": "abcdefgh"}])
+    assert 8 <= found[2].train_parameters.max_seq_len <= 10
+    with pytest.raises(ConfigError, match="max_seq_len"):
+        vectorlm.reinforce(folder, prompts, len, max_tokens=9, environment="e.py:E")
+
+
 def test_a_whole_section_stands_beside_what_the_call_fills_in(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = []
