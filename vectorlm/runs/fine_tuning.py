@@ -81,6 +81,7 @@ def _make_loop(run: Run, callbacks: Sequence[Any]) -> FineTuningLoop:
     recorder = open_recorder(
         run,
         run.make_turn(model, optimizer),
+        model,
         num_steps=num_steps,
         save_every=round(frequency if frequency > 1 else max(1, frequency * steps_per_epoch)),
         num_examples=train_loader.num_examples,

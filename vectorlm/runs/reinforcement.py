@@ -125,6 +125,7 @@ def _build(
     recorder = open_recorder(
         run,
         turn,
+        models.policy.model,
         num_steps=rl.max_steps,
         save_every=rl.save_every,
         play=dict.fromkeys(environments.names, play),

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 from vectorlm.errors import ConfigError
 from vectorlm.settings import nearest
 from vectorlm.train.callbacks import Callbacks
+from vectorlm.train.checkpoint.hub import HubUploads
 from vectorlm.train.checkpoint.state import CheckpointStore
 from vectorlm.types import Evaluation, MetricSink, TrainedModel
 
@@ -175,12 +176,16 @@ class Recorder:
     evaluate_every: int = 1
     """Steps between evaluations; the run also evaluates before the first step and after the last."""
     checkpoints: CheckpointStore | None = None
+    uploads: HubUploads | None = None
+    """Uploads of models to the Hub; None without them, and on ranks other than 0."""
     save_every: int = 1
     """Steps between checkpoints; the last step is saved too."""
     resume_step: int | None = None
     """Step of the checkpoint to resume from; None for a new run."""
     stopping: EarlyStopping = field(default_factory=EarlyStopping)
     """Tracks the best evaluation, and decides when to stop early."""
+    after_save: Callable[[int], None] = lambda step: None
+    """Called on all ranks after the checkpoint of a step."""
     end_epoch: Callable[[int], None] = lambda epoch: None
     """Called at the end of an epoch with its number, from 1."""
     callbacks: Callbacks = field(default_factory=Callbacks)
@@ -236,6 +241,7 @@ class Recorder:
             with self.timer.span("time/save_s"):
                 folder = self.checkpoints.save(step, models, state() | {"watch": self.stopping.state_dict()})
             self.callbacks.call("on_checkpoint", step, folder)
+            self.after_save(step)
             self._stop_if(self.callbacks.carry_out(), step)
 
     def resume(self, models: Mapping[str, TrainedModel]) -> dict[str, Any] | None:

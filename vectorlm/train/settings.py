@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_args
 
+from annotated_types import Predicate
 from pydantic import Field
 
 from vectorlm.settings import (
@@ -82,6 +84,25 @@ CHUNK_BYTES = 256 << 20
 def chunk_tokens(vocab_size: int) -> int:
     """Return the number of tokens whose logits exist at a time: 2,048, or fewer for a vocabulary over 32,768."""
     return min(2048, max(1, CHUNK_BYTES // (4 * vocab_size)))
+
+
+RepoId = Annotated[
+    str,
+    Predicate(lambda name: re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None),
+    Field(description="`owner/name` of a repository", examples=["me/my-model"]),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushSettings:
+    """Settings for uploads to the Hugging Face Hub."""
+
+    repo_id: RepoId
+    """Repository, `owner/name`; it is created if it does not exist. The final model goes to its branch `main`."""
+    private: bool = False
+    """Whether a new repository is private."""
+    checkpoints: bool = False
+    """Whether to upload the model of every checkpoint too, to the revision `step-N`."""
 
 
 @dataclass(frozen=True, kw_only=True)

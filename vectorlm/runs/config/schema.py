@@ -51,6 +51,7 @@ from vectorlm.train.settings import (
     ModelSettings,
     OptimizerSettings,
     ProfileSettings,
+    PushSettings,
     RewardModelSettings,
     ScheduleSettings,
 )
@@ -194,6 +195,8 @@ class Config:
     """More trackers with their arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`); `aim`,
     `clearml`, `comet_ml`, `dvclive`, `mlflow` or `swanlab` (of their classes in `accelerate.tracking`); or
     `file.py:NAME` of your own."""
+    push_to_hub: PushSettings | None = None
+    """Upload the final model to the Hugging Face Hub; null uploads nothing."""
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Classes `file.py:NAME`, made without arguments, whose methods `on_step`, `on_rollouts`, `on_evaluation` and
     `on_checkpoint` the run calls."""

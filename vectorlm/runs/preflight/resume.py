@@ -41,7 +41,13 @@ FIXED = (
     "rl.rollout.source",
 )
 """What decides which tensors a checkpoint holds, the order of the data, or how its optimizer steps are counted."""
-OUTPUTS = ("train_parameters.sampler.output_jsonl_path", "trackers.", "wandb_config.", "callbacks")
+OUTPUTS = (
+    "train_parameters.sampler.output_jsonl_path",
+    "trackers.",
+    "wandb_config.",
+    "callbacks",
+    "push_to_hub",
+)
 """Where settings begin that name what rank 0 writes."""
 DESCRIPTIONS = ("config.json", ADAPTER_CONFIG)
 """The files that describe a model, or adapters."""
