@@ -28,7 +28,8 @@ DOCS := build/docs-env
 
 # Packages that nothing else of the tests may see: they slow imports down, or replace pinned ones.
 EXTRAS := $(CURDIR)/build/extras
-WITH_EXTRAS := tests/train/test_optimizers.py tests/train/test_nf4.py tests/rl/environments/test_verifiers.py tests/sampling/test_verify.py
+WITH_EXTRAS := tests/train/test_optimizers.py tests/train/test_nf4.py tests/rl/environments/test_verifiers.py tests/sampling/test_verify.py \
+	tests/report/test_trackers.py
 
 .PHONY: help install run real countdown papers test test-all test-extras test-long gpu lint docs bench slides clean FORCE
 
@@ -65,7 +66,7 @@ test-all: $(STAMP) ## run the slow tests too
 test-extras: $(EXTRAS)/.installed ## run the tests of optional packages, which lie beside the pinned stack
 	PYTHONPATH=$(EXTRAS) $(PYTEST) -m "not long" $(WITH_EXTRAS) $(PYTEST_ARGS)
 
-$(EXTRAS)/.installed: requirements/one_card.txt requirements/verifiers.txt requirements/bench.txt | $(STAMP)
+$(EXTRAS)/.installed: requirements/one_card.txt requirements/verifiers.txt requirements/bench.txt requirements/trackers.txt | $(STAMP)
 	rm -rf $(EXTRAS)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(EXTRAS) $(addprefix -r ,$^)
 	touch $@

@@ -1,16 +1,18 @@
 """Each tracker gets the metrics of every step under their names."""
 
+import os
 import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from accelerate import tracking
+from accelerate.state import PartialState
 from tensorboardX.proto.event_pb2 import Event
 
-from vectorlm.report.metrics import open_trackers
+from vectorlm.report.metrics import OF_ACCELERATE, open_trackers
 
 
 def events(folder):
@@ -65,35 +67,44 @@ def test_tensorboard_hides_the_steps_that_a_resumed_run_makes_again(tmp_path):
     assert not Path("unused").exists()
 
 
-class Trackio:
-    """The part of trackio's interface that is used, as its sources declare it."""
+def test_trackio_keeps_the_values_of_a_run_named_as_its_folder(tmp_path):
+    pytest.importorskip("trackio")
+    script = (
+        "import sys; from pathlib import Path; from vectorlm.report.metrics import OF_ACCELERATE, open_trackers\n"
+        "for resume_step, step in ((None, 1), (1, 2)):\n"
+        "    run = Path(sys.argv[1]) / 'grpo'\n"
+        "    (sink,) = open_trackers({'trackio': {'project': 'mine'}}, run, {'model': 'm'}, resume_step)\n"
+        "    with sink: sink.write(step, {'reward/mean': 0.5 * step})\n"
+        "import trackio; (found,) = trackio.Api().runs('mine')\n"
+        "from trackio.sqlite_storage import SQLiteStorage\n"
+        "rows = SQLiteStorage.get_logs('mine', 'grpo')\n"
+        "print(found.name, found.config['model'], [(row['step'], row['reward/mean']) for row in rows])\n"
+    )
+    # A process of its own: trackio keeps its run and its folder in global variables.
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    run = subprocess.run(
+        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert "grpo m [(1, 0.5), (2, 1.0)]" in run.stdout
 
-    def __init__(self):
-        self.calls = []
 
-    def init(self, project, name=None, resume="never", config=None, space_id=None):
-        self.calls.append(("init", project, name, resume, config, space_id))
-        return SimpleNamespace(log=self.log)
-
-    def log(self, metrics, step=None):
-        self.calls.append(("log", metrics, step))
-
-    def finish(self):
-        self.calls.append(("finish",))
-
-
-@pytest.mark.parametrize(("resume_step", "resume"), [(None, "never"), (7, "allow")])
-def test_trackio_gets_a_run_named_as_its_folder(monkeypatch, tmp_path, resume_step, resume):
-    trackio = Trackio()
-    monkeypatch.setitem(sys.modules, "trackio", trackio)
-    (sink,) = open_trackers({"trackio": {"project": "mine"}}, tmp_path / "grpo", {"model": "m"}, resume_step)
+@pytest.mark.parametrize("name", OF_ACCELERATE)
+def test_trackers_of_accelerate_get_values_and_flat_settings_without_its_process_state(
+    monkeypatch, tmp_path, name
+):
+    calls = []
+    kind = tracking.LOGGER_TYPE_TO_CLASS[name]
+    monkeypatch.setattr(kind, "start", lambda self: tracking.logger.debug(calls.append("start")))
+    monkeypatch.setattr(kind, "store_init_configuration", lambda self, values: calls.append(values))
+    monkeypatch.setattr(kind, "log", lambda self, values, step: calls.append((values, step)))
+    monkeypatch.setattr(kind, "finish", lambda self: calls.append("finish"))
+    (sink,) = open_trackers({name: None}, tmp_path, {"a": {"b": 1, "c": [1, 2]}, "m": "x"}, None)
     with sink:
         sink.write(8, {"reward/mean": 0.5})
-    assert trackio.calls == [
-        ("init", "mine", "grpo", resume, {"model": "m"}, None),
-        ("log", {"reward/mean": 0.5}, 8),
-        ("finish",),
-    ]
+    settings = {"a.b": 1, "a.c": "[1, 2]", "m": "x"}
+    assert calls == ["start", settings, ({"reward/mean": 0.5}, 8), "finish"]
+    assert not PartialState._shared_state
 
 
 def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:

@@ -55,31 +55,63 @@ def test_functions_and_lists_are_trained_on_and_a_function_between_steps_only_en
     with vectorlm.HFEngine(str(run.model), dtype="float32") as engine:
         assert len(engine.sample(["aaa"], {"max_tokens": 2})) == 1
 
-    def meddle(step, metrics, rollouts):
-        with open(tmp_path / "seen.jsonl", "a") as file:
-            file.write(
-                json.dumps([step, metrics["reward/mean"], len(rollouts), rollouts[0]["prompt"]]) + "\n"
-            )
-        torch.rand(9)
-        metrics["reward/mean"] = 7.0
-        for each in rollouts:
-            each.clear()
-        rollouts.clear()
-        return step == 2
+    class Meddler:
+        def _note(self, *values):
+            torch.rand(9)
+            with open(tmp_path / "seen.jsonl", "a") as file:
+                file.write(json.dumps(values) + "\n")
 
-    more = {"max_steps": 9, "output_dir": tmp_path / "ended", "on_step": meddle}
+        def on_rollouts(self, run, step, rollouts):
+            self._note("rollouts", step, len(rollouts), rollouts[0]["prompt"])
+            for row in rollouts:
+                row.clear()
+            rollouts.clear()
+            run.log({"own/seen": step})
+
+        def on_evaluation(self, run, step, metrics):
+            self._note("evaluation", step)
+
+        def on_step(self, run, step, metrics):
+            self._note("step", step, metrics["reward/mean"], run.learning_rate)
+            metrics["reward/mean"] = 7.0
+            if step == 2:
+                run.stop()
+
+    more = {"max_steps": 9, "output_dir": tmp_path / "ended", "callbacks": [Meddler()]}
     ended = vectorlm.reinforce(folder, prompts, [vowels, lambda text: 0.0], **given | more)
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     rows = _lines(ended.metrics)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    kept = [each for each in _lines(ended.rollouts) if each["train_step"] == 2]
-    assert seen[1] == [2, rows[2]["reward/mean"], 8, kept[0]["prompt"]]
+    kept = [row for row in _lines(ended.rollouts) if row["train_step"] == 2]
+    assert ["rollouts", 2, 8, kept[0]["prompt"]] in seen
+    assert ["step", 2, rows[2]["reward/mean"], 1e-3] in seen
+    assert [row.get("own/seen") for row in rows[1:]] == [1, 2]
     alone, weights = (load_file(each.model / "model.safetensors") for each in (run, ended))
     assert all(torch.equal(alone[name], tensor) for name, tensor in weights.items())
     start = load_file(folder / "model.safetensors")
     assert any(not torch.equal(start[name], tensor) for name, tensor in weights.items()), (
         "nothing was trained"
     )
+
+
+def test_the_short_call_takes_sampling_parameters_and_fills_in_lengths_and_steps(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    monkeypatch.setattr("vectorlm.runs.calls.start", lambda config, *_: found.append(config))
+    prompts = ["abc", "abcdefgh"] * 5
+    vectorlm.reinforce(folder, prompts, len, max_tokens=20, temperature=0.8, top_p=0.9, seed=5)
+    rl, train = found[0].rl, found[0].train_parameters
+    assert rl.collect.sampling_params == {"max_tokens": 20, "temperature": 0.8, "top_p": 0.9}
+    assert (rl.max_steps, rl.collect.group_size, train.max_seq_len, train.seed) == (2, 8, 28, 5)
+    limit = 64
+    vectorlm.reinforce(folder, prompts, len, max_tokens=200, max_steps=9)
+    assert (found[1].rl.max_steps, found[1].train_parameters.max_seq_len) == (9, limit)
+    vectorlm.finetune(folder, [{"text": "abc"}, {"text": "abcdefgh"}])
+    assert 8 <= found[2].train_parameters.max_seq_len <= 10
+    with pytest.raises(ConfigError, match="max_seq_len"):
+        vectorlm.reinforce(folder, prompts, len, max_tokens=9, environment="e.py:E")
 
 
 def test_a_whole_section_stands_beside_what_the_call_fills_in(folder, tmp_path, monkeypatch):
@@ -100,7 +132,12 @@ def _lines(table):
 
 
 @pytest.mark.slow
-def test_texts_in_memory_are_learned_until_the_step_that_the_function_says(folder, tmp_path, forks_ranks):
+def test_texts_in_memory_are_learned_until_the_step_of_a_callback(folder, tmp_path, forks_ranks):
+    class StopAtEight:
+        def on_step(self, run, step, metrics):
+            if "eval/loss" not in metrics and step == 8:
+                run.stop()
+
     rows = [{"text": letter * 20} for letter in "abcdefghijklmnopqrst"]
     run = vectorlm.finetune(
         folder,
@@ -113,7 +150,7 @@ def test_texts_in_memory_are_learned_until_the_step_that_the_function_says(folde
         logging_steps=100,
         world_size=2,
         output_dir=tmp_path / "run",
-        on_step=lambda step, metrics, rollouts: "eval/loss" not in metrics and rollouts == [] and step == 8,
+        callbacks=[StopAtEight()],
     )
     lines = _lines(run.metrics)
     assert [line["step"] for line in lines] == list(range(9))

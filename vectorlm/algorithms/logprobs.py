@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from types import MethodType
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from vectorlm.algorithms.support import WHOLE, Support, truncate
@@ -27,6 +29,21 @@ class TokenValues(NamedTuple):
     """1 for sampled tokens that the support would exclude (see `truncate`), else 0."""
     compared: torch.Tensor | None = None
     """Results of `compare`, with one more dimension, K; None without it."""
+
+
+def compute_head_in_float32(layer: Any) -> None:
+    """Let the output layer of a model return float32 logits, for hidden states and weights of any dtype."""
+    layer = getattr(layer, "base_layer", layer)  # PEFT adds adapters around the layer.
+    layer.forward = MethodType(_float32_logits, layer)
+
+
+def computes_in_float32(layer: Any) -> bool:
+    """Return whether `compute_head_in_float32` was called for the layer."""
+    return getattr(getattr(layer, "base_layer", layer).forward, "__func__", None) is _float32_logits
+
+
+def _float32_logits(layer: Any, states: torch.Tensor) -> torch.Tensor:
+    return linear(states.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
 
 def token_logprobs(

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,18 @@ def _replay(run: Path, step: int) -> int:
         return int(not _is_as_logged(logged[step][-1], again, kept, output / "final-model"))
 
 
+@dataclass(frozen=True)
+class _StopAfter:
+    """A callback that ends the run after a step."""
+
+    last_step: int
+
+    def on_step(self, run: Any, step: int, metrics: Mapping[str, float]) -> None:
+        """Stop after `last_step`."""
+        if step == self.last_step:
+            run.stop()
+
+
 def _on_rank(checked: Any, path: Path, step: int, max_lag: int | None) -> None:
     from vectorlm import FakeEngine
     from vectorlm.rl.rollouts.replay import RecordedGroups
@@ -161,7 +173,7 @@ def _on_rank(checked: Any, path: Path, step: int, max_lag: int | None) -> None:
         reinforce(
             checked,
             engine=engine,
-            on_step=lambda made, *_: made == step,
+            callbacks=[_StopAfter(step)],
             recorded=RecordedGroups(path, step, max_lag),
         )
 

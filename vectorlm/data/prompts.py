@@ -234,13 +234,14 @@ def check_lengths(
     setting: str,
     vocab_size: float = math.inf,
     tools: Sequence[Any] = (),
-) -> None:
-    """Check the lengths of the prompts of `setting`, encoded with the `tools` of their environment.
+) -> int:
+    """Return the tokens of the longest prompt of `setting`, encoded with the `tools` of its environment.
 
     Raises:
         ConfigError: The tokenizer has no chat template, or the template refuses the messages.
         DatasetError: A prompt is longer than `max_tokens`, or holds a token beyond `vocab_size`.
     """
+    longest = 0
     for index, prompt_record in enumerate(prompt_records):
         try:
             token_ids = encode(asked(prompt_record, tools), lambda: tokenizer)
@@ -260,6 +261,8 @@ def check_lengths(
                 f"prompt {index} of {setting} has {len(token_ids)} tokens, but at most {max_tokens} leave room for an "
                 "answer. Leave it out, or raise train_parameters.max_seq_len and sampler.engine.max_model_len."
             )
+        longest = max(longest, len(token_ids))
+    return longest
 
 
 def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import sys
@@ -29,8 +30,14 @@ WARMUP_STEPS = 2
 """Steps that a profile skips: they allocate memory and compile kernels."""
 MAX_BYTES = 32 << 20
 """A profile records no further step once its traces have this size."""
-TRACKERS = {"tensorboard": "tensorboardX", "trackio": "trackio"}
-"""The names that `trackers` accepts besides ``file.py:NAME``, and the package that each of them needs."""
+OF_ACCELERATE = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab")
+"""Trackers that accelerate opens; their packages have the same names."""
+TRACKERS = {
+    "tensorboard": "tensorboardX",
+    "trackio": "trackio",
+    **dict(zip(OF_ACCELERATE, OF_ACCELERATE, strict=True)),
+}
+"""The names that `trackers` accepts besides ``file.py:NAME``, with the packages that they need."""
 
 
 class Sink(MetricSink, AbstractContextManager[Any], Protocol):
@@ -126,7 +133,7 @@ class ProgressSink:
             )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Show `step` with the newest loss, learning rate, tokens/s and evaluation."""
+        """Show `step` with the newest loss, learning rate and tokens/s, and its evaluation."""
         self._latest |= {name: (step, value) for name, value in values.items()}
         _, accuracy = self._latest.get("eval/accuracy", (0, 0.0))
         _, reward = self._latest.get("eval/reward", (0, accuracy))
@@ -139,7 +146,9 @@ class ProgressSink:
             if name in self._latest and name != hidden:
                 at, value = self._latest[name]
                 is_old = name.startswith("eval/") and at != step
-                shown.append(form.format(value) + (f" at step {at}" if is_old else ""))
+                # The bar is a single line, so it repeats the last evaluation. Plain lines print it once.
+                if not is_old or self._bar is not None:
+                    shown.append(form.format(value) + (f" at step {at}" if is_old else ""))
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(shown), refresh=False)
             self._bar.update(step - self._bar.n)
@@ -282,6 +291,8 @@ def open_trackers(
         elif name == "tensorboard":
             placed = {"logdir": str(output / "tensorboard"), **arguments}
             found.append(_open_tensorboard(placed, run_config, resume_step, say))
+        elif name in OF_ACCELERATE:
+            found.append(_open_of_accelerate(name, arguments, output, run_config, say))
         else:
             resume = "never" if resume_step is None else "allow"
             named = {"project": "vectorlm", "name": output.resolve().name, "resume": resume}
@@ -312,6 +323,45 @@ def _open_tensorboard(
             writer.add_scalar(name, value, step)
 
     return Tracker(log, lambda failed: writer.close(), say)
+
+
+class _PlainLogger(logging.LoggerAdapter[logging.Logger]):
+    warning_once = logging.LoggerAdapter.warning
+
+
+def _open_of_accelerate(
+    name: str, arguments: Mapping[str, Any], output: Path, run_config: Mapping[str, Any], say: Say
+) -> Tracker:
+    """Send the metrics to a tracker of accelerate; `arguments` are those of its class in `accelerate.tracking`."""
+    from accelerate import tracking
+
+    # accelerate's logger would create its process state, which changes the devices and threads of this rank.
+    tracking.logger = _PlainLogger(logging.getLogger("accelerate.tracking"))
+    project, run_name = "vectorlm", output.resolve().name
+    defaults: dict[str, dict[str, Any]] = {
+        "aim": {"run_name": run_name, "logging_dir": str(output)},
+        "clearml": {"run_name": run_name, "project_name": project},
+        "comet_ml": {"run_name": project},
+        "dvclive": {"dir": str(output / "dvclive")},
+        "mlflow": {"experiment_name": project, "run_name": run_name},
+        "swanlab": {"run_name": project, "experiment_name": run_name},
+    }
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[name](**{**defaults[name], **arguments})
+    tracker.main_process_only = False
+    tracker.start()
+    tracker.store_init_configuration(_flat(run_config))
+    return Tracker(lambda values, step: tracker.log(values, step=step), lambda failed: tracker.finish(), say)
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings by their dotted names; lists become text."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = str(value) if isinstance(value, list | tuple) else value
+    return found
 
 
 def _open_trackio(arguments: Mapping[str, Any], run_config: Mapping[str, Any], say: Say) -> Tracker:

@@ -104,8 +104,9 @@ class RLLoop:
             self.step += 1
             self.updater.follow_run(self.step)
             metrics |= self._follow(metrics) | self._evaluate()
-            ends = self.recorder.ends_by_user(self.step, metrics, self.rollout_log.records)
-            if ends and not any(name.startswith("eval/") for name in metrics):
+            if self.recorder.is_stopped(self.step, metrics) and not any(
+                name.startswith("eval/") for name in metrics
+            ):
                 metrics |= self._evaluate()
             # After the last step the engine's times arrive with the hot swap of the evaluation.
             is_last = self.step == self.recorder.num_steps or self.recorder.stopping.is_over
@@ -148,6 +149,7 @@ class RLLoop:
                 metrics |= batch.metrics
             # Logged before the update, which may end the run: the log then has the rollouts that it failed on.
             self.rollout_log.write(self.step + 1, groups, batch)
+            self.recorder.callbacks.call("on_rollouts", self.step + 1, self.rollout_log.records)
             # The correction may have rejected every token.
             if batch is not None and batch.rows.mask.any():
                 is_warm = self.models.critic is None or self.step >= self.settings.critic.warmup_steps
@@ -215,6 +217,7 @@ class RLLoop:
         metrics = self.recorder.evaluate_if_due(self.step)
         if metrics:
             self.recorder.require_logged(self.step, metrics)
+            self.recorder.callbacks.call("on_evaluation", self.step, metrics)
         return metrics | self.recorder.stopping.observe(self.step, metrics)
 
     def _state(self) -> dict[str, Any]:

@@ -12,25 +12,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 
-from vectorlm.data.prompts import without_added_nulls
+from vectorlm.data.prompts import check_lengths, read_prompts, without_added_nulls
 from vectorlm.errors import ConfigError, DatasetError, RankFailed
+from vectorlm.packages import fields_of
 from vectorlm.ranks.launcher import launch
 from vectorlm.ranks.topology import Topology, without_gc
 from vectorlm.report.runs import read_lines
 from vectorlm.runs.config.load import config_from_keywords
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.preflight.checked import preflight
-from vectorlm.runs.preflight.local_model import with_download
+from vectorlm.runs.preflight.local_model import description_of, own_length, with_download
 from vectorlm.runs.preflight.resume import content_of, find_resumption, say_finished
 from vectorlm.settings import as_path
 from vectorlm.train.checkpoint.folder import steps_in
-
-if TYPE_CHECKING:
-    from vectorlm.train.recorder import OnStep
 
 HELD_OUT = 0.05
 """Share of the rows that `finetune` evaluates on without an `eval_dataset`."""
@@ -66,15 +64,16 @@ def reinforce(
     algorithm: str = "grpo",
     lr: float = 1e-6,
     prompts_per_step: int = 8,
+    group_size: int = 8,
     output_dir: str | os.PathLike[str] | None = None,
     world_size: int = 1,
-    on_step: OnStep | None = None,
+    callbacks: Sequence[Any] = (),
     **settings: Any,
 ) -> FinishedRun:
     """Train a model with rewards.
 
     >>> run = vectorlm.reinforce("Qwen/Qwen3-0.6B", ["2 + 2 = "], lambda text: float("4" in text),
-    ...                          max_steps=10, max_seq_len=256, group_size=8)  # doctest: +SKIP
+    ...                          max_tokens=64, temperature=0.8)  # doctest: +SKIP
 
     Args:
         model: A folder, or a name on the Hugging Face Hub.
@@ -85,15 +84,18 @@ def reinforce(
             Functions run in other processes, together with the objects that they use.
         algorithm: A row of docs/algorithms.md, or ``file.py:NAME``.
         lr: Learning rate.
-        prompts_per_step: Prompts per step; the engine samples ``group_size`` completions for every prompt.
+        prompts_per_step: Prompts per step.
+        group_size: Completions that the engine samples for every prompt.
         output_dir: Folder of the run; None makes a new one under ``runs``. An interrupted run resumes in its folder.
         world_size: Number of ranks.
-        on_step: Called on rank 0 after every step as ``on_step(step, metrics, rollouts)``, with copies of the step's
-            lines in ``metrics.jsonl`` (without the times of its phases) and ``rollouts.jsonl``. If it returns True,
-            the run ends after this step as after the last one. If it raises, the run fails.
-        **settings: Other settings of a config, by the last part of their name (``group_size=8``). If several settings
-            share that name, the one nearest to the top of the config is set. You can also pass whole sections
-            (``train_parameters={"optimizer": {"lr": 1e-6}}``).
+        callbacks: Objects with any of the methods ``on_step(run, step, metrics)``, ``on_rollouts(run, step,
+            rollouts)``, ``on_evaluation(run, step, metrics)`` and ``on_checkpoint(run, step, folder)``, called on
+            rank 0. ``run`` is a `RunControl`. If a callback raises, the run fails.
+        **settings: Sampling parameters of vLLM (``max_tokens=64``), and other settings of a config, by the last part
+            of their name (``kl_coef=0.01``). If several settings share that name, the one nearest to the top of the
+            config is set. You can also pass whole sections (``train_parameters={"optimizer": {"lr": 1e-6}}``).
+            ``max_seq_len`` is by default the longest prompt plus ``max_tokens``, at most the model's limit;
+            ``max_steps`` is by default one pass over the prompts.
 
     Raises:
         ConfigError: Settings are unknown or wrong. The error lists all of them.
@@ -107,14 +109,54 @@ def reinforce(
         "algorithm": algorithm,
         "lr": lr,
         "prompts_per_step": prompts_per_step,
+        "group_size": group_size,
         "rl": {
             **settings.pop("rl", {}),
             "prompts": _prompts(prompts, folder),
             "rewards": _rewards(rewards, folder),
         },
     }
-    start(with_download(config_from_keywords({**settings, **given}, "rl")), world_size, on_step)
+    known = fields_of("sampling_params.py", "SamplingParams") - {"seed"}  # The seed is the run's.
+    if sampling := {name: settings.pop(name) for name in sorted(known & settings.keys())}:
+        given["sampling_params"] = {**settings.pop("sampling_params", {}), **sampling}
+    sections = given["rl"], settings.get("train_parameters", {})
+    has_steps, has_length = (
+        name in settings or name in section
+        for name, section in zip(("max_steps", "max_seq_len"), sections, strict=True)
+    )
+    # Placeholders that a config accepts; the prompts are read below.
+    defaults = ({} if has_steps else {"max_steps": 1}) | ({} if has_length else {"max_seq_len": -1})
+    config = with_download(config_from_keywords({**settings, **given, **defaults}, "rl"))
+    if defaults:
+        config = _fit_to_prompts(config, sets_steps=not has_steps, sets_length=not has_length)
+    start(config, world_size, callbacks)
     return FinishedRun(folder)
+
+
+def _fit_to_prompts(config: Config, *, sets_steps: bool, sets_length: bool) -> Config:
+    """Set `rl.max_steps` to one pass over the prompts, and `max_seq_len` to the longest prompt plus `max_tokens`."""
+    rl = config.rl
+    assert rl is not None
+    assert rl.collect.prompts is not None
+    records = read_prompts(rl.collect.prompts, "prompts", is_held_out=False)
+    if sets_steps:
+        config = replace(config, rl=replace(rl, max_steps=-(-len(records) // rl.collect.prompts_per_step)))
+    if sets_length:
+        if rl.collect.environment is not None:
+            raise ConfigError(
+                "max_seq_len: a run with an environment needs the length of its longest conversation. Set it."
+            )
+        from vectorlm.train.load import load_tokenizer
+
+        longest = check_lengths(records, load_tokenizer(config.model), math.inf, "prompts")
+        config = _with_length(config, longest + rl.collect.sampling["max_tokens"])
+    return config
+
+
+def _with_length(config: Config, num_tokens: int) -> Config:
+    limit = own_length(description_of(Path(config.model)) or {}) or num_tokens
+    train = replace(config.train_parameters, max_seq_len=min(num_tokens, limit))
+    return replace(config, train_parameters=train)
 
 
 def finetune(
@@ -125,7 +167,7 @@ def finetune(
     lr: float = 2e-5,
     output_dir: str | os.PathLike[str] | None = None,
     world_size: int = 1,
-    on_step: OnStep | None = None,
+    callbacks: Sequence[Any] = (),
     **settings: Any,
 ) -> FinishedRun:
     """Train a model on texts or chats.
@@ -143,8 +185,9 @@ def finetune(
         lr: Learning rate.
         output_dir: See `reinforce`.
         world_size: Number of ranks.
-        on_step: See `reinforce`; the list of rollouts is empty.
-        **settings: See `reinforce`; ``dataset_preprocess={…}`` sets how texts are tokenised.
+        callbacks: See `reinforce`; fine-tuning does not call ``on_rollouts``.
+        **settings: See `reinforce`; ``dataset_preprocess={…}`` sets how texts are tokenised. ``max_seq_len`` is by
+            default the longest row, at most the model's limit.
 
     Raises:
         ConfigError: Settings are unknown or wrong. The error lists all of them.
@@ -152,7 +195,8 @@ def finetune(
         RankFailed: Training failed on a rank.
     """
     from vectorlm.data.preprocess import preprocess
-    from vectorlm.data.summary import vocabulary_of
+    from vectorlm.data.source import load_saved
+    from vectorlm.data.summary import Summary, vocabulary_of
     from vectorlm.train.load import load_tokenizer
 
     folder = _folder(output_dir, "finetune")
@@ -174,27 +218,41 @@ def finetune(
         },
         "dataset_preprocess": {**settings.pop("dataset_preprocess", {}), **paths},
     }
+    has_length = "max_seq_len" in settings or "max_seq_len" in settings.get("train_parameters", {})
+    if not has_length:
+        given["max_seq_len"] = -1
     config = with_download(config_from_keywords({**settings, **given}, "train_parameters"))
     tokenizer, how = load_tokenizer(config.model), config.dataset_preprocess
     assert how is not None
     for part, source in rows.items():
         target, note = folder / "data" / part, folder / "data" / f"{part}.digest"
-        asked = replace(
+        settings_of_part = replace(
             how, load_path=_saved(source, folder / "data" / f"{part}-rows"), save_path=str(target)
         )
         max_seq_len = config.train_parameters.max_seq_len
         template = tokenizer.chat_template
-        made_of = repr((asked, max_seq_len, vocabulary_of(tokenizer), template, _digest(asked.load_path)))
+        made_of = repr(
+            (
+                settings_of_part,
+                max_seq_len,
+                vocabulary_of(tokenizer),
+                template,
+                _digest(settings_of_part.load_path),
+            )
+        )
         digest = hashlib.sha256(made_of.encode(errors="replace")).hexdigest()
         # Reuse the rows of an earlier call only if this call would make the same ones.
         if not ((target / "state.json").exists() and note.exists() and note.read_text() == digest):
-            preprocess(asked, tokenizer, max_seq_len)
+            preprocess(settings_of_part, tokenizer, max_seq_len)
             note.write_text(digest)
-    start(config, world_size, on_step)
+    if not has_length:
+        made = (Summary.read(load_saved(folder / "data" / part, part)) for part in rows)
+        config = _with_length(config, max(summary.longest for summary in made if summary is not None))
+    start(config, world_size, callbacks)
     return FinishedRun(folder)
 
 
-def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str | None:
+def start(config: Config, world_size: int, callbacks: Sequence[Any] = ()) -> str | None:
     """Check a config, then train on every rank: with rewards if it has a section ``rl``, else on a dataset.
 
     torchrun and srun decide the number of ranks themselves; rank 0 then checks the config.
@@ -202,7 +260,7 @@ def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str
     Args:
         config: A config from `with_download`.
         world_size: Number of ranks.
-        on_step: See `reinforce`.
+        callbacks: See `reinforce`.
 
     Returns:
         A message for the user if the run in this folder has finished already; else None.
@@ -222,7 +280,7 @@ def start(config: Config, world_size: int, on_step: OnStep | None = None) -> str
 
     on_rank: Callable[..., None] = on_dataset if config.rl is None else by_rewards
     try:
-        launch(partial(on_rank, on_step=on_step), checked or config, world_size=world_size)
+        launch(partial(on_rank, callbacks=callbacks), checked or config, world_size=world_size)
     except RankFailed as error:
         steps = steps_in(Path(config.train_parameters.output_dir) / "checkpoints")
         if steps and config.train_parameters.checkpointing_enabled:

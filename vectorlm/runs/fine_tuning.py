@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -28,11 +29,10 @@ from vectorlm.train.objective import (
     Steps,
 )
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.train.recorder import OnStep
 
 
 def finetune(
-    config: Config | CheckedConfig, topology: Topology | None = None, on_step: OnStep | None = None
+    config: Config | CheckedConfig, topology: Topology | None = None, callbacks: Sequence[Any] = ()
 ) -> None:
     """Train on this rank and write the results to the config's ``output_dir``. Call it on every rank.
 
@@ -42,7 +42,7 @@ def finetune(
     Args:
         config: The config of the run. Rank 0 checks it unless it is checked already.
         topology: This rank's position; None reads it from the environment.
-        on_step: See `vectorlm.finetune`.
+        callbacks: See `vectorlm.reinforce`.
 
     Raises:
         ConfigError: The config cannot run, or needs more memory than the machine has.
@@ -50,12 +50,12 @@ def finetune(
         NonFiniteLoss: Training diverged.
     """
     with open_run(config, topology) as run:
-        loop = _make_loop(run, on_step)
+        loop = _make_loop(run, callbacks)
         loop.run()
         finish(run, loop.optimizer_step.model, loop.recorder, loop.step)
 
 
-def _make_loop(run: Run, on_step: OnStep | None) -> FineTuningLoop:
+def _make_loop(run: Run, callbacks: Sequence[Any]) -> FineTuningLoop:
     settings, data = run.config.train_parameters, run.config.text
     num_micro_batches = settings.loop.gradient_accumulation_steps
 
@@ -81,11 +81,13 @@ def _make_loop(run: Run, on_step: OnStep | None) -> FineTuningLoop:
     recorder = open_recorder(
         run,
         run.make_turn(model, optimizer),
+        model,
         num_steps=num_steps,
         save_every=round(frequency if frequency > 1 else max(1, frequency * steps_per_epoch)),
         num_examples=train_loader.num_examples,
         end_epoch=end_epoch,
-        on_step=on_step,
+        callbacks=callbacks,
+        schedule=schedule,
     )
     loaders = [
         (data.train_ds, train_loader),

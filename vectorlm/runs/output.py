@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,25 +32,30 @@ from vectorlm.runs.config.load import save_config
 from vectorlm.runs.config.setting import to_plain
 from vectorlm.runs.preflight.resume import Resumption, find_resumption, identity_of
 from vectorlm.runs.start import Run, on_main
+from vectorlm.train.callbacks import Callbacks, RunControl
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.checkpoint.folder import folder_of, mark_finished, require_shared
+from vectorlm.train.checkpoint.hub import HubUploads
 from vectorlm.train.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.train.handover import DeviceTurn
-from vectorlm.train.recorder import EarlyStopping, OnStep, Recorder, Timer
+from vectorlm.train.optimizer_step import Schedule
+from vectorlm.train.recorder import EarlyStopping, Recorder, Timer
 
 
 def open_recorder(
     run: Run,
     turn: DeviceTurn | None,
+    model: nn.Module,
     *,
     num_steps: int,
     save_every: int,
     num_examples: int | None = None,
     end_epoch: Callable[[int], None] = lambda epoch: None,
     play: Mapping[str, Play] | None = None,
-    on_step: OnStep | None = None,
+    callbacks: Sequence[Any] = (),
+    schedule: Schedule,
 ) -> Recorder:
-    """Open metrics, checkpoints and the evaluation.
+    """Open metrics, checkpoints, the evaluation and the callbacks; `schedule` is the one that callbacks control.
 
     `num_examples` is the size of a training dataset, which a resumed run must have again. `play` has a function per
     source of held-out prompts with an environment, which samples their rollouts.
@@ -89,6 +96,9 @@ def open_recorder(
             settings.keep.keep_checkpoints,
             best_step=lambda: stopping.best_step,
         )
+    uploads = None
+    if run.config.push_to_hub is not None and run.topology.is_main:
+        uploads = run.stack.enter_context(HubUploads(run.config.push_to_hub, say))
     sampler = settings.sampler
     return Recorder(
         num_steps=num_steps,
@@ -101,8 +111,13 @@ def open_recorder(
         resume_step=resume_step,
         stopping=stopping,
         timer=timer,
-        on_step=on_step,
+        callbacks=Callbacks(
+            [*run.config.callbacks, *callbacks],
+            RunControl(run.output, schedule, saves_checkpoints=store is not None),
+        ),
         end_epoch=end_epoch,
+        uploads=uploads,
+        after_save=partial(_push_checkpoint, run, model, uploads),
     )
 
 
@@ -165,6 +180,15 @@ def _make_evaluator(
     )
 
 
+def _push_checkpoint(run: Run, model: nn.Module, uploads: HubUploads | None, step: int) -> None:
+    """Upload the model of a checkpoint; called on all ranks, of which only rank 0 has `uploads`."""
+    push = run.config.push_to_hub
+    if push is not None and push.checkpoints:
+        export(run, model, name := f"step-{step}-model", step)
+        if uploads is not None:
+            uploads.push(run.output / name, f"step-{step}", deletes_folder=True)
+
+
 def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
     """Write the final model after the last `step` and leave its weights in `model`. Call it on all ranks."""
     settings = run.config.train_parameters
@@ -182,6 +206,8 @@ def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
         step = best
     recorder.say(f"writing the model of step {step} to {run.output / 'final-model'}")
     export(run, model, "final-model", step)
+    if recorder.uploads is not None:
+        recorder.uploads.push(run.output / "final-model")
     if run.topology.is_main and settings.checkpointing_enabled:
         mark_finished(checkpoints, recorder.stopping.is_over)
 

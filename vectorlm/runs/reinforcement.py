@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,7 +51,6 @@ from vectorlm.train.load import load_model
 from vectorlm.train.lora import start_alone
 from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.train.recorder import OnStep
 from vectorlm.types import ENVIRONMENT
 
 
@@ -59,7 +58,7 @@ def reinforce(
     config: Config | CheckedConfig,
     topology: Topology | None = None,
     engine: SamplingEngine | None = None,
-    on_step: OnStep | None = None,
+    callbacks: Sequence[Any] = (),
     recorded: Source | None = None,
 ) -> None:
     """Train on this rank and write the results to the config's ``output_dir``. Call it on every rank.
@@ -73,7 +72,7 @@ def reinforce(
         topology: This rank's position; None reads it from the environment.
         engine: An engine to sample with, which stays open; None starts the one that the config describes. It must
             report log-probabilities of the distribution that it samples from, which is every engine's default.
-        on_step: See `vectorlm.reinforce`.
+        callbacks: See `vectorlm.reinforce`.
         recorded: A source of recorded rollouts that replaces the engine's.
 
     Raises:
@@ -91,7 +90,7 @@ def reinforce(
     with open_run(config, topology, engine) as run:
         rl = run.config.rl
         assert rl is not None
-        loop = _build(run, rl, get_algorithm(rl.algorithm), on_step, recorded)
+        loop = _build(run, rl, get_algorithm(rl.algorithm), callbacks, recorded)
         loop.run()
         finish(run, loop.models.policy.model, loop.recorder, loop.step)
         if loop.is_unscored:
@@ -102,7 +101,7 @@ def reinforce(
 
 
 def _build(
-    run: Run, rl: RLSettings, spec: AlgorithmSpec, on_step: OnStep | None, recorded: Source | None
+    run: Run, rl: RLSettings, spec: AlgorithmSpec, callbacks: Sequence[Any], recorded: Source | None
 ) -> RLLoop:
     settings, sampler = run.config.train_parameters, run.config.train_parameters.sampler
     models = _models(run, rl, spec)
@@ -126,10 +125,12 @@ def _build(
     recorder = open_recorder(
         run,
         turn,
+        models.policy.model,
         num_steps=rl.max_steps,
         save_every=rl.save_every,
         play=dict.fromkeys(environments.names, play),
-        on_step=on_step,
+        callbacks=callbacks,
+        schedule=models.schedules[0],
     )
     recorder.say_padded(models.why_padded)
     rollout_log = RolloutLogger(

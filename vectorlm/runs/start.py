@@ -77,7 +77,7 @@ class Run:
     def read_model(self, *, is_empty: bool) -> Any:
         """Read the model that training starts from, without the adapters that are trained."""
         settings = self.config.train_parameters
-        read = load_model
+        read = partial(load_model, fp32_head=settings.model.fp32_head)
         if self.config.reward_model is not None:
             read = partial(load_scorer, tokenizer=self.tokenizer)
         model = read(

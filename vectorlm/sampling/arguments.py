@@ -34,6 +34,8 @@ def merge(
     settings = dataclasses.replace(settings, **{name: given.pop(name) for name in names if name in given})
     arguments = {**settings.engine_args, **given}
     if settings.inference == "vllm":
+        if arguments.pop("fp32_head", False):
+            arguments["hf_overrides"] = {**(arguments.get("hf_overrides") or {}), "head_dtype": "float32"}
         known = fields_of("engine/arg_utils.py", "EngineArgs")
         for name in arguments if known else ():
             if name not in known:

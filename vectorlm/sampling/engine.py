@@ -66,7 +66,8 @@ class SamplingEngine:
         start_timeout_s: Longest time that the engine may take to load, in seconds.
         log_path: A file for the sampler process's output.
         **engine_args: Fields of `settings`; vLLM's ``EngineArgs`` (``dtype``, ``max_model_len``,
-            ``tensor_parallel_size`` …), or arguments of another `inference`.
+            ``tensor_parallel_size`` …), or arguments of another `inference`; ``fp32_head=True`` computes logits in
+            float32.
 
     Raises:
         FileNotFoundError: `model` looks like a path and does not exist.

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from vectorlm.algorithms.logprobs import Comparison, EntropyKind, Head, TokenValues, token_values
+from vectorlm.algorithms.logprobs import (
+    Comparison,
+    EntropyKind,
+    Head,
+    TokenValues,
+    computes_in_float32,
+    token_values,
+)
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.errors import ConfigError
 from vectorlm.sampling.weights.model_tensors import reshard
@@ -154,10 +161,15 @@ class LanguageModel:
 
         def copies(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             layer = causal.get_output_embeddings()
-            return states, layer.weight.clone(), None if layer.bias is None else layer.bias.clone()
+            dtype = torch.float32 if computes_in_float32(layer) else layer.weight.dtype
+            bias = None if layer.bias is None else layer.bias.to(dtype, copy=True)
+            return states, layer.weight.to(dtype, copy=True), bias
 
         states, weight, bias = model.packed_pass(pack(rows, self.context), self.device, copies)
-        layer = partial(nn.functional.linear, weight=weight, bias=bias)
+
+        def layer(states: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(states.to(weight.dtype), weight, bias)
+
         return Scores(states, _head(causal, layer), self.temperature)
 
     def _packed(

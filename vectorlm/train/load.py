@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from vectorlm.algorithms.logprobs import compute_head_in_float32
 from vectorlm.errors import ConfigError
 from vectorlm.sampling.weights.plan import dtype_of
 from vectorlm.train.shard import transformer_blocks
@@ -48,7 +49,12 @@ def load_tokenizer(path: str | Path, step_separator: str | None = None) -> PreTr
 
 
 def load_model(
-    path: str | Path, *, flash_attention: bool = False, dtype: str = "float32", is_empty: bool = False
+    path: str | Path,
+    *,
+    flash_attention: bool = False,
+    dtype: str = "float32",
+    is_empty: bool = False,
+    fp32_head: bool = False,
 ) -> PreTrainedModel:
     """Read a causal language model onto the CPU, in training mode; see `load_pretrained`.
 
@@ -57,7 +63,12 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     attention = _attention(path, flash_attention)
-    return load_pretrained(AutoModelForCausalLM, path, dtype, is_empty, attn_implementation=attention).train()
+    model = load_pretrained(
+        AutoModelForCausalLM, path, dtype, is_empty, attn_implementation=attention
+    ).train()
+    if fp32_head:
+        compute_head_in_float32(model.get_output_embeddings())
+    return model
 
 
 def _attention(path: str | Path, flash_attention: bool) -> str | None:

@@ -63,7 +63,7 @@ class FineTuningLoop:
             metrics = self.optimize(micro_batches)
             self.step += 1
             metrics |= self.evaluate_if_due({})
-            if recorder.ends_by_user(self.step, metrics, ()):
+            if recorder.is_stopped(self.step, metrics):
                 metrics |= self.evaluate_if_due(metrics)
             recorder.write(self.step, metrics)
             if self.step % len(self.train_loader) == 0:
@@ -137,7 +137,10 @@ class FineTuningLoop:
         answers = {} if "sampler/generate_s" in row else self.recorder.evaluate_if_due(self.step)
         if (metrics or not self.eval_loaders) and (answers or self.recorder.evaluation is None):
             self.recorder.require_logged(self.step, metrics | answers)
-        return metrics | answers | self.recorder.stopping.observe(self.step, answers)
+        metrics |= answers | self.recorder.stopping.observe(self.step, answers)
+        if metrics:
+            self.recorder.callbacks.call("on_evaluation", self.step, metrics)
+        return metrics
 
     @torch.no_grad()
     def held_out_losses(self) -> dict[str, float]:

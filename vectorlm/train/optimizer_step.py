@@ -124,6 +124,7 @@ class Schedule:
         self._num_warmup_steps = num_warmup_steps
         self._num_steps_done = 0
         self._follows_loss = name in BY_LOSS
+        self._held: float | None = None
         self._inner: Any
         if name in PLATEAU_NAMES:
             self._inner = ReduceLROnPlateau(optimizer, **arguments)
@@ -144,9 +145,18 @@ class Schedule:
         while self._num_steps_done < num_steps:
             self.step()
 
+    def hold(self, learning_rate: float) -> None:
+        """Use `learning_rate` instead of the schedule from the next optimizer step on."""
+        self._held = learning_rate
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            # Groups keep their proportions.
+            group["lr"] = learning_rate * (peak / self._peaks[0] if self._peaks[0] else 1.0)
+
     def step(self) -> None:
         """Set the learning rate of the next optimizer step."""
         self._num_steps_done += 1
+        if self._held is not None:
+            return
         if not self._follows_loss:
             with warnings.catch_warnings():
                 # torch warns if the first optimizer step was skipped because its gradient is 0.
@@ -157,7 +167,7 @@ class Schedule:
 
     def observe(self, eval_loss: float) -> None:
         """Take an evaluation loss, which plateau and greedy schedules follow after their warmup."""
-        if self._follows_loss and self._num_steps_done >= self._num_warmup_steps:
+        if self._follows_loss and self._held is None and self._num_steps_done >= self._num_warmup_steps:
             self._inner.step(eval_loss)
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,6 +176,7 @@ class Schedule:
             "num_steps_done": self._num_steps_done,
             "name": self._name,
             "peaks": self._peaks,
+            "held": self._held,
             "by_loss": self._inner.state_dict() if self._follows_loss else None,
         }
 
@@ -176,6 +187,9 @@ class Schedule:
         optimizer's state, scaled to the new peak; if the name changed, it starts from its peak.
         """
         self._num_steps_done = state["num_steps_done"]
+        if (held := state.get("held")) is not None:
+            self.hold(held)
+            return
         groups = self._optimizer.param_groups
         if not self._follows_loss:
             self._inner.last_epoch = self._num_steps_done

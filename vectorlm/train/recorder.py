@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +16,8 @@ from torch.profiler import record_function
 
 from vectorlm.errors import ConfigError
 from vectorlm.settings import nearest
+from vectorlm.train.callbacks import Callbacks
+from vectorlm.train.checkpoint.hub import HubUploads
 from vectorlm.train.checkpoint.state import CheckpointStore
 from vectorlm.types import Evaluation, MetricSink, TrainedModel
 
@@ -49,7 +50,7 @@ class EarlyStopping:
     """For metrics of the harness: whether the lowest is the best. Evaluations fill it."""
     say: Callable[[str], None] = print
     is_asked: bool = False
-    """Whether the user has ended the run."""
+    """Whether a callback has stopped the run."""
 
     def __post_init__(self) -> None:
         self._best: tuple[float, int | None] = (math.inf, None)
@@ -71,7 +72,7 @@ class EarlyStopping:
 
     @property
     def is_over(self) -> bool:
-        """Whether `patience` is exhausted, or the user ended the run."""
+        """Whether `patience` is exhausted, or a callback stopped the run."""
         return self.is_asked or (self.patience is not None and self._num_without >= self.patience)
 
     def require_logged(self, metrics: Mapping[str, float]) -> None:
@@ -122,8 +123,6 @@ class EarlyStopping:
         self._num_without = state["num_without"]
 
 
-OnStep = Callable[[int, dict[str, Any], list[dict[str, Any]]], Any]
-"""Takes a step, its metrics and its rollouts; returns True to end the run after the step."""
 Span = tuple[str, float, float]
 """A name, a start and an end, in seconds."""
 BREAK_S = 0.01
@@ -177,16 +176,19 @@ class Recorder:
     evaluate_every: int = 1
     """Steps between evaluations; the run also evaluates before the first step and after the last."""
     checkpoints: CheckpointStore | None = None
+    uploads: HubUploads | None = None
+    """Uploads of models to the Hub; None without them, and on ranks other than 0."""
     save_every: int = 1
     """Steps between checkpoints; the last step is saved too."""
     resume_step: int | None = None
     """Step of the checkpoint to resume from; None for a new run."""
     stopping: EarlyStopping = field(default_factory=EarlyStopping)
     """Tracks the best evaluation, and decides when to stop early."""
+    after_save: Callable[[int], None] = lambda step: None
+    """Called on all ranks after the checkpoint of a step."""
     end_epoch: Callable[[int], None] = lambda epoch: None
     """Called at the end of an epoch with its number, from 1."""
-    on_step: OnStep | None = None
-    """Called on rank 0 after every step."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
     timer: Timer = field(default_factory=Timer)
     """Times evaluations, checkpoints and the loop's own phases."""
 
@@ -194,7 +196,8 @@ class Recorder:
         """Write the metrics of `step`, and the seconds of all phases since the last call."""
         if step == 0:
             self.require_logged(step, metrics)
-        self.sink.write(step, {**metrics, **self.timer.drain()})
+            self._stop_if(self.callbacks.carry_out(), step)
+        self.sink.write(step, {**metrics, **self.callbacks.take_logged(metrics), **self.timer.drain()})
 
     def require_logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise `ConfigError` if the evaluations after `step` lack the metric to follow; not after the last step."""
@@ -205,25 +208,17 @@ class Recorder:
         """Whether `step` is a multiple of `every` or the last step."""
         return step % every == 0 or step == self.num_steps or self.stopping.is_over
 
-    def ends_by_user(
-        self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Mapping[str, Any]]
-    ) -> bool:
-        """Call `on_step` with copies of the step's results; return whether it ends the run early."""
-        if self.on_step is None or step == self.num_steps or self.stopping.is_over:
+    def is_stopped(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Call `on_step` of the callbacks; return whether they stop the run before its last step."""
+        self.callbacks.call("on_step", step, dict(metrics))
+        return self._stop_if(self.callbacks.carry_out(), step)
+
+    def _stop_if(self, stops: bool, step: int) -> bool:
+        if not stops or step == self.num_steps or self.stopping.is_over:
             return False
-        ends = [False]
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            # on_step may draw random numbers, which must not change the run.
-            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-            with torch.random.fork_rng(devices):
-                copies = copy.deepcopy([dict(rollout) for rollout in rollouts])
-                ends = [self.on_step(step, dict(metrics), copies) is True]
-        if dist.is_initialized():
-            dist.broadcast_object_list(ends)
-        if ends[0]:
-            self.stopping.is_asked = True
-            self.say(f"stopped at step {step}: on_step returned True")
-        return ends[0]
+        self.stopping.is_asked = True
+        self.say(f"stopped at step {step} by a callback")
+        return True
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:
         """Return the metrics of an evaluation if one is due."""
@@ -241,10 +236,13 @@ class Recorder:
         self, step: int, models: Mapping[str, TrainedModel], state: Callable[[], dict[str, Any]]
     ) -> None:
         """Save the models and the loop's state if a checkpoint is due; the last step is, for a longer run later."""
-        is_due = step == self.stopping.best_step or self.is_due(self.save_every, step)
+        is_due = self.callbacks.saves or step == self.stopping.best_step or self.is_due(self.save_every, step)
         if self.checkpoints is not None and is_due:
             with self.timer.span("time/save_s"):
-                self.checkpoints.save(step, models, state() | {"watch": self.stopping.state_dict()})
+                folder = self.checkpoints.save(step, models, state() | {"watch": self.stopping.state_dict()})
+            self.callbacks.call("on_checkpoint", step, folder)
+            self.after_save(step)
+            self._stop_if(self.callbacks.carry_out(), step)
 
     def resume(self, models: Mapping[str, TrainedModel]) -> dict[str, Any] | None:
         """Load the checkpoint into the models and return the loop's state; None in a new run."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_args
 
+from annotated_types import Predicate
 from pydantic import Field
 
 from vectorlm.settings import (
@@ -84,6 +86,25 @@ def chunk_tokens(vocab_size: int) -> int:
     return min(2048, max(1, CHUNK_BYTES // (4 * vocab_size)))
 
 
+RepoId = Annotated[
+    str,
+    Predicate(lambda name: re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None),
+    Field(description="`owner/name` of a repository", examples=["me/my-model"]),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushSettings:
+    """Settings for uploads to the Hugging Face Hub."""
+
+    repo_id: RepoId
+    """Repository, `owner/name`; it is created if it does not exist. The final model goes to its branch `main`."""
+    private: bool = False
+    """Whether a new repository is private."""
+    checkpoints: bool = False
+    """Whether to upload the model of every checkpoint too, to the revision `step-N`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """Settings for loading and sharding the model."""
@@ -96,6 +117,9 @@ class ModelSettings:
     """Keep the linear layers of the frozen base in 4 bits, whole on each rank (QLoRA, with `lora_peft_config`)."""
     use_mp: bool | None = None
     """Mixed precision: compute in bfloat16, sum gradients in float32. null means on CUDA only."""
+    fp32_head: bool = False
+    """Compute logits in float32, in the trainer and in the engine. Useful if the model computes in bfloat16: its logits
+    are then not rounded, and the log-probabilities of engine and trainer differ less."""
     use_activation_checkpointing: Recomputation = False
     """Recompute activations in the backward pass instead of storing them: in all blocks (true), in every k-th block
     (k), in all but attention (`keep_attention`), or with the inputs of blocks on the host (`offload`, CUDA)."""

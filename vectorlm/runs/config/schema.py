@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.algorithms.settings import AlgorithmSettings, PreferenceSettings
 from vectorlm.data.settings import DatasetSettings, PreprocessSettings
@@ -49,6 +51,7 @@ from vectorlm.train.settings import (
     ModelSettings,
     OptimizerSettings,
     ProfileSettings,
+    PushSettings,
     RewardModelSettings,
     ScheduleSettings,
 )
@@ -194,8 +197,14 @@ class Config:
     wandb_config: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `wandb.init`."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
-    """More trackers, each with its arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`), or
+    """More trackers with their arguments: `tensorboard` (of tensorboardX's writer), `trackio` (of its `init`); `aim`,
+    `clearml`, `comet_ml`, `dvclive`, `mlflow` or `swanlab` (of their classes in `accelerate.tracking`); or
     `file.py:NAME` of your own."""
+    push_to_hub: PushSettings | None = None
+    """Upload the final model to the Hugging Face Hub; null uploads nothing."""
+    callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Classes `file.py:NAME`, made without arguments, whose methods `on_step`, `on_rollouts`, `on_evaluation` and
+    `on_checkpoint` the run calls."""
     ignore_memory_plan: bool = False
     """Start although the memory plan does not fit: print its numbers and go on (`--ignore_memory_plan`)."""
     train_parameters: TrainSettings
@@ -251,6 +260,8 @@ class Config:
                 found["structured_outputs_config"] = {"backend": "xgrammar"}
             if train.lora_peft_config is not None and sampler.engine.lora_mode_of_run == "adapter":
                 found |= engine_arguments(train.lora_peft_config)
+        if train.model.fp32_head:
+            found["fp32_head"] = True
         if self.rl is not None:
             found["max_model_len"] = train.longest_rollout
         return {**found, **sampler.engine.engine_args}

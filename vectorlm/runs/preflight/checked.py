@@ -20,7 +20,7 @@ from vectorlm.rl.rewards.registry import RESERVED
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.config.value import raise_problems
-from vectorlm.runs.preflight.files import file_problems, package_problems
+from vectorlm.runs.preflight.files import callback_problems, file_problems, package_problems
 from vectorlm.runs.preflight.local_model import description_of, own_length, resolve_model, vocab_size
 from vectorlm.runs.preflight.resume import Resumption, find_resumption
 from vectorlm.runs.preflight.sampling import PARAMETERS, stop_problems
@@ -75,6 +75,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     problems = [
         *setting_problems(config, world_size, num_nodes),
         *package_problems(config),
+        *callback_problems(config),
         *file_problems(config),
     ]
     rl, sampler, max_tokens = config.rl, config.train_parameters.sampler, math.inf

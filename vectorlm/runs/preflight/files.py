@@ -113,6 +113,20 @@ def package_problems(config: Config) -> Iterator[str]:
     elif config.enable_wandb_logging and (host := _host_without_key(config)) is not None:
         fix = "Run `wandb login`, or set wandb_config.mode: offline."
         yield refuse(config, "enable_wandb_logging", f"needs a key for {host}", fix)
+    if config.push_to_hub is not None:
+        from huggingface_hub import get_token
+
+        # Costs more than a minute: the first upload comes after the last step.
+        if get_token() is None:
+            yield refuse(
+                config,
+                "push_to_hub",
+                "needs a token of the Hugging Face Hub",
+                "Run `hf auth login`, or set HF_TOKEN.",
+            )
+        if config.push_to_hub.checkpoints and not config.train_parameters.checkpointing_enabled:
+            fix = "Set train_parameters.checkpointing_enabled: True, or leave it out."
+            yield refuse(config, "push_to_hub.checkpoints", "needs checkpoints", fix)
     for name, arguments in config.trackers.items():
         path, package = f"trackers.{name}", TRACKERS.get(name)
         if name == "wandb":
@@ -132,6 +146,19 @@ def package_problems(config: Config) -> Iterator[str]:
         elif not isinstance(arguments or {}, Mapping):
             rule = "must be a mapping of the tracker's arguments"
             yield refuse(config, path, rule, "Use {} for none.", arguments)
+
+
+def callback_problems(config: Config) -> Iterator[str]:
+    """Yield each callback that cannot be made."""
+    if not config.callbacks:
+        return
+    from vectorlm.train.callbacks import require_hooks
+
+    for name in config.callbacks:
+        try:
+            require_hooks(name, load_plugin(name))
+        except ConfigError as error:
+            yield str(error)
 
 
 def _host_without_key(config: Config) -> str | None:

@@ -41,8 +41,14 @@ FIXED = (
     "rl.rollout.source",
 )
 """Settings that decide the tensors of a checkpoint, the order of the data, or the count of optimizer steps."""
-OUTPUTS = ("train_parameters.sampler.output_jsonl_path", "trackers.", "wandb_config.")
-"""Prefixes of settings that name output files of rank 0."""
+OUTPUTS = (
+    "train_parameters.sampler.output_jsonl_path",
+    "trackers.",
+    "wandb_config.",
+    "callbacks",
+    "push_to_hub",
+)
+"""Prefixes of settings for outputs of rank 0."""
 DESCRIPTIONS = ("config.json", ADAPTER_CONFIG)
 """The files that describe a model, or adapters."""
 NUM_PIECES, PIECE_BYTES = 64, 4096

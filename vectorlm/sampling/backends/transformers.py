@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vectorlm.algorithms.logprobs import compute_head_in_float32
 from vectorlm.errors import EngineError
 from vectorlm.sampling.backends.generation import (
     Batch,
@@ -44,6 +45,7 @@ class Transformers:
         logprobs_mode: str = "processed_logprobs",
         max_model_len: int | None = None,
         device: str | None = None,
+        fp32_head: bool = False,
     ) -> None:
         """Load the model.
 
@@ -56,6 +58,7 @@ class Transformers:
                 the model's own, before penalties, temperature and cuts.
             max_model_len: Longest sequence, prompt and completion together, in tokens; the model's limit if omitted.
             device: The device of the model; if omitted the first CUDA device, else the CPU.
+            fp32_head: Whether to compute logits in float32.
 
         Raises:
             EngineError: The folder or a tensor of the model is missing, or an argument is not supported.
@@ -68,6 +71,8 @@ class Transformers:
             )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.model = _load(model, dtype).to(device).eval()
+        if fp32_head:
+            compute_head_in_float32(self.model.get_output_embeddings())
         self._tokenizer = Detokenizer(model, self.model)
         # Otherwise `generate` would apply the folder's sampling defaults.
         self.model.generation_config = type(self.model.generation_config)()

@@ -57,8 +57,8 @@ class CheckpointStore:
         self._path, self._identity = Path(path), identity
         self._num_kept, self._best_step = num_kept, best_step
 
-    def save(self, step: int, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> None:
-        """Write the checkpoint of `step`; `loop` is this rank's loop state, of tensors and plain values.
+    def save(self, step: int, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> Path:
+        """Write the checkpoint of `step` and return its folder; `loop` is this rank's state (tensors, plain values).
 
         Raises:
             CheckpointError: It cannot be written.
@@ -86,6 +86,7 @@ class CheckpointStore:
                     if old != best:
                         folder.retire(folder.folder_of(self._path, old))
             dist.barrier()
+        return target
 
     def load(self, step: int, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
         """Restore models, optimizers and random generators of `step`; return the saved `loop`.

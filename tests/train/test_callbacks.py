@@ -1,0 +1,89 @@
+"""Callbacks: what they may ask for, and that it happens from the right step on, on all ranks."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from kit.rank_processes import on_ranks
+from kit.sft_runs import lines, make_config, train
+
+import vectorlm
+from vectorlm.errors import ConfigError, RankFailed
+from vectorlm.runs.fine_tuning import finetune
+from vectorlm.train.callbacks import load_callback
+
+OWN = """
+import json, pathlib
+
+class Both:
+    def on_step(self, run, step, metrics):
+        run.log({"own/rate": run.learning_rate})
+        if step == 2:
+            run.learning_rate = 5e-4
+            run.save()
+        if step == 4:
+            run.stop()
+
+    def on_checkpoint(self, run, step, folder):
+        with open(run.output_dir / "saved.jsonl", "a") as file:
+            file.write(json.dumps([step, (folder / "identity.json").is_file()]) + "\\n")
+
+class Misspelt:
+    def on_steps(self, run, step, metrics): ...
+
+class Nothing: ...
+
+class Needy:
+    def __init__(self, path): ...
+    def on_step(self, run, step, metrics): ...
+
+class Clash:
+    def on_step(self, run, step, metrics):
+        run.log({"train/loss": 1.0})
+"""
+
+
+def with_callbacks(config, *names):
+    return replace(config, callbacks=names)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_callbacks_log_save_stop_and_set_the_learning_rate_on_all_ranks(inputs, tmp_path, world_size):
+    (tmp_path / "own.py").write_text(OWN)
+    settings = {"checkpointing_enabled": True, "save_frequency": 100, "logging_steps": 100}
+    config = make_config(inputs, tmp_path / "run", **settings)
+    on_ranks(world_size, train, with_callbacks(config, f"{tmp_path}/own.py:Both"))
+    rows = lines(tmp_path / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    rates = [row["train/learning_rate"] for row in rows[1:]]
+    assert rates[2:] == [5e-4, 5e-4]
+    assert 5e-4 not in rates[:2]
+    # The hook reads the rate of the step that follows.
+    assert rows[1]["own/rate"] == rates[1]
+    assert lines(tmp_path / "run/saved.jsonl") == [[2, True], [4, True]]
+    assert (tmp_path / "run/final-model").is_dir()
+    shutil.rmtree(tmp_path / "run/final-model")
+    for kept in (tmp_path / "run/checkpoints").iterdir():
+        if kept.name != "step-00000002":
+            shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
+    on_ranks(world_size, train, config)
+    resumed = lines(tmp_path / "run/metrics.jsonl")
+    assert [row["train/learning_rate"] for row in resumed[3:]] == [5e-4] * (len(resumed) - 3)
+    assert resumed[3]["train/loss"] == rows[3]["train/loss"]
+
+
+@pytest.mark.parametrize("name", ["Misspelt", "Nothing", "Needy", "Missing"])
+def test_a_class_that_is_no_callback_is_refused_before_the_run(tmp_path, name):
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(ConfigError, match=name):
+        load_callback(f"{tmp_path}/own.py:{name}")
+
+
+def test_a_wrong_request_ends_the_run_with_the_name_of_the_argument(inputs, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    config = with_callbacks(make_config(inputs, tmp_path / "run"), f"{tmp_path}/own.py:Clash")
+    with pytest.raises(RankFailed, match="train/loss"):
+        vectorlm.launch(finetune, config)
+    config = with_callbacks(make_config(inputs, tmp_path / "unsaved"), f"{tmp_path}/own.py:Both")
+    with pytest.raises(RankFailed, match="checkpointing_enabled"):
+        vectorlm.launch(finetune, config)

@@ -1,0 +1,157 @@
+"""Call the user's callbacks during a run, and carry out what they ask for on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vectorlm.errors import ConfigError
+from vectorlm.plugin import load_plugin
+from vectorlm.settings import nearest
+from vectorlm.train.optimizer_step import Schedule
+
+HOOKS = ("on_step", "on_rollouts", "on_evaluation", "on_checkpoint")
+"""The methods of a callback; it needs at least one of them."""
+
+
+class RunControl:
+    """The run that a callback receives: log metrics, write checkpoints, stop, and change the learning rate."""
+
+    def __init__(self, output_dir: Path, schedule: Schedule, *, saves_checkpoints: bool) -> None:
+        self.output_dir = output_dir
+        """Folder of the run."""
+        self._schedule, self._saves_checkpoints = schedule, saves_checkpoints
+        self._logged: dict[str, float] = {}
+        self._stops = self._saves = False
+        self._learning_rate: float | None = None
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the line of this step in ``metrics.jsonl`` and to the trackers.
+
+        Metrics that `on_checkpoint` logs are added to the next step, because this step is already written.
+        """
+        self._logged |= {name: float(value) for name, value in metrics.items()}
+
+    def stop(self) -> None:
+        """End the run after this step, with an evaluation and a final model."""
+        self._stops = True
+
+    def save(self) -> None:
+        """Write a checkpoint after this step.
+
+        Raises:
+            ConfigError: `train_parameters.checkpointing_enabled` is False.
+        """
+        if not self._saves_checkpoints:
+            raise ConfigError(
+                "train_parameters.checkpointing_enabled=False: run.save() needs checkpoints. Set it to True."
+            )
+        self._saves = True
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the policy in the next step. A value that you set replaces the schedule from then on."""
+        return self._schedule.learning_rate if self._learning_rate is None else self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"run.learning_rate={value!r}: the learning rate must be a finite number >= 0.")
+        self._learning_rate = float(value)
+
+
+class Callbacks:
+    """The callbacks of a run. Rank 0 calls them; what they ask for happens on all ranks.
+
+    A callback may draw random numbers of torch without changing the run. Its hooks receive copies.
+    """
+
+    def __init__(self, callbacks: Sequence[Any] = (), control: RunControl | None = None) -> None:
+        """Take objects or names ``file.py:NAME``; the list must be equal on all ranks, and needs a `control`."""
+        is_main = not dist.is_initialized() or dist.get_rank() == 0
+        self._control = control if callbacks else None
+        self.saves = False
+        """Whether a callback asked for a checkpoint after this step."""
+        self._callbacks = [load_callback(callback) for callback in callbacks] if is_main else []
+
+    def call(self, hook: str, step: int, given: Any) -> None:
+        """Call ``hook(run, step, given)`` of every callback that has this method."""
+        functions = [getattr(callback, hook) for callback in self._callbacks if hasattr(callback, hook)]
+        for function in functions:
+            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+            with torch.random.fork_rng(devices):
+                function(self._control, step, copy.deepcopy(given))
+
+    def take_logged(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return what callbacks logged since the last call, to be written beside `metrics`.
+
+        Raises:
+            ConfigError: A callback logged a metric that the run logs too.
+        """
+        if self._control is None:
+            return {}
+        logged, self._control._logged = self._control._logged, {}
+        if taken := sorted(logged.keys() & metrics.keys()):
+            raise ConfigError(
+                f"run.log: the run logs a metric {taken[0]!r} itself. Use another name in your callback."
+            )
+        return logged
+
+    def carry_out(self) -> bool:
+        """Set the learning rate and `saves` on all ranks as callbacks asked; return whether they asked to stop."""
+        if (control := self._control) is None:
+            return False
+        asked = [(control._stops, control._saves, control._learning_rate)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(asked)
+        stops, self.saves, learning_rate = asked[0]
+        if learning_rate is not None:
+            control._schedule.hold(learning_rate)
+        control._stops, control._saves, control._learning_rate = False, False, None
+        return stops
+
+
+def load_callback(callback: Any) -> Any:
+    """Return a callback as it is, or an object of the class that ``file.py:NAME`` names.
+
+    Raises:
+        ConfigError: The class does not exist or cannot be made without arguments, or the object has no hook.
+    """
+    if isinstance(callback, str):
+        name, make = callback, load_plugin(callback)
+        require_hooks(name, make)
+        return make()
+    require_hooks(type(callback).__name__, callback)
+    return callback
+
+
+def require_hooks(name: str, callback: Any) -> None:
+    """Raise ConfigError if a callback, or its class, has none of the `HOOKS` or an unknown method ``on_…``."""
+    rule = ""
+    own = [method for method in dir(callback) if method.startswith("on_")]
+    unknown = [method for method in own if method not in HOOKS]
+    if inspect.isclass(callback) and not _can_be_made(callback):
+        rule = "the class must not need arguments. Give them defaults."
+    elif unknown:
+        rule = f"{unknown[0]!r} is not a hook: use {', '.join(HOOKS)}. {nearest(unknown[0], HOOKS)}".rstrip()
+    elif not own:
+        rule = f"a callback needs at least one of the methods {', '.join(HOOKS)}. Add one."
+    if rule:
+        raise ConfigError(f"callbacks={name!r}: {rule}")
+
+
+def _can_be_made(make: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(make).bind()
+    except TypeError:
+        return False
+    except ValueError:  # Some classes have no signature.
+        pass
+    return True
