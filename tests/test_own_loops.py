@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import shlex
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -147,3 +148,15 @@ def test_the_documented_commands_run_on_countdown(tmp_path, run_here):
         (line,) = commands("docs/algorithms.md", f"python examples/{name}.py")
         few = ["--model", "data/countdown/model", f"--num_{each}", "1", "--world_size", "1"]
         run_here(tmp_path, *shlex.split(line)[1:], *few)
+
+
+def test_accepting_right_proposals_leaves_the_memory_distributed_as_the_posterior(problem):
+    features, weights, is_right = problem
+    chances = (features @ weights.detach()).softmax(dim=1)
+    for question in range(NUM_QUESTIONS):
+        found = Counter()
+        for chance, _, remembered in outcomes(problem):
+            found[remembered[question]] += chance.item()
+        right = chances[question] * is_right[question]
+        expected = (right / right.sum()).tolist()
+        assert [found[answer] for answer in range(NUM_ANSWERS)] == pytest.approx(expected, abs=1e-12)

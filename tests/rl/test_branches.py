@@ -9,7 +9,10 @@ from kit.rank_processes import on_ranks
 from tiny_rl import (
     assert_alike,
     build,
+    distributions,
+    gradients,
     leave_reference,
+    one_step,
     random_groups,
     random_rewards,
     scored,
@@ -21,6 +24,8 @@ from vectorlm.rl.prepare import apply_correction
 from vectorlm.rl.rollout import Rollout, RolloutGroup, make_batch
 from vectorlm.rl.settings import PRESETS, Correction, KLSettings
 from vectorlm.types import PromptRecord
+
+MEAN = {"reduction": "token_mean"}
 
 
 def cut(rollout):
@@ -55,6 +60,16 @@ def test_branches_lie_behind_the_rollouts_of_their_group():
         assert torch.equal(rows.input_ids[row, place], rows.input_ids[owner, place])
 
 
+def test_opo_weighs_a_rollout_by_all_its_tokens():
+    def of_rollouts(change):
+        rows, spec = rows_of("opo", change), get_algorithm("opo")
+        found = rows.with_branches(spec.advantages(rows.for_baselines(), spec.settings))
+        first = rows.with_compared().mask.int().argmax(dim=1, keepdim=True)
+        return found.gather(1, first).view(rows.rewards.shape)[:, :4]
+
+    torch.testing.assert_close(of_rollouts(cut), of_rollouts(lambda rollout: rollout))
+
+
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_truncated_rollout_is_left_out_with_its_branches(reason):
     """Whatever the answers of its branches ended in."""
@@ -72,35 +87,60 @@ def test_a_truncated_rollout_is_left_out_with_its_branches(reason):
     assert owners == left
 
 
-def prepare_all(topology, folder, algorithms, kl_coef=0.0):
-    """Return the batches of whole rollouts and of those in branches, for each algorithm."""
-    kl, found = KLSettings(kl_coef=kl_coef, kl_in="reward" if kl_coef else "loss", kl_kind="k1"), []
-    for algorithm in algorithms:
-        run = leave_reference(build(topology, folder, algorithm, kl=kl, has_reference=True))
-        found.append([run.prepare(rows_of(algorithm, change), kl_coef) for change in (keep, cut)])
+def old_logprobs(topology, folder, algorithm):
+    run = build(topology, folder, algorithm)
+    return [run.prepare(rows_of(algorithm, change)) for change in (keep, cut)]
+
+
+@pytest.mark.parametrize("algorithm", ["otb", "clip_cov", "grpo"])
+def test_the_policy_before_the_update_is_asked_for_branches_too(folder, algorithm):
+    ((whole, parted),) = on_ranks(1, old_logprobs, folder, algorithm)
+    rows, num_rows = parted.rows, parted.rows.rewards.shape[1]
+    places = torch.nonzero(rows.mask)
+    assert len(places) == whole.rows.mask.sum()
+    owner = rows.owners[places[:, 0]]
+    expected = whole.old_logprobs[owner // num_rows * 4 + owner % num_rows, places[:, 1]]
+    torch.testing.assert_close(parted.old_logprobs[rows.mask], expected)
+
+
+def penalised(topology, folder, algorithm):
+    """Return what the penalty leaves of the rewards of rollouts [P, 4], and of what their tokens are given."""
+    kl = KLSettings(kl_coef=0.3, kl_in="reward", kl_kind="k1")
+    run, found = leave_reference(build(topology, folder, algorithm, kl=kl, has_reference=True)), []
+    for change in (keep, cut):
+        rows = run.prepare(rows_of(algorithm, change), 0.3).rows
+        given = rows.token_rewards.sum(dim=1).view_as(rows.rewards)
+        found.append((rows.rewards[:, :4], given[:, :4]))
     return found
 
 
-def test_the_policy_before_the_update_is_asked_for_branches_too(folder):
-    (found,) = on_ranks(1, prepare_all, folder, ["otb", "clip_cov", "grpo"])
-    for whole, parted in found:
-        rows, num_rows = parted.rows, parted.rows.rewards.shape[1]
-        places = torch.nonzero(rows.mask)
-        assert len(places) == whole.rows.mask.sum()
-        owner = rows.owners[places[:, 0]]
-        expected = whole.old_logprobs[owner // num_rows * 4 + owner % num_rows, places[:, 1]]
-        torch.testing.assert_close(parted.old_logprobs[rows.mask], expected)
+@pytest.mark.parametrize("algorithm", ["rloo", "reinforce_pp", "gmpo"])
+def test_a_rollout_is_charged_the_divergence_of_its_branches(folder, algorithm):
+    (((whole, given), (parted, given_parted)),) = on_ranks(1, penalised, folder, algorithm)
+    torch.testing.assert_close(parted, whole, equal_nan=True)
+    torch.testing.assert_close(given_parted, given)
+    assert not torch.allclose(whole, random_rewards(), atol=1e-3, equal_nan=True)
 
 
-def test_a_rollout_is_charged_the_divergence_of_its_branches(folder):
-    (found,) = on_ranks(1, prepare_all, folder, ["rloo", "reinforce_pp", "gmpo"], 0.3)
-    for whole, parted in found:
-        torch.testing.assert_close(parted.rows.rewards[:, :4], whole.rows.rewards, equal_nan=True)
-        totals = [
-            rows.token_rewards.sum(dim=1).view_as(rows.rewards)[:, :4] for rows in (whole.rows, parted.rows)
-        ]
-        torch.testing.assert_close(*totals)
-        assert not torch.allclose(whole.rows.rewards, random_rewards(), atol=1e-3, equal_nan=True)
+def train(topology, folder, algorithm, change, packs):
+    run = build(
+        topology, folder, algorithm, packs=packs, num_epochs=1, num_mini_batches=1, hyperparameters=MEAN
+    )
+    batch = run.prepare(rows_of(algorithm, change))
+    run.update(batch)
+    return run.weights()
+
+
+def train_both(topology, folder, change):
+    return [train(topology, folder, "grpo", change, packs) for packs in (True, False)]
+
+
+def test_a_rollout_in_two_rows_is_learned_from_as_in_one(folder):
+    """GRPO, whose advantages are of whole rollouts and whose loss is a mean over tokens."""
+    ((whole, _),) = on_ranks(1, train_both, folder, keep)
+    for world_size in (1, 2):
+        for found in on_ranks(world_size, train_both, folder, cut):
+            torch.testing.assert_close(found, [whole, whole], rtol=2e-4, atol=2e-6)
 
 
 def keep(rollout):
@@ -167,9 +207,6 @@ def train_twice(topology, folder, algorithm, max_tokens, **more):
 def train_all(topology, folder, algorithms, reductions):
     clips = {"clip_low": 3e-4, "clip_high": 4e-4}
     runs = {name: train_twice(topology, folder, name, 64) for name in algorithms}
-    runs["padded"] = train_twice(
-        topology, folder, "grpo", 64, packs=False, hyperparameters={"reduction": "token_mean"}
-    )
     for how in reductions:
         runs[how] = train_twice(topology, folder, "gspo", 64, hyperparameters={**clips, "reduction": how})
     return runs
@@ -178,7 +215,7 @@ def train_all(topology, folder, algorithms, reductions):
 @pytest.mark.parametrize(
     ("algorithms", "reductions"),
     [
-        (("gmpo", "opo"), ("sequence_mean_token_mean", "sequence_sum_fixed")),
+        (("gmpo", "vespo"), ("sequence_mean_token_mean", "sequence_sum_fixed")),
         pytest.param(ALGORITHMS, ("token_mean", "sequence_mean_token_sum"), marks=pytest.mark.long),
     ],
 )
@@ -276,3 +313,40 @@ def test_a_branch_has_the_return_of_its_whole_rollout_where_turns_have_rewards()
     assert found[1:] == pytest.approx([*single[1:], single[0]], rel=1e-5)
     # Beside its own row it has the same baseline; the deviation is of one turn more.
     assert advantages_by_row(rows)[4] > 0
+
+
+def gspo_ratio_step(topology, folder):
+    """Make one step of a policy that has left the one of the rollouts, with rows in several micro-batches."""
+    more = {"max_tokens_per_micro_batch": 16, "entropy_coef": 0.0}
+    clips = {"clip_low": 9.0, "clip_high": 9.0}
+    run = one_step(topology, folder, "gspo", hyperparameters=clips, **more)
+    batch = run.prepare(rows_of("gspo", cut))
+    shift = 0.3 * torch.randn(batch.rows.mask.shape, generator=torch.Generator().manual_seed(3))
+    batch = replace(batch, old_logprobs=batch.rows.sampler_logprobs + shift)
+    return *run.descend(batch), batch
+
+
+def test_the_ratio_of_gspo_is_of_the_whole_rollout(folder):
+    """Rollout by rollout and in float64."""
+    gradient, metrics, batch = on_ranks(2, gspo_ratio_step, folder)[0]
+    model, says = distributions(folder)
+    rows, losses = batch.rows, []
+    for owner in rows.owners.unique().tolist():
+        group, column = divmod(owner, rows.rewards.shape[1])
+        places = [
+            (row, place)
+            for row in (rows.owners == owner).nonzero()[:, 0].tolist()
+            for place in rows.mask[row].nonzero()[:, 0].tolist()
+        ]
+        if not places:
+            continue
+        own = torch.stack(
+            [says[4 * group + column][place - 1, rows.input_ids[row, place]] for row, place in places]
+        )
+        old = torch.tensor([batch.old_logprobs[at].item() for at in places], dtype=torch.float64)
+        advantage = batch.advantages[places[0]].double()
+        ratio = (own - old).mean().exp().detach()
+        losses.append(-advantage * (ratio * (own - own.detach()).exp()).mean())
+    torch.stack(losses).mean().backward()
+    torch.testing.assert_close(gradient, gradients(model), rtol=1e-3, atol=2e-6, check_dtype=False)
+    assert metrics["policy/loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)

@@ -490,3 +490,48 @@ def test_transformers_samples_what_the_trainer_computes(files, tmp_path):
     metrics = lines(tmp_path / "hf" / "metrics.jsonl")[1:]
     assert [line["step"] for line in metrics] == [1, 2]
     assert all(line["sampler/logprob_gap_max"] < 1e-4 for line in metrics)
+
+
+CONTROL = """
+from dataclasses import replace
+from vectorlm.algorithms import get_algorithm
+
+GRPO = get_algorithm("grpo")
+FLIPPED = replace(GRPO, name="flipped", advantages=lambda scores, knobs: -GRPO.advantages(scores, knobs))
+"""
+
+
+def gain(files, output, algorithm, reward):
+    """Train for sixteen steps; return by how much the share of vowels rose."""
+    overrides = [
+        f'rl.rewards={{"{files}/rewards.py:{reward}": 1.0}}',
+        "rl.max_steps=16",
+        "rl.group_size=16",
+        "rl.save_every=100",
+        "rl.max_tokens_per_micro_batch=2048",
+        "train_parameters.optimizer.lr=3e-3",
+        "train_parameters.sampler.sample_frequency=100",
+    ]
+    forked(reinforce, config_of(files, output, algorithm, overrides), world_size=1)
+    # Of the true reward, whatever was trained on.
+    rewards = {}
+    exec(REWARD, rewards)
+    rows = lines(output / "rollouts.jsonl")
+
+    def mean(steps):
+        found = [rewards["vowels"](row["completion"]) for row in rows if row["train_step"] in steps]
+        return sum(found) / len(found)
+
+    return mean(range(13, 17)) - mean(range(1, 4))
+
+
+@pytest.mark.long
+def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neither(files, tmp_path):
+    (files / "control.py").write_text(CONTROL)
+    taught = gain(files, tmp_path / "taught", "grpo", "vowels")
+    untaught = gain(files, tmp_path / "untaught", f"{files}/control.py:FLIPPED", "vowels")
+    noise = gain(files, tmp_path / "noise", "grpo", "shuffled")
+    # A random model says a vowel at one token in ten.
+    assert taught > 0.3
+    assert untaught < -0.03
+    assert abs(noise) < taught / 3
