@@ -2,13 +2,14 @@
 
 import importlib.util
 import itertools
+import re
 import shlex
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
-from kit.pages import ROOT, commands
+from kit.pages import ROOT, commands, run
 from kit.rank_processes import forked
 from kit.rl_runs import save_files
 
@@ -64,8 +65,8 @@ def problem():
     return features, weights, is_right
 
 
-def outcomes(problem):
-    """Yield the probability of each memory and proposals that there may be, and the estimate of the gradient.
+def outcomes(problem, with_control_variate=True):
+    """Yield each memory and proposals there may be: probability, estimate of the gradient, memory afterwards.
 
     The memory before is distributed as p(z | x, right), where TRICE's chains lead.
     """
@@ -84,19 +85,51 @@ def outcomes(problem):
         memory = trice.accept(dict(enumerate(old)), questions, proposals, right.tolist())
         remembered = [memory[question] for question in questions]
         ours, theirs = trice.trice_weights(right, everyone)
-        terms = ours[:, None] * scores[questions, remembered] + theirs[:, None] * scores[questions, proposals]
-        yield chance, terms.mean(dim=0)
+        terms = ours[:, None] * scores[questions, remembered]
+        if with_control_variate:
+            terms = terms + theirs[:, None] * scores[questions, proposals]
+        yield chance, terms.mean(dim=0), remembered
+
+
+def mean_and_variance(problem, **kwargs):
+    chances, estimates, _ = zip(*outcomes(problem, **kwargs), strict=True)
+    chances, estimates = torch.stack(chances)[:, None], torch.stack(estimates)
+    assert chances.sum().item() == pytest.approx(1, abs=1e-12)
+    mean = (chances * estimates).sum(dim=0)
+    return mean, (chances * (estimates - mean) ** 2).sum().item()
 
 
 def test_the_estimate_of_trice_is_on_average_the_gradient_of_the_log_likelihood(problem):
     features, weights, is_right = problem
     chances = (features @ weights).softmax(dim=1)
     (chances * is_right).sum(dim=1).log().mean().backward()
-    chances, estimates = map(torch.stack, zip(*outcomes(problem), strict=True))
-    assert chances.sum().item() == pytest.approx(1, abs=1e-12)
-    mean = (chances[:, None] * estimates).sum(dim=0)
+    mean, _ = mean_and_variance(problem)
     # All numbers are float64, and the shares of two questions are exact.
     assert mean.tolist() == pytest.approx(weights.grad.tolist(), abs=1e-12)
+
+
+def test_accepting_right_proposals_leaves_the_memory_distributed_as_the_posterior(problem):
+    features, weights, is_right = problem
+    chances = (features @ weights.detach()).softmax(dim=1)
+    for question in range(NUM_QUESTIONS):
+        found = Counter()
+        for chance, _, remembered in outcomes(problem):
+            found[remembered[question]] += chance.item()
+        right = chances[question] * is_right[question]
+        expected = (right / right.sum()).tolist()
+        assert [found[answer] for answer in range(NUM_ANSWERS)] == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_control_variate_takes_noise_away_and_all_of_it_where_the_model_is_always_right(problem):
+    features, weights, _ = problem
+    for num_right, limit in ((2, 0.8), (3, 0)):
+        is_right = (torch.arange(NUM_ANSWERS) < num_right).repeat(NUM_QUESTIONS, 1)
+        without, with_it = (
+            mean_and_variance((features, weights, is_right), with_control_variate=flag)[1]
+            for flag in (False, True)
+        )
+        assert without > 0.1
+        assert with_it <= limit * without
 
 
 def test_at_most_k_right_answers_are_kept_and_no_two_alike():
@@ -140,23 +173,13 @@ def test_the_share_of_right_answers_rises(files, name, world_size):
 
 
 @pytest.mark.slow
-def test_the_documented_commands_run_on_countdown(tmp_path, run_here):
+def test_the_documented_commands_run_on_countdown(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     size = ["--num_train", "64", "--num_eval", "8", "--num_questions", "8"]
-    run_here(tmp_path, "examples/make_countdown.py", *size)
+    run(tmp_path, "examples/make_countdown.py", *size)
     for name, each in zip(PAGES, ("steps", "rounds"), strict=True):
         (line,) = commands("docs/algorithms.md", f"python examples/{name}.py")
         few = ["--model", "data/countdown/model", f"--num_{each}", "1", "--world_size", "1"]
-        run_here(tmp_path, *shlex.split(line)[1:], *few)
-
-
-def test_accepting_right_proposals_leaves_the_memory_distributed_as_the_posterior(problem):
-    features, weights, is_right = problem
-    chances = (features @ weights.detach()).softmax(dim=1)
-    for question in range(NUM_QUESTIONS):
-        found = Counter()
-        for chance, _, remembered in outcomes(problem):
-            found[remembered[question]] += chance.item()
-        right = chances[question] * is_right[question]
-        expected = (right / right.sum()).tolist()
-        assert [found[answer] for answer in range(NUM_ANSWERS)] == pytest.approx(expected, abs=1e-12)
+        printed = run(tmp_path, *shlex.split(line)[1:], *few)
+        assert re.search(r"^(step|round) 1: 0% of the (proposals right|questions solved), 0 ", printed, re.M)
+        assert printed.count("0.0% of the held-out answers are right") == 2
