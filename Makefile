@@ -26,12 +26,15 @@ export PYTHON VECTORLM_DEVICE
 # Its packages are no part of the pinned stack.
 DOCS := build/docs-env
 
+# Folders whose tests mostly compute in their own process; --fast skips the others among them.
+FAST := tests/algorithms tests/data tests/ranks tests/report tests/runs/config tests/sampling/weights
+
 # Packages that nothing else of the tests may see: they slow imports down, or replace pinned ones.
 EXTRAS := $(CURDIR)/build/extras
 WITH_EXTRAS := tests/train/test_optimizers.py tests/train/test_nf4.py tests/rl/environments/test_verifiers.py tests/sampling/test_verify.py \
 	tests/report/test_trackers.py
 
-.PHONY: help install run real countdown papers test test-all test-extras test-long gpu lint docs bench slides clean FORCE
+.PHONY: help install run real countdown papers test test-all test-extras test-fast test-long gpu lint docs bench slides clean FORCE
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -59,6 +62,9 @@ papers: $(STAMP) ## three results of papers, end to end on two cores: takes hour
 
 test: $(STAMP) ## run the tests, without those marked slow or long (PYTEST_ARGS=...)
 	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
+
+test-fast: $(STAMP) ## run the tests that start no engine, ranks or other process, in a minute
+	$(PYTEST) --fast -m "not slow and not long" $(FAST) $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## run the slow tests too
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)

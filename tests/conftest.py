@@ -3,10 +3,12 @@
 import argparse
 import ctypes
 import json
+import multiprocessing.process
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,9 +49,22 @@ CLONE_NEWNS = 0x20000
 
 def pytest_configure(config):
     """Give each of several pytest-xdist workers a /dev/shm of its own, where root may: tests look what stays there."""
-    if hasattr(config, "workerinput") and ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
+    is_worker = hasattr(config, "workerinput")
+    if is_worker and ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         subprocess.run(["mount", "-t", "tmpfs", "none", "/dev/shm"], check=True)
+    if config.getoption("--fast") and (is_worker or not config.getoption("numprocesses", None)):
+        sys.addaudithook(_skip_engines)
+        multiprocessing.process.BaseProcess.start = lambda process: _skip_engines("multiprocessing.Process")
+
+
+def _skip_engines(event, arguments=()):
+    """Skip the test that starts a process, as ranks and most engines are, or imports vLLM."""
+    starts_process = event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "multiprocessing.Process")
+    is_engine = starts_process or (event == "import" and arguments[0] == "vllm")
+    # In another thread the test would not hear of it.
+    if is_engine and threading.current_thread() is threading.main_thread():
+        pytest.skip("starts an engine, ranks or another process", allow_module_level=True)
 
 
 def pytest_addoption(parser):
@@ -58,15 +73,24 @@ def pytest_addoption(parser):
         action="store_true",
         help="write what the family tests showed to docs/families.json",
     )
+    parser.addoption(
+        "--fast", action="store_true", help="skip tests that start an engine, ranks or another process"
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm_samplers(request):
     """Let engines start fast, but where a test looks for the sampler among its own children, or CUDA would fork."""
     is_fresh = hasattr(request.module, "sampler_pid") or os.environ.get("VECTORLM_TESTS_SEE_GPUS")
+    is_fresh = is_fresh or request.config.getoption("--fast")
     warm_engines.use(None if is_fresh else warm_engines.offer())
+    before = dict(os.environ)
     yield
     warm_engines.use(None)
+    # vLLM in the process of the tests sets variables, and no sampler is warm for the files behind it then.
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="module", autouse=True)

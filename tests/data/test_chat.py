@@ -110,14 +110,6 @@ def test_a_tokenizer_without_a_template_is_refused_with_what_to_do():
         chat_rows([{"messages": TWO_TURNS}], template=None)
 
 
-def test_a_template_that_refuses_messages_names_the_row():
-    picky = (
-        "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + PLAIN
-    )
-    with pytest.raises(DatasetError, match=r"raw\.jsonl:2: .*begin with the user"):
-        chat_rows([{"messages": TWO_TURNS}, {"messages": say("sx", "uy")}], picky)
-
-
 @pytest.mark.parametrize(
     ("value", "number"),
     [
@@ -326,14 +318,6 @@ def test_tool_calls_that_the_template_does_not_render_are_told_and_no_empty_turn
     assert not summary.remarks
 
 
-def test_a_chat_in_which_the_assistant_says_nothing_is_left_out():
-    rows = [{"prompt": say("ux"), "completion": say("a")}, {"prompt": say("ux"), "completion": say("ay")}]
-    made, summary = chat_rows(rows)
-    assert (len(made), summary.skipped) == (1, {"no text of the assistant": (1, "raw.jsonl:1")})
-    _, summary = chat_rows([{"prompt": "x", "completion": ""}, {"prompt": "x", "completion": "y"}])
-    assert summary.skipped == {"an empty completion": (1, "raw.jsonl:1")}
-
-
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a_weight_of_0_leaves_a_message_or_a_row_out_of_the_loss(template):
     turns = say("ux", "ayz", "uv", "aw")
@@ -348,16 +332,6 @@ def test_a_weight_of_0_leaves_a_message_or_a_row_out_of_the_loss(template):
     turns[1]["weight"] = 0.5
     with pytest.raises(DatasetError, match=r"raw\.jsonl:1 .*weight"):
         chat_rows(rows, template)
-
-
-def test_columns_and_keys_that_nothing_reads_are_named_once():
-    rows = [{"messages": [{**turn, "name": "n"} for turn in TWO_TURNS], "id": 1, "lang": "en"}] * 3
-    _, summary = chat_rows(rows)
-    assert summary.unread == ["id", "lang"]
-    assert remarks_of(summary) == {"the chat template does not render 'name' of messages": 3}
-    assert str(summary).count("note: not read: id, lang.") == 1
-    Dataset.from_list([{"text": "ab", "id": 1}] * 2).save_to_disk("raw")
-    assert make()[1].unread == ["id"]
 
 
 CUT = "the chat template changes the text of a message, or removes its reasoning"
@@ -382,14 +356,6 @@ def test_what_the_template_cuts_out_of_a_message_and_another_beginning_of_answer
 ):
     _, summary = chat_rows([{"messages": say(*turns)}], template)
     assert list(summary.remarks) == remarks
-
-
-def test_a_chat_without_an_end_that_counts_is_told():
-    endless = PLAIN.replace("{{ eos_token }}", "")
-    _, summary = chat_rows([{"messages": TWO_TURNS}] * 2, endless, assistant_only_loss=True)
-    assert remarks_of(summary) == {NO_END: 2}
-    _, summary = chat_rows([{"messages": TWO_TURNS}], assistant_only_loss=True)
-    assert not summary.remarks
 
 
 def test_best_fit_cuts_conversations_apart_unless_it_truncates():
@@ -613,3 +579,27 @@ def test_the_work_of_tokenising_grows_with_the_length_of_a_chat_and_not_with_its
     text = Chat(tokenizer).render("row", chat, None)
     Chat(tokenizer).tokenise("row", chat, None, only_assistant=True)
     assert tokenizer.num_read < 4 * len(text)
+
+
+def test_a_chat_in_which_the_assistant_says_nothing_is_left_out():
+    rows = [{"prompt": say("ux"), "completion": say("a")}, {"prompt": say("ux"), "completion": say("ay")}]
+    made, summary = chat_rows(rows)
+    assert (len(made), summary.skipped) == (1, {"no text of the assistant": (1, "raw.jsonl:1")})
+    _, summary = chat_rows([{"prompt": "x", "completion": ""}, {"prompt": "x", "completion": "y"}])
+    assert summary.skipped == {"an empty completion": (1, "raw.jsonl:1")}
+
+
+def test_a_chat_without_an_end_that_counts_is_told():
+    endless = PLAIN.replace("{{ eos_token }}", "")
+    _, summary = chat_rows([{"messages": TWO_TURNS}] * 2, endless, assistant_only_loss=True)
+    assert remarks_of(summary) == {NO_END: 2}
+    _, summary = chat_rows([{"messages": TWO_TURNS}], assistant_only_loss=True)
+    assert not summary.remarks
+
+
+def test_a_template_that_refuses_messages_names_the_row():
+    picky = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + PLAIN
+    )
+    with pytest.raises(DatasetError, match=r"raw\.jsonl:2: .*begin with the user"):
+        chat_rows([{"messages": TWO_TURNS}, {"messages": say("sx", "uy")}], picky)

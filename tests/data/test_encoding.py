@@ -19,7 +19,6 @@ from vectorlm.data.encoding import (
     encode_reply,
     plain_message,
     render_chat,
-    shown_prompt,
     without_thoughts,
 )
 from vectorlm.data.prompts import as_list
@@ -145,16 +144,6 @@ def test_content_that_is_not_text_is_refused(content):
     assert plain_message({"role": "tool", "content": {"a": None}}) == {"role": "tool", "content": {"a": None}}
 
 
-def test_an_answer_that_has_begun_is_left_open():
-    tokenizer = tokenizer_of(CHATML)
-    begun = [SYSTEM, USER, {"role": "assistant", "content": "The sum is"}]
-    expected = (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2<|im_end|>\n"
-        "<|im_start|>assistant\nThe sum is"
-    )
-    assert tokenizer.decode(encode(begun, lambda: tokenizer)) == expected
-
-
 @pytest.mark.parametrize("begun", ["So, ", [{"type": "text", "text": "So, "}]])
 def test_a_completion_is_a_message_or_goes_on_with_the_one_that_has_begun(begun):
     assert chat_of([USER], "4") == [USER, {"role": "assistant", "content": "4"}]
@@ -181,12 +170,6 @@ def test_thoughts_are_no_part_of_an_answer_even_if_they_never_end(text, answer):
     assert without_thoughts(text) == answer
 
 
-def test_a_template_that_refuses_messages_is_an_error_that_names_the_prompt():
-    tokenizer = tokenizer_of(GEMMA)
-    with pytest.raises(EngineError, match=r"prompt 1 .*System role not supported"):
-        encode_all([[USER], [SYSTEM, USER]], lambda: tokenizer)
-
-
 def test_text_gets_the_tokenizers_special_tokens_and_ids_need_no_tokenizer():
     tokenizer = tokenizer_of()
     ids = tokenizer.encode("ab")
@@ -203,10 +186,6 @@ def test_text_gets_the_tokenizers_special_tokens_and_ids_need_no_tokenizer():
     encoded = encode_all(as_list(given), pytest.fail)
     assert encoded == [ids] * 5
     assert {type(token) for item in encoded for token in item} == {int}
-
-
-def test_people_are_shown_the_last_message_and_the_number_of_tokens():
-    assert [shown_prompt(item) for item in ("ab", [SYSTEM, USER], [5, 6])] == ["ab", "2 + 2", "(2 tokens)"]
 
 
 def test_a_bos_that_the_text_begins_with_is_not_doubled_and_that_is_said():
@@ -292,6 +271,12 @@ def test_messages_that_the_template_leaves_out_are_refused(role):
             encode_reply([USER], replies, written, tokenizer)
     # An empty message says nothing either way.
     assert encode([{**left_out, "content": ""}, USER], lambda: tokenizer)
+
+
+def test_a_template_that_refuses_messages_is_an_error_that_names_the_prompt():
+    tokenizer = tokenizer_of(GEMMA)
+    with pytest.raises(EngineError, match=r"prompt 1 .*System role not supported"):
+        encode_all([[USER], [SYSTEM, USER]], lambda: tokenizer)
 
 
 def test_a_template_that_leaves_the_assistant_out_is_refused():

@@ -127,11 +127,6 @@ def test_the_last_short_step_is_filled_with_rows_that_count_nowhere():
     assert fillers == [3, 4]
 
 
-def test_without_shuffling_rows_come_in_order():
-    ids = [batch[0].ids.tolist() for batch in make_loader(make_dataset(6), shuffle=False).steps(5)]
-    assert ids == [[0, 1, 2, 3], [4, 5, -1, -1]]
-
-
 def test_rows_are_padded_on_the_right_by_their_true_length_even_when_they_hold_the_pad_token():
     dataset = Dataset.from_list(
         [{"input_ids": [5, PAD], "labels": [IGNORE, PAD]}, {"input_ids": [6, 7, 8], "labels": [6, 7, 8]}]

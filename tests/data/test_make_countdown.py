@@ -1,29 +1,28 @@
-"""The example that makes a first run's model and data."""
+"""The Countdown problems, their solutions, and the example that makes a first run's model and data."""
 
-import importlib.util
 import json
 import sys
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from vectorlm.data.loader import load_dataset
+from vectorlm.errors import DatasetError
 from vectorlm.rl.rewards.countdown import countdown_reward
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "make_countdown.py"
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import make_countdown
+from countdown_problems import CountdownRules, generate_problems, solve
 
 
 def make(folder, *options):
     """Run the script with small numbers."""
-    specification = importlib.util.spec_from_file_location("make_countdown", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
     sizes = ["--num_train", "300", "--num_eval", "40", "--num_questions", "30"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)
-        specification.loader.exec_module(module)
-        patch.setattr(sys, "argv", [str(SCRIPT), "--output_dir", str(folder), *sizes, *options])
-        module.main()
+        patch.setattr(sys, "argv", ["make_countdown.py", "--output_dir", str(folder), *sizes, *options])
+        make_countdown.main()
     return folder
 
 
@@ -76,29 +75,6 @@ def test_labels_hold_a_right_answer_and_the_end_token_alone(folder, tokenizer, p
         assert countdown_reward(completion, **prompt_record) == 1.0
 
 
-def test_the_tokenizer_is_short_on_questions_and_lossless_on_other_text(tokenizer):
-    prompt_record = "Using the numbers 3, 15, 8 make 26."
-    assert len(tokenizer(prompt_record)["input_ids"]) == 10
-    for text in (prompt_record, " <answer>(3+15)*8</answer>", "Any other text:\n  007, 1234 ~ {x}"):
-        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
-    assert {tokenizer.pad_token, tokenizer.bos_token, tokenizer.eos_token} == {"<pad>", "<s>", "</s>"}
-
-
-def test_a_question_asked_as_chat_has_the_tokens_of_the_text(tokenizer):
-    prompt_record = "Using the numbers 3, 15, 8 make 26."
-    chat = [{"role": "user", "content": prompt_record}]
-    tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert tokens == tokenizer(prompt_record)["input_ids"]
-
-
-def test_the_model_fits_the_tokenizer_and_vllm(folder, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert model.config.vocab_size == len(tokenizer)
-    assert model.config.head_dim in (32, 64, 96, 128)
-    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert 500_000 < model.num_parameters() < 2_000_000
-
-
 def test_the_same_seed_writes_the_same_files_and_another_seed_does_not(folder, tmp_path):
     def contents(root):
         paths = sorted(path for path in root.rglob("*") if path.is_file())
@@ -110,3 +86,62 @@ def test_the_same_seed_writes_the_same_files_and_another_seed_does_not(folder, t
     other = contents(make(tmp_path / "other", "--seed", "1"))
     assert other[Path("eval.jsonl")] != first[Path("eval.jsonl")]
     assert other[Path("model/model.safetensors")] != first[Path("model/model.safetensors")]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        CountdownRules(),
+        CountdownRules(num_numbers=4, highest=9, operators="+-*/", max_target=50),
+        CountdownRules(num_numbers=2, lowest=0, highest=30, operators="-/"),
+    ],
+)
+def test_every_reference_solution_earns_the_full_reward(rules):
+    training, evaluation = generate_problems(60, 20, rules=rules, seed=3)
+    for problem in training + evaluation:
+        assert countdown_reward(problem.completion, numbers=problem.numbers, target=problem.target) == 1.0
+        assert len(problem.numbers) == rules.num_numbers
+        assert all(rules.lowest <= number <= rules.highest for number in problem.numbers)
+        assert 1 <= problem.target <= rules.max_target
+        assert set(problem.solution) - set("0123456789()") <= set(rules.operators)
+
+
+def test_training_and_evaluation_share_no_problem_even_reordered():
+    training, evaluation = generate_problems(1500, 100, rules=CountdownRules(highest=9), seed=0)
+    held_out = {problem.key for problem in evaluation}
+    assert len(held_out) == 100
+    assert not held_out & {problem.key for problem in training}
+    assert len({(problem.numbers, problem.target) for problem in training}) == 1500
+    assert len({problem.key for problem in training}) < 1500
+
+
+def test_more_problems_than_exist_are_refused():
+    rules = CountdownRules(num_numbers=2, highest=3)
+    with pytest.raises(DatasetError, match="500"):
+        generate_problems(500, 0, rules=rules, seed=0)
+
+
+def test_impossible_rules_are_refused():
+    for rules in ({"lowest": 5, "highest": 4}, {"operators": "+**x"}, {"operators": ""}):
+        with pytest.raises(DatasetError, match=next(iter(rules))):
+            CountdownRules(**rules)
+
+
+def _brute_force(numbers, operators):
+    """Every whole number from 0 that three numbers reach, by evaluating both shapes of expression as Python."""
+    reached = set()
+    for (a, b, c), left, right in product(permutations(numbers), operators, operators):
+        for text in (f"({a}{left}{b}){right}{c}", f"{a}{left}({b}{right}{c})"):
+            try:
+                value = eval(text)
+            except ZeroDivisionError:
+                continue
+            if value > -1e-9 and abs(value - round(value)) < 1e-9:
+                reached.add(round(value))
+    return reached
+
+
+@pytest.mark.parametrize("numbers", [(3, 5, 8), (2, 2, 7), (1, 6, 6), (4, 9, 12)])
+@pytest.mark.parametrize("operators", ["+-", "+-*", "+-*/"])
+def test_the_solver_reaches_exactly_what_brute_force_reaches(numbers, operators):
+    assert set(solve(numbers, operators)) == _brute_force(numbers, operators)

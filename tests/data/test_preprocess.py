@@ -127,15 +127,6 @@ def test_the_prompt_is_left_out_across_chunks_too():
     ]
 
 
-def test_pre_pended_text_counts_like_the_text_itself_without_a_separator():
-    assert rows_of(["b"], pre_pend="a") == [("^ab$", ".ab$")]
-
-
-def test_the_ignore_index_is_the_one_asked_for():
-    dataset, _ = made_of(["a:b"], 9, seperator=":", ignore_index=-1)
-    assert dataset[0]["labels"] == [-1, -1, -1, ord("b"), EOS]
-
-
 def test_a_text_without_the_separator_is_skipped_and_counted():
     dataset, summary = made_of(["a:b", "cd", "", "ef"], seperator=":")
     assert len(dataset) == 1
@@ -258,16 +249,6 @@ def test_a_dataset_is_replaced_when_the_new_one_is_complete_and_not_before():
     assert sorted(path.name for path in Path().iterdir()) == ["raw", "rows"]
 
 
-def test_an_interrupt_leaves_no_half_dataset(monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("vectorlm.data.preprocess.Summary.count", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        made_of(["ab", "cd"])
-    assert [path.name for path in Path().iterdir()] == ["raw"]
-
-
 def test_only_a_dataset_is_replaced():
     Dataset.from_dict({"text": ["ab"]}).save_to_disk("raw")
     with pytest.raises(ConfigError, match="save_path"):
@@ -303,13 +284,6 @@ def test_the_summary_of_a_run_is_that_of_preprocessing_or_counted_for_its_own_le
     assert Summary.of(load_dataset("rows").select([0]), 16, IGNORE).rows_out == 1
 
 
-def test_rows_of_ones_own_are_counted_as_training_takes_them():
-    rows = {"input_ids": [[1, 2, 3, 4]], "labels": [[IGNORE, 2, 3, 4]], "attention_mask": [[0, 1, 1, 1]]}
-    found = Summary.of(Dataset.from_dict(rows), 2, IGNORE)
-    # 1 is dropped, nothing predicts 2, 4 is cut off.
-    assert (found.tokens, found.loss_tokens, found.cut_loss_tokens, found.long_rows) == (3, 1, 1, 1)
-
-
 @pytest.mark.parametrize("text", ["<s>ab</s>", "<s>ab", "ab</s>", "ab"])
 def test_a_bos_or_eos_of_the_text_is_not_doubled(text):
     dataset, summary = made_of([text], 16)
@@ -318,6 +292,28 @@ def test_a_bos_or_eos_of_the_text_is_not_doubled(text):
     assert len(told) == (text != "ab")
     # The tokenizer of letters has a BOS, and puts none before a prompt.
     assert any("none before a prompt" in remark for remark in summary.remarks)
+
+
+def test_the_ignore_index_is_the_one_asked_for():
+    dataset, _ = made_of(["a:b"], 9, seperator=":", ignore_index=-1)
+    assert dataset[0]["labels"] == [-1, -1, -1, ord("b"), EOS]
+
+
+def test_an_interrupt_leaves_no_half_dataset(monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vectorlm.data.preprocess.Summary.count", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made_of(["ab", "cd"])
+    assert [path.name for path in Path().iterdir()] == ["raw"]
+
+
+def test_rows_of_ones_own_are_counted_as_training_takes_them():
+    rows = {"input_ids": [[1, 2, 3, 4]], "labels": [[IGNORE, 2, 3, 4]], "attention_mask": [[0, 1, 1, 1]]}
+    found = Summary.of(Dataset.from_dict(rows), 2, IGNORE)
+    # 1 is dropped, nothing predicts 2, 4 is cut off.
+    assert (found.tokens, found.loss_tokens, found.cut_loss_tokens, found.long_rows) == (3, 1, 1, 1)
 
 
 def test_the_one_token_that_a_tokenizer_has_is_put_there():

@@ -146,13 +146,6 @@ def test_a_path_that_is_not_there_is_said_to_be_missing_without_asking_the_hub(m
             texts_of(path)
 
 
-def test_a_name_that_neither_the_cache_nor_the_hub_has_is_refused_with_both(monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("cache").resolve())
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(DatasetError, match="load_path='owner/name'"):
-        texts_of("owner/name")
-
-
 def test_a_name_of_the_hub_is_read_from_the_cache_of_datasets_without_a_connection(monkeypatch):
     """The cache as datasets leaves it: owner___name/configuration/version/hash."""
     folder = Path("cache/owner___name/default/0.0.0/0123456789abcdef").resolve()
@@ -166,12 +159,6 @@ def test_a_name_of_the_hub_is_read_from_the_cache_of_datasets_without_a_connecti
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("cache").resolve())
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     assert texts_of("owner/name", split="train[:2]", from_disk=False) == ["ab", "cd"]
-
-
-def test_a_configuration_of_the_hub_is_refused_for_files():
-    write_every_form()
-    with pytest.raises(ConfigError, match="hub_config"):
-        texts_of("rows.jsonl", hub_config="main")
 
 
 HALF = "a\ud83d"
@@ -274,3 +261,9 @@ def test_a_table_that_is_none_is_refused_with_its_file(name, text):
     Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DatasetError, match=re.escape(name)):
         texts_of(name)
+
+
+def test_a_configuration_of_the_hub_is_refused_for_files():
+    write_every_form()
+    with pytest.raises(ConfigError, match="hub_config"):
+        texts_of("rows.jsonl", hub_config="main")

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from vectorlm.data import tasks
 from vectorlm.data.prompts import read_prompts
 from vectorlm.data.tasks import BY_HASH
 from vectorlm.errors import DatasetError
@@ -125,12 +124,6 @@ def test_what_cannot_be_made_is_refused(settings, text):
     with pytest.raises(DatasetError) as error:
         read_prompts(PromptSettings(**settings), "rl.prompts")
     assert text in str(error.value)
-
-
-def test_without_the_package_it_is_named(monkeypatch):
-    monkeypatch.setattr(tasks, "is_installed", lambda package: False)
-    with pytest.raises(DatasetError, match="reasoning_gym"):
-        read_prompts("reasoning_gym:chain_sum")
 
 
 def test_tasks_that_depend_on_the_order_of_sets_need_its_seed(monkeypatch):

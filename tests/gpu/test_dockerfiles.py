@@ -9,10 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
-DRIVER_TOO_OLD = """#!/bin/bash
-case "$*" in *init*) echo "RuntimeError: The NVIDIA driver on your system is too old" >&2; exit 1 ;; esac
-echo 2.13.0 for CUDA 13.0
-"""
 
 
 def lines_of(path):
@@ -42,6 +38,12 @@ def test_the_installation_finds_all_that_it_reads_in_its_layer(path, tmp_path):
         assert (tmp_path / name).exists(), name
     for name in re.findall(r'HERE / "(.+?)"', (ROOT / "setup.py").read_text()):
         assert (tmp_path / name).exists(), name
+
+
+DRIVER_TOO_OLD = """#!/bin/bash
+case "$*" in *init*) echo "RuntimeError: The NVIDIA driver on your system is too old" >&2; exit 1 ;; esac
+echo 2.13.0 for CUDA 13.0
+"""
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error_that_names_the_driver(tmp_path):

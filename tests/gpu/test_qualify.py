@@ -39,10 +39,6 @@ def test_every_step_has_a_function(step):
     assert callable(getattr(import_module(module), function))
 
 
-def test_an_unknown_step_is_refused_by_name():
-    assert "no step is called swop" in run("--only", "swop").stderr
-
-
 @pytest.mark.parametrize(
     ("bounds", "value", "verdict"),
     [

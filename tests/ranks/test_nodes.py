@@ -23,6 +23,7 @@ def scratch(tmp_path):
     return tmp_path / "scratch"
 
 
+@pytest.mark.slow
 def test_two_nodes_make_one_run(scratch):
     results = []
     for code, text in TwoNodes([SCRIPT, "exchange"], scratch).outcomes():
@@ -92,6 +93,7 @@ def test_a_node_that_is_lost_outside_a_collective_is_noticed_by_its_closed_conne
     assert re.search(r"RankFailed: rank \d waits at 'sampling' for rank \d, whose connection is closed", text)
 
 
+@pytest.mark.slow
 def test_nodes_with_different_numbers_of_ranks_are_refused_on_both(scratch):
     for code, text in TwoNodes([SCRIPT, "exchange"], scratch, num_ranks=(1, 2)).outcomes(NOTICED_WITHIN_S):
         assert code == 1

@@ -1,8 +1,6 @@
 """Waits say what they are for once they take long, on standard error, and nothing before."""
 
-import io
 import re
-import sys
 import time
 
 import pytest
@@ -17,11 +15,6 @@ from vectorlm.ranks.collectives import Collectives
 def impatient(monkeypatch):
     for name, value in {"AFTER_S": 0.1, "EVERY_S": 0.1, "TICK_S": 0.05}.items():
         monkeypatch.setattr(wait, name, value)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def test_a_short_wait_says_nothing_and_a_rank_that_is_not_asked_to_speak_neither(impatient, capsys):
@@ -40,21 +33,6 @@ def test_a_long_wait_prints_lines_and_how_long_it_took(impatient, capsys):
     assert last == "reading: done after 0 s" or last == "reading: done after 1 s"
 
 
-def test_a_wait_that_counts_says_how_much_is_done_and_left(monkeypatch, capsys):
-    began, now = time.monotonic(), time.monotonic
-    # A hundred times as fast.
-    monkeypatch.setattr(wait.time, "monotonic", lambda: began + 100 * (now() - began))
-    monkeypatch.setattr(wait, "AFTER_S", 0.2)
-    with wait.report_wait("reading", done=lambda: 1, total=4):
-        time.sleep(0.5)
-    text = capsys.readouterr().err.splitlines()[0]
-    seconds, left = map(
-        int, re.fullmatch(r"reading: 1 of 4, (\d+) s so far, about (\d+) s left", text).groups()
-    )
-    assert seconds >= 20
-    assert abs(left - 3 * seconds) <= 2
-
-
 def test_a_wait_that_fails_is_not_said_to_be_done(impatient, capsys):
     def fail():
         time.sleep(0.3)
@@ -63,28 +41,6 @@ def test_a_wait_that_fails_is_not_said_to_be_done(impatient, capsys):
     with pytest.raises(KeyError), wait.report_wait("reading"):
         fail()
     assert "done" not in capsys.readouterr().err
-
-
-def test_in_a_terminal_one_line_changes_and_is_gone_at_the_end(impatient, monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with wait.report_wait("reading", done=lambda: 3, total=4):
-        time.sleep(0.4)
-    assert terminal.getvalue().startswith("\rreading: 3 of 4, 0 s so far, about 0 s left |")
-    *_, cleared, last = terminal.getvalue().removesuffix("\n").split("\r")
-    assert cleared.strip() == ""
-    assert last == "reading: done after 0 s"
-    assert terminal.getvalue().count("\n") == 1
-
-
-def test_times_are_said_in_seconds_and_minutes():
-    assert [wait.span(seconds) for seconds in (0.4, 42, 99, 200, 7500)] == [
-        "0 s",
-        "42 s",
-        "99 s",
-        "3 min",
-        "125 min",
-    ]
 
 
 def meet_late(topology, late, kind, shows_life=False):

@@ -54,22 +54,6 @@ def test_a_card_says_what_the_model_is_and_how_to_use_it(tmp_path):
     assert yaml.safe_load(fold.split("````yaml\n")[1].split("````")[0]) == config
 
 
-def test_a_card_of_adapters_says_how_to_merge_them_and_names_no_path_as_base(tmp_path):
-    (tmp_path / "llama").mkdir()
-    config = {
-        "model": str(tmp_path / "llama"),
-        "train_parameters": {"lora_peft_config": {"r": 2}},
-        "rl": {"algorithm": "grpo"},
-    }
-    card = card_of(save_run(tmp_path / "run", config), 4, is_adapter=True)
-    assert head_of(card)["library_name"] == "peft"
-    assert head_of(card)["tags"] == ["vectorlm", "lora"]
-    assert "base_model" not in head_of(card)
-    assert "Base model: llama (a folder on the machine that trained it)." in card
-    assert "reinforcement learning (grpo), with LoRA adapters, step 4." in card
-    assert "vectorlm export path/to/this-folder --merge" in card
-
-
 @pytest.mark.parametrize(
     ("card", "step"),
     [

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from vectorlm import SamplingEngine
 from vectorlm.errors import CheckpointError
+from vectorlm.ranks import wait
 from vectorlm.report.metrics import FanOut, JsonlSink, ProgressSink
+from vectorlm.report.step_lines import sample_with_progress
+from vectorlm.sampling.inline_engines import FakeEngine
 
 
 def lines_of(path: Path) -> list[dict[str, float | None]]:
@@ -103,41 +107,6 @@ def test_outside_a_terminal_evaluations_and_the_last_step_are_always_printed() -
     ]
 
 
-@pytest.mark.parametrize(
-    ("accuracy", "reward", "shown"),
-    [(0.25, 0.25, "right 25%"), (0.25, 0.55, "right 25%, mean reward 0.55"), (0.0, 0.55, "mean reward 0.55")],
-)
-def test_the_mean_of_a_reward_is_shown_that_is_not_only_right_or_wrong(
-    accuracy: float, reward: float, shown: str
-) -> None:
-    stream = io.StringIO()
-    with ProgressSink(1, stream=stream) as sink:
-        sink.write(1, {"eval/accuracy": accuracy, "eval/reward": reward})
-    assert stream.getvalue() == f"step 1/1: {shown}\n"
-
-
-@pytest.mark.parametrize(("total", "seconds"), [(6, 0.1), (500, 6.0)])
-def test_a_run_of_few_or_slow_steps_prints_a_line_for_each(total: int, seconds: float) -> None:
-    now, stream = [0.0], io.StringIO()
-    with ProgressSink(total, interval_s=10, stream=stream, clock=lambda: now[0]) as sink:
-        for step in range(1, 6):
-            now[0] += seconds
-            sink.write(step, {"train/loss": 1.0})
-    assert len(stream.getvalue().splitlines()) == 5
-
-
-def test_in_a_terminal_the_bar_starts_where_the_run_resumes_and_lines_stand_alone() -> None:
-    stream = Terminal()
-    with ProgressSink(40, initial_step=10, stream=stream) as sink:
-        sink.write(30, {"train/loss": 0.5})
-        sink.say("a sampled answer")
-    shown = stream.getvalue()
-    assert "10/40" in shown
-    assert "30/40" in shown
-    assert "loss 0.5000" in shown
-    assert "\ra sampled answer\n" in shown
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_a_model_writes_does_not_steer_the_terminal(is_terminal: bool) -> None:
     stream = Terminal() if is_terminal else io.StringIO()
@@ -155,9 +124,43 @@ def test_importing_report_loads_no_heavy_library() -> None:
     assert run.stdout == "set()\n"
 
 
-def test_a_line_without_numbers_ends_with_the_step() -> None:
-    """Such as the first line of a run without held-out questions."""
-    stream = io.StringIO()
-    with ProgressSink(4, stream=stream) as sink:
-        sink.write(0, {})
-    assert stream.getvalue() == "step 0/4\n"
+PROMPTS = [f"prompt {number}" for number in range(100)]
+
+
+def answer(prompt, version):
+    return f"{prompt}!"
+
+
+@pytest.mark.parametrize("number", [1, 8, 9, 100])
+def test_completions_come_in_the_order_of_the_prompts(number):
+    with FakeEngine(answer) as engine:
+        found = sample_with_progress(engine, PROMPTS[:number], {"max_tokens": 100})
+        assert [each.text for (each,) in found] == [f"{prompt}!" for prompt in PROMPTS[:number]]
+        assert found == engine.sample(PROMPTS[:number], {"max_tokens": 100})
+
+
+def test_it_says_how_many_prompts_are_answered(monkeypatch, capsys):
+    monkeypatch.setattr(wait, "AFTER_S", 0.05)
+    monkeypatch.setattr(wait, "EVERY_S", 0.05)
+    slow = {
+        "inference": "vectorlm.sampling.backends.scripted:Scripted",
+        "channel": "inline",
+        "answers": answer,
+    }
+    # Eight at a time take a step of 0.05 s.
+    with SamplingEngine("scripted", **slow, max_num_seqs=8, step_s=0.05) as engine:
+        sample_with_progress(engine, PROMPTS, {"max_tokens": 100}, what="held-out")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("held-out, prompts: done after")
+    counts = [int(line.split()[2]) for line in lines[:-1]]
+    assert counts == sorted(counts)
+    assert any(0 < count < 100 for count in counts)
+
+
+def test_what_cannot_be_finished_is_taken_back():
+    with FakeEngine(answer, num_steps=3) as engine:
+        engine.fail_next("sample", RuntimeError("no room"))
+        with pytest.raises(Exception, match="no room"):
+            sample_with_progress(engine, PROMPTS, {"max_tokens": 100})
+        # Nothing is in flight any more, or this would refuse.
+        engine.sleep()

@@ -156,17 +156,6 @@ def test_a_long_run_gives_a_page_of_bounded_size(tmp_path):
     assert len(page) < 1.5e6
 
 
-def test_several_runs_are_on_one_page_with_the_settings_that_differ(tmp_path):
-    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
-    (tmp_path / "b" / "config.yaml").write_text("model: m\nrl: {algorithm: ppo}\n")
-    data = data_of(page_of(tmp_path, *runs))
-    assert [run["name"] for run in data["runs"]] == ["a", "b"]
-    assert data["differences"] == {"rl.algorithm": ["grpo", "ppo"]}
-    # The page puts rows of one step and prompt side by side.
-    rows = [run["samples"]["rows"] for run in data["runs"]]
-    assert [row["prompt"] for row in rows[0]] == [row["prompt"] for row in rows[1]]
-
-
 @pytest.mark.slow
 def test_a_page_that_follows_is_written_while_a_run_goes_on_and_then_rests(tmp_path):
     run = make_run(tmp_path / "run")

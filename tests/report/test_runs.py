@@ -156,13 +156,6 @@ def test_a_folder_that_is_not_a_run_s_is_refused(tmp_path, name):
         RunFolder(tmp_path / name)
 
 
-def test_a_folder_of_runs_names_them(tmp_path):
-    (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "config.yaml").write_text("rl: {max_steps: 40}\n")
-    with pytest.raises(ConfigError, match=str(tmp_path / "first")):
-        RunFolder(tmp_path)
-
-
 def test_runs_are_told_apart_by_the_settings_that_differ(tmp_path):
     texts = [
         "model: m\nrl: {algorithm: grpo}\n",

@@ -2,7 +2,7 @@
 
 tests/sampling/weights/test_transports.py holds the transports to their rules without vLLM. Other receivers and heads
 are in test_families.py and test_engine.py, two engines that pull in test_several_ranks.py, adapters in
-test_lora_swap.py.
+test_lora_engine.py.
 """
 
 import os
@@ -103,12 +103,12 @@ def test_an_engine_that_cannot_pull_says_so_and_an_unknown_transport_is_refused_
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with (
         SamplingEngine(str(folder), inference="transformers", channel="inline", transport="pull") as engine,
-        pytest.raises(ConfigError, match="transport='pull' cannot be used: the engine does not offer it"),
+        pytest.raises(ConfigError, match="transport='pull'"),
     ):
         engine.update(model, 0)
     with HFEngine(str(folder)) as engine:
         assert engine.update(model, 0).transport == "push"
-    with pytest.raises(ValueError, match="transport='pul' is not known: it must be one of auto, push"):
+    with pytest.raises(ValueError, match="transport='pul'"):
         SamplingEngine(str(folder), transport="pul")
 
 

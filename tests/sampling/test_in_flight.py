@@ -19,15 +19,9 @@ from in_flight_cases import LONG, OTHER, PROMPT, another, check_tokens_against_t
 from interrupt import interrupt
 from kit.rank_processes import on_ranks
 from swap_cases import GREEDY, largest_gap
-from torch.distributed.distributed_c10d import _get_default_store
 
 from vectorlm import FakeEngine, SamplingEngine
 from vectorlm.errors import EngineError
-from vectorlm.ranks.collectives import Collectives
-from vectorlm.ranks.engine_ranks import EngineRanks
-from vectorlm.ranks.topology import Topology
-from vectorlm.sampling.handle import BatchHandle
-from vectorlm.sampling.messages import Generate
 
 LAST_CORE = max(os.sched_getaffinity(0))
 LONG_GREEDY = {"temperature": 0.0, "max_tokens": 250, "ignore_eos": True, "n": 1}
@@ -140,14 +134,6 @@ def test_an_interrupt_while_a_large_batch_is_being_sent_leaves_the_line_whole(en
     assert len(engine.sample([[2]], GREEDY)) == 1
 
 
-def test_sharded_prompts_of_a_lone_rank_are_all_prompts(engine):
-    prompts = [[2, 3], [4]]
-    assert engine.sample_sharded(prompts, GREEDY) == engine.sample(prompts, GREEDY)
-    assert engine.sample_sharded([], GREEDY) == []
-    (output,) = engine.generate_sharded([[4]], GREEDY)
-    assert tuple(output.outputs[0].token_ids) == engine.sample([[4]], GREEDY)[0][0].token_ids
-
-
 @pytest.mark.parametrize("given", [{}, {"n": 3}, {"stop": ["a", "e"]}, {"detokenize": False}], ids=str)
 def test_an_engine_s_completions_have_the_text_of_its_request_outputs(engine, given):
     params = {"max_tokens": 24, "seed": 3, "logprobs": 0, "ignore_eos": True, **given}
@@ -163,56 +149,6 @@ def test_an_engine_s_completions_have_the_text_of_its_request_outputs(engine, gi
         assert any(
             each[token].decoded_token for token, each in zip(first.token_ids, first.logprobs, strict=True)
         )
-
-
-class Recording:
-    """A channel that answers nothing and keeps what it is told to cancel."""
-
-    def __init__(self):
-        self.cancelled = []
-
-    def send(self, command):
-        return 7
-
-    def has_answer(self, number, silence_s):
-        return False
-
-    def cancel(self, number):
-        self.cancelled.append(number)
-
-
-def test_a_handle_that_nobody_holds_takes_its_requests_back():
-    topology, channel = Topology(), Recording()
-    handle = BatchHandle(
-        "a",
-        Generate([[2, 3]], None, False),
-        places=range(1),
-        engine_ranks=EngineRanks(topology, Collectives(topology, 10.0)),
-        channel=channel,
-        max_num_seqs=8,
-        silence_s=10.0,
-    )
-    assert not handle.is_finished_here()
-    assert channel.cancelled == []
-    with pytest.warns(RuntimeWarning, match="submit"):
-        del handle
-    assert channel.cancelled == [7]
-
-
-def sample_often(topology):
-    store = _get_default_store()
-    with FakeEngine(lambda prompt, version: "a", topology=topology) as engine:
-        counts = []
-        for _ in range(20):
-            engine.sample(["a", "b"])
-            counts.append(store.num_keys())
-        torch.distributed.barrier()
-    return counts
-
-
-def test_a_long_run_leaves_no_keys_in_the_store():
-    for counts in on_ranks(2, sample_often):
-        assert counts[-1] <= counts[2] + 2
 
 
 @pytest.mark.slow
@@ -299,3 +235,11 @@ def test_several_engines_refuse_as_one_and_all_go_on():
         assert all("cannot sleep while" in text for text in texts[2:])
         assert [answers for _, answers in found] == [{"q@0"}] * 4
         assert (skipped, drained) == (True, 1)
+
+
+def test_sharded_prompts_of_a_lone_rank_are_all_prompts(engine):
+    prompts = [[2, 3], [4]]
+    assert engine.sample_sharded(prompts, GREEDY) == engine.sample(prompts, GREEDY)
+    assert engine.sample_sharded([], GREEDY) == []
+    (output,) = engine.generate_sharded([[4]], GREEDY)
+    assert tuple(output.outputs[0].token_ids) == engine.sample([[4]], GREEDY)[0][0].token_ids

@@ -188,7 +188,7 @@ def test_a_backend_gets_its_arguments_and_no_others():
     for wrong in ({}, {"answers": 1, "answer": 2}):
         with pytest.raises(EngineError, match=r"cannot be built: .*argument"):
             open_backend(messages.Start("m", wrong, "live", name))
-    with pytest.raises(EngineError, match=r"inference='wllm' is not known: it must be one of .*vllm"):
+    with pytest.raises(EngineError, match="inference='wllm'"):
         open_backend(messages.Start("m", {}, "live", "wllm"))
 
 

@@ -351,23 +351,6 @@ def test_the_command_of_the_server_has_its_lock():
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
 
 
-@pytest.mark.parametrize("port", ["taken", 70000, -1])
-def test_a_port_that_nobody_can_listen_at_is_named_at_once(monkeypatch, capsys, port):
-    monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
-    monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("vLLM would say so after seconds"))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1] if port == "taken" else port
-        assert main(["serve", "--model", "model", f"--port={port}"]) == 2
-    assert f"--port={port}" in capsys.readouterr().err
-
-
-def test_only_on_cpu_nothing_is_compiled(monkeypatch):
-    assert server_environment({})["TORCHDYNAMO_DISABLE"] == "1"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    # vLLM's graphs on CUDA are made by the compiler.
-    assert "TORCHDYNAMO_DISABLE" not in server_environment({})
-
-
 SPECS = (TensorSpec("a", (2, 3), (Piece("b", (2,), (3,), 1),)), TensorSpec("c", ()))
 LAYOUT = Layout("/proc/1/fd/2", 64, (Slot("a", (2, 3), "bfloat16", 0, 8), Slot("c", (), "float32", 16)), 12)
 LOAD_PLAN = LoadPlan((Copy("a", View((2,), (1,), 0), "w", View((2,), (1,), 4)),), {"w": "float32"}, {"w": 8})
@@ -435,3 +418,20 @@ def test_only_calls_of_the_channel_and_arenas_pass():
     # A client could name any file, and any device's memory.
     handles = ["base", to_wire(LAYOUT), [{"name": "a", "first_row": 0, "handle": {"path": "/etc/passwd"}}]]
     assert "cannot be read" in extension.vectorlm_ask("me", "vectorlm_attach", handles)["text"]
+
+
+def test_only_on_cpu_nothing_is_compiled(monkeypatch):
+    assert server_environment({})["TORCHDYNAMO_DISABLE"] == "1"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    # vLLM's graphs on CUDA are made by the compiler.
+    assert "TORCHDYNAMO_DISABLE" not in server_environment({})
+
+
+@pytest.mark.parametrize("port", ["taken", 70000, -1])
+def test_a_port_that_nobody_can_listen_at_is_named_at_once(monkeypatch, capsys, port):
+    monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
+    monkeypatch.setattr("os.execvpe", lambda *_: pytest.fail("vLLM would say so after seconds"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if port == "taken" else port
+        assert main(["serve", "--model", "model", f"--port={port}"]) == 2
+    assert f"--port={port}" in capsys.readouterr().err

@@ -76,18 +76,6 @@ def test_a_killed_worker_ends_the_engine_with_its_name_and_nothing_is_left(engin
     assert shared_memory_of_nobody() <= others
 
 
-@pytest.mark.long
-def test_a_worker_that_cannot_load_says_why(folder, tmp_path):
-    for file in folder.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, tmp_path)
-    with (
-        SamplingEngine(str(tmp_path), tensor_parallel_size=2, max_model_len=64) as broken,
-        pytest.raises(EngineError, match=r"(?s)initialization failed.*Cannot find any model weights"),
-    ):
-        broken.sample([[2]])
-
-
 @pytest.mark.parametrize(
     ("engine_args", "expected"),
     [({}, (1, 8)), ({"dtype": "float32"}, (2, 4)), ({"tensor_parallel_size": 4}, (4, 2))],
@@ -113,9 +101,19 @@ def test_devices_that_sample_nothing_are_named():
 
 def test_more_workers_than_devices_are_refused(folder):
     two_devices = Topology(world_size=2, local_world_size=2, device="cuda:0")
-    with pytest.raises(
-        ValueError, match="tensor_parallel_size=4 must be at most 2, the number of ranks of an engine"
-    ):
+    with pytest.raises(ValueError, match="tensor_parallel_size=4"):
         SamplingEngine(str(folder), topology=two_devices, tensor_parallel_size=4)
-    with pytest.raises(ValueError, match="tensor_parallel_size=0 must be an integer >= 1"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=0"):
         SamplingEngine(str(folder), tensor_parallel_size=0)
+
+
+@pytest.mark.long
+def test_a_worker_that_cannot_load_says_why(folder, tmp_path):
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path)
+    with (
+        SamplingEngine(str(tmp_path), tensor_parallel_size=2, max_model_len=64) as broken,
+        pytest.raises(EngineError, match=r"(?s)initialization failed.*Cannot find any model weights"),
+    ):
+        broken.sample([[2]])

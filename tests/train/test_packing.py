@@ -1,6 +1,5 @@
 """Rows laid end to end: the layout by hand, values and gradients beside rows computed one by one in float64."""
 
-import inspect
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -19,12 +18,11 @@ from vectorlm.train.attention import packed_attention
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.lora import add_lora
-from vectorlm.train.packing import Bundle, Rows, num_shared, pack
+from vectorlm.train.packing import Bundle, Rows, pack
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded
 
 TEMPERATURE = 0.8
-INSPECT = inspect.signature
 
 
 def make_rows(input_ids, lengths, asked, groups):
@@ -166,13 +164,6 @@ def test_gradients_of_the_operator_for_cuda_have_its_dtypes_and_are_those_of_pad
         assert mine.dtype == torch.bfloat16
         # Eight bits of a number, and sums over the rows of a group.
         torch.testing.assert_close(mine, theirs, rtol=0.03, atol=0.03)
-
-
-def test_what_rows_share_ends_at_the_shortest_and_at_the_first_difference():
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
-    assert num_shared(ids, [4, 4]) == 3
-    assert num_shared(ids, [4, 2]) == 2
-    assert num_shared(ids[:1], [4]) == 0
 
 
 def values_and_gradient(model, rows, compute):
@@ -330,16 +321,6 @@ def test_a_model_that_packing_would_change_is_padded_and_says_how_far_it_would_b
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_attention_that_is_given_more_than_it_would_follow_is_left_alone(folder, monkeypatch):
-    model = disable_dropout(load_model(folder))
-    forward = model.model.forward
-    monkeypatch.setattr(
-        model.model, "forward", lambda **given: forward(**given, position_bias=torch.zeros(1))
-    )
-    monkeypatch.setattr(language_model.inspect, "signature", lambda f: INSPECT(type(model.model).forward))
-    assert LanguageModel(model).why_padded == "its attention reads position_bias"
-
-
 def test_padded_rows_keep_the_cap_of_a_model_whose_attention_is_packed(tmp_path):
     """Someone may call the model itself."""
     folder = save_family(FAMILIES["Gemma 2"], tmp_path)
@@ -376,29 +357,26 @@ def both_ways(topology, folder, settings, lora, support=WHOLE):
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings", "lora", "tolerance"),
-    [
-        (1, ModelSettings(use_activation_checkpointing=True), False, 1e-5),
-        (2, ModelSettings(use_activation_checkpointing=True), False, 1e-5),
-        (2, ModelSettings(sharding_strategy="NO_SHARD"), True, 1e-5),
-        (2, ModelSettings(use_mp=True), False, 0.05),
-        (2, ModelSettings(dtype="bfloat16", use_activation_checkpointing=True), True, 0.05),
-    ],
-)
-def test_sharded_models_say_the_same_packed_and_padded(folder, world_size, settings, lora, tolerance):
-    for packed, padded in on_ranks(world_size, both_ways, folder, settings, lora):
-        assert_alike(packed, padded, tolerance)
+WAYS = [
+    (ModelSettings(use_activation_checkpointing=True), False, WHOLE, 1e-5),
+    (ModelSettings(sharding_strategy="NO_SHARD"), True, WHOLE, 1e-5),
+    (ModelSettings(use_mp=True), False, WHOLE, 0.05),
+    (ModelSettings(dtype="bfloat16", use_activation_checkpointing=True), True, WHOLE, 0.05),
+    (ModelSettings(), True, Support(top_p=0.8, top_k=30, min_p=0.1), 1e-5),
+]
+"""Settings, whether adapters are trained, what is cut from the distributions, and a tolerance."""
 
 
-@pytest.mark.parametrize(("world_size", "lora"), [(1, False), (2, True)])
-def test_a_truncated_policy_says_the_same_packed_and_padded(folder, world_size, lora):
-    support = Support(top_p=0.8, top_k=30, min_p=0.1)
-    plain = on_ranks(world_size, both_ways, folder, ModelSettings(), lora)
-    cut = on_ranks(world_size, both_ways, folder, ModelSettings(), lora, support)
-    for (packed, padded), (whole, _) in zip(cut, plain, strict=True):
-        assert_alike(packed, padded, 1e-5)
-        assert not torch.allclose(packed[0], whole[0])
+def all_ways(topology, folder):
+    return [both_ways(topology, folder, *how) for *how, _ in WAYS]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sharded_models_say_the_same_packed_and_padded(folder, world_size):
+    for found in on_ranks(world_size, all_ways, folder):
+        for (packed, padded), (*_, tolerance) in zip(found, WAYS, strict=True):
+            assert_alike(packed, padded, tolerance)
+        assert not torch.allclose(found[-1][0][0], found[1][0][0]), "nothing was cut"
 
 
 def both_ways_compiled(topology, folder, settings):

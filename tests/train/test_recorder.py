@@ -1,6 +1,9 @@
-"""What is logged, evaluated and saved, and when."""
+"""What is logged, evaluated and saved, and when; which evaluation was the best."""
+
+import math
 
 import pytest
+from kit.rank_processes import on_ranks
 
 from vectorlm.errors import ConfigError
 from vectorlm.train.recorder import EarlyStopping, Recorder, Timer
@@ -65,13 +68,6 @@ def test_the_best_evaluation_and_the_end_of_a_run_that_stops_early_are_saved():
     assert resumed.stopping.best_step == 3
 
 
-def test_an_evaluation_after_a_resume_that_lacks_the_metric_is_refused_and_that_at_the_end_is_not():
-    recorder = Recorder(num_steps=5, sink=None, stopping=EarlyStopping("eval/acuracy", is_named=True))
-    recorder.require_logged(5, {"eval/accuracy": 0.5})
-    with pytest.raises(ConfigError, match="eval/acuracy"):
-        recorder.require_logged(4, {"eval/accuracy": 0.5})
-
-
 class HandClock:
     """A clock that moves when told to."""
 
@@ -95,6 +91,155 @@ def test_spans_of_one_name_add_up_and_nested_spans_count_for_both():
     assert timer.drain() == {}
 
 
+def test_spans_are_kept_and_short_breaks_left_out():
+    clock = HandClock()
+    timer = Timer(clock)
+    for pause in (0.005, 2.0, 0.0):
+        with timer.span("step"):
+            clock.now += 1.0
+        clock.now += pause
+    assert timer.spans == [("step", 100.0, 102.005), ("step", 104.005, 105.005)]
+    timer.drain()
+    assert timer.spans == []
+
+
+def observe(stopping, values, metric="eval/loss", start=1):
+    return [stopping.observe(step, {metric: value}) for step, value in enumerate(values, start)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best_step"),
+    [
+        ("eval/loss", [3.0, 1.0, 2.0, 1.0], 2),
+        ("eval/accuracy", [0.1, 0.0, 0.5, 0.5], 3),
+        ("eval/loss", [math.nan, 5.0, math.nan], 2),
+        ("eval/loss", [math.nan], None),
+    ],
+)
+def test_the_first_of_the_best_evaluations_is_kept(metric, values, best_step):
+    stopping = EarlyStopping(metric, keeps_best=True)
+    observe(stopping, values, metric)
+    assert stopping.best_step == best_step
+    assert not stopping.is_over
+
+
+def test_the_untrained_model_and_other_metrics_do_not_count():
+    stopping = EarlyStopping(keeps_best=True, patience=1)
+    assert stopping.observe(0, {"eval/loss": 0.0}) == {}
+    assert stopping.observe(1, {"eval/accuracy": 1.0}) == {}
+    assert stopping.observe(2, {"eval/loss": 9.0}) == {"eval/stopped_early": 0.0}
+    assert stopping.best_step == 2
+
+
+def test_training_is_over_after_as_many_evaluations_in_a_row_that_are_not_better_by_the_margin():
+    said = []
+    stopping = EarlyStopping(say=said.append, patience=2, min_delta=0.5, keeps_best=True)
+    # 1.8 is not better than 2.0 by more than 0.5, 1.4 is; then two in a row are not.
+    metrics = observe(stopping, [2.0, 1.8, 1.4, 1.0, 1.2])
+    assert [item["eval/stopped_early"] for item in metrics] == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert stopping.is_over
+    assert len(said) == 1
+    assert stopping.best_step == 4, "the best checkpoint needs no margin"
+
+
+def test_a_resumed_run_counts_on_and_more_patience_lets_it_go_on():
+    stopping = EarlyStopping(patience=3, keeps_best=True)
+    observe(stopping, [1.0, 2.0, 2.0])
+    again = EarlyStopping(patience=3, keeps_best=True)
+    again.load_state_dict(stopping.state_dict())
+    assert again.best_step == 1
+    assert not again.is_over
+    observe(again, [2.0], start=4)
+    assert again.is_over
+    patient = EarlyStopping(patience=4, keeps_best=True)
+    patient.load_state_dict(again.state_dict())
+    assert not patient.is_over
+
+
+def test_a_resumed_run_that_follows_another_metric_starts_over_with_it():
+    before = EarlyStopping("eval/accuracy", patience=3, keeps_best=True)
+    observe(before, [0.7, 0.6], "eval/accuracy")
+    said = []
+    after = EarlyStopping("eval/loss", patience=3, keeps_best=True, say=said.append)
+    after.load_state_dict(before.state_dict())
+    assert after.best_step is None
+    assert len(said) == 1
+    # Beside -0.7, the best accuracy as it is kept, every loss would be too high.
+    observe(after, [2.0, 1.0, 1.5, 1.5], start=3)
+    assert after.best_step == 4
+    assert not after.is_over
+
+
+def test_a_metric_that_a_resumed_run_does_not_log_is_refused_unless_it_was_logged_before():
+    after = EarlyStopping("eval/acuracy", is_named=True)
+    after.load_state_dict(EarlyStopping().state_dict())
+    with pytest.raises(ConfigError, match="eval/acuracy"):
+        after.require_logged({"eval/accuracy": 1.0})
+    seen = EarlyStopping("eval/accuracy", is_named=True)
+    seen.observe(0, {"eval/accuracy": 1.0})
+    seen.require_logged({"eval/loss": 1.0})
+
+
+def watch_on_rank(topology):
+    """Each rank sees another accuracy, as with a reward that draws at random."""
+    stopping = EarlyStopping("eval/accuracy", keeps_best=True, patience=1)
+    falls = (0.5, 0.4) if topology.is_main else (0.4, 0.5)
+    observe(stopping, falls, "eval/accuracy")
+    return stopping.best_step, stopping.is_over
+
+
+def test_all_ranks_stop_where_rank_0_does():
+    assert on_ranks(2, watch_on_rank) == [(1, True), (1, True)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "more", "is_falling"),
+    [
+        ("eval/reward/no_loss", {}, False),
+        ("eval/accuracy/anti_kl", {}, False),
+        ("eval/accuracy/loss", {}, False),
+        ("eval/kl", {}, True),
+        ("eval/held_out/kl", {}, True),
+        ("eval/held_out/loss", {}, True),
+        ("eval/task/brier_score", {"falling": {"eval/task/brier_score": True}}, True),
+        ("eval/task/loss", {"falling": {"eval/task/loss": False}}, False),
+        ("eval/wikitext/mean_error", {"mode": "min"}, True),
+        ("eval/loss", {"mode": "max"}, False),
+    ],
+)
+def test_the_direction_of_a_metric_is_set_or_declared_and_not_guessed_for_rewards(metric, more, is_falling):
+    stopping = EarlyStopping(metric, keeps_best=True, **more)
+    observe(stopping, [0.9, 0.1, 0.5], metric)
+    assert stopping.best_step == (2 if is_falling else 1)
+
+
+def test_the_harness_says_which_metrics_fall():
+    harness = pytest.importorskip("vectorlm.rl.evaluation.harness")
+    found = {
+        "results": {"task": {"alias": "task", "wer,none": 0.5, "acc,strict": 0.1, "odd,none": 0.0}},
+        "higher_is_better": {"task": {"wer": False, "acc": True, "odd": None}},
+    }
+    assert harness.falling_of(found) == {"eval/task/wer": True, "eval/task/acc_strict": False}
+
+
+def test_any_metric_of_an_evaluation_is_followed_by_its_name():
+    for metric, values in (
+        ("eval/pass_at_4", (0.1, 0.3, 0.2)),
+        ("eval/task/word_perplexity", (9.0, 7.0, 8.0)),
+        ("eval/step_brier", (0.3, 0.1, 0.2)),
+        ("eval/mine/rejected_reward", (0.3, 0.1, 0.2)),
+        ("eval/step_accuracy", (0.1, 0.3, 0.2)),
+    ):
+        stopping = EarlyStopping(metric, is_named=True, keeps_best=True)
+        stopping.require_logged({metric: 0.0, "eval/accuracy": 0.0})
+        for step, value in enumerate(values, start=1):
+            stopping.observe(step, {metric: value})
+        assert stopping.best_step == 2
+        with pytest.raises(ConfigError, match="best_metric"):
+            EarlyStopping(metric, is_named=True).require_logged({"eval/loss": 1.0, "time/step_s": 1.0})
+    EarlyStopping("eval/accuracy").require_logged({})
+
+
 def test_a_span_that_raises_is_counted_and_raises_on():
     clock = HandClock()
     timer = Timer(clock)
@@ -109,13 +254,8 @@ def test_a_span_that_raises_is_counted_and_raises_on():
     assert timer.drain() == {"step": 3.0}
 
 
-def test_spans_are_kept_and_short_breaks_left_out():
-    clock = HandClock()
-    timer = Timer(clock)
-    for pause in (0.005, 2.0, 0.0):
-        with timer.span("step"):
-            clock.now += 1.0
-        clock.now += pause
-    assert timer.spans == [("step", 100.0, 102.005), ("step", 104.005, 105.005)]
-    timer.drain()
-    assert timer.spans == []
+def test_an_evaluation_after_a_resume_that_lacks_the_metric_is_refused_and_that_at_the_end_is_not():
+    recorder = Recorder(num_steps=5, sink=None, stopping=EarlyStopping("eval/acuracy", is_named=True))
+    recorder.require_logged(5, {"eval/accuracy": 0.5})
+    with pytest.raises(ConfigError, match="eval/acuracy"):
+        recorder.require_logged(4, {"eval/accuracy": 0.5})

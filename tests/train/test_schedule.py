@@ -56,13 +56,6 @@ def test_no_schedule_uses_the_full_learning_rate_in_the_first_warmup_step(name):
     assert build(name, lr=1e-3).learning_rate < 0.5e-3
 
 
-def test_greedy_never_leaves_the_peak_upwards():
-    schedule = build("greedy", num_warmup_steps=0, lr=1e-5)
-    for loss in range(100, 0, -1):
-        schedule.observe(float(loss))
-    assert schedule.learning_rate == pytest.approx(1e-5)
-
-
 @pytest.mark.parametrize("num_steps", [2, 10])
 @pytest.mark.parametrize("name", ["cosine", "plateau-with-warmup", "greedy"])
 def test_a_schedule_goes_on_from_its_state_with_the_optimizers(name, num_steps):
@@ -119,3 +112,10 @@ def test_a_resumed_greedy_schedule_rises_to_the_peak_it_has_now():
     for step in range(11):
         after.observe(0.5 - step / 100)
     assert after.learning_rate == pytest.approx(2.0)
+
+
+def test_greedy_never_leaves_the_peak_upwards():
+    schedule = build("greedy", num_warmup_steps=0, lr=1e-5)
+    for loss in range(100, 0, -1):
+        schedule.observe(float(loss))
+    assert schedule.learning_rate == pytest.approx(1e-5)

@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 from vectorlm.algorithms.logprobs import token_logprobs
 from vectorlm.errors import ConfigError
 from vectorlm.sampling.weights.model_tensors import reshard
-from vectorlm.train.checkpoint.export import gather_weights
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.lora import add_lora
@@ -49,12 +48,20 @@ def gradients_by_strategy(topology, folder):
     return found | {"offloaded": gradient(offloaded, 2)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_strategy_checkpointing_and_offload_leave_loss_gradients_and_names_unchanged(
-    world_size, folder
-):
+@pytest.fixture(scope="module", params=[1, 2], ids="{} ranks".format)
+def seen(request, folder):
+    """What the functions of this file return on every rank, by function."""
+    rows = on_ranks(request.param, look_at_all, folder)
+    return {function: [row[place] for row in rows] for place, function in enumerate(LOOKS)}
+
+
+def look_at_all(topology, folder):
+    return [function(topology, folder) for function in LOOKS]
+
+
+def test_every_strategy_checkpointing_and_offload_leave_loss_gradients_and_names_unchanged(folder, seen):
     expected_loss, expected = gradient(load_model(folder), 2)
-    for found in on_ranks(world_size, gradients_by_strategy, folder):
+    for found in seen[gradients_by_strategy]:
         assert len(found) == 9
         for key, (loss, gradients) in found.items():
             assert loss == pytest.approx(expected_loss, rel=1e-6), key
@@ -74,14 +81,11 @@ def placements(topology, folder):
     return found
 
 
-def test_sharding_strategies_hold_their_share_of_the_weights_and_keep_tied_embeddings_tied(folder):
-    for found in on_ranks(2, placements, folder):
-        assert {name: share for name, (share, _) in found.items()} == {
-            "FULL_SHARD": 0.5,
-            "SHARD_GRAD_OP": 0.5,
-            "NO_SHARD": 1.0,
-            "HYBRID_SHARD": 0.5,
-        }
+def test_sharding_strategies_hold_their_share_of_the_weights_and_keep_tied_embeddings_tied(seen):
+    share = 1 / len(seen[placements])
+    for found in seen[placements]:
+        shares = {name: share for name, (share, _) in found.items()}
+        assert shares == dict.fromkeys(STRATEGIES, share) | {"NO_SHARD": 1.0}
         assert all(tied for _, tied in found.values())
 
 
@@ -100,93 +104,97 @@ def test_hybrid_shards_within_a_node_and_leaves_loss_and_gradients_unchanged(fol
         torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-7)
 
 
-def half_precision(topology, folder, settings, lora):
-    def load(is_empty):
-        model = load_model(folder, dtype=settings.dtype, is_empty=is_empty)
-        return add_lora(model, {"r": 2, "target_modules": ["q_proj"]}) if lora else model
+HALVES = [
+    (ModelSettings(use_mp=True), False, torch.float32, None),
+    (ModelSettings(dtype="bfloat16"), False, torch.bfloat16, None),
+    (ModelSettings(dtype="bfloat16"), True, torch.float32, torch.bfloat16),
+    (ModelSettings(dtype="bfloat16", cpu_offload=True), True, torch.float32, torch.bfloat16),
+]
+"""Settings, whether adapters are trained, and the dtypes of trained and of frozen weights."""
 
-    model = load_sharded(load, topology, settings)
-    tokens = torch.arange(16).view(2, 8)
-    logits = model(input_ids=tokens, use_cache=False).logits
-    loss = -token_logprobs(logits, tokens).sum() / 14
-    loss.backward()
-    trained, frozen, gradients = set(), set(), set()
-    for parameter in model.parameters():
-        (trained if parameter.requires_grad else frozen).add(parameter.dtype)
-        if parameter.grad is not None:
-            gradients.add(parameter.grad.dtype)
-    return loss.item(), trained, frozen, gradients, logits.dtype
+
+def half_precision(topology, folder):
+    found = []
+    for settings, lora, *_ in HALVES:
+
+        def load(is_empty, settings=settings, lora=lora):
+            model = load_model(folder, dtype=settings.dtype, is_empty=is_empty)
+            return add_lora(model, {"r": 2, "target_modules": ["q_proj"]}) if lora else model
+
+        model = load_sharded(load, topology, settings)
+        tokens = torch.arange(16).view(2, 8)
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss = -token_logprobs(logits, tokens).sum() / 14
+        loss.backward()
+        trained, frozen, gradients = set(), set(), set()
+        for parameter in model.parameters():
+            (trained if parameter.requires_grad else frozen).add(parameter.dtype)
+            if parameter.grad is not None:
+                gradients.add(parameter.grad.dtype)
+        found.append((loss.item(), logits.dtype, trained, frozen, gradients))
+    return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(
-    ("settings", "lora", "trained", "frozen"),
-    [
-        (ModelSettings(use_mp=True), False, torch.float32, None),
-        (ModelSettings(dtype="bfloat16"), False, torch.bfloat16, None),
-        (ModelSettings(dtype="bfloat16"), True, torch.float32, torch.bfloat16),
-        (ModelSettings(dtype="bfloat16", cpu_offload=True), True, torch.float32, torch.bfloat16),
-    ],
-)
-def test_half_precision_of_weights_or_of_computing_alone(folder, world_size, settings, lora, trained, frozen):
+def test_half_precision_of_weights_or_of_computing_alone(folder, world_size):
     expected, _ = gradient(load_model(folder), 2)
-    for found in on_ranks(world_size, half_precision, folder, settings, lora):
-        loss, *dtypes, computed = found
-        assert dtypes == [{trained}, {frozen} - {None}, {trained}]
-        assert computed == torch.bfloat16
-        assert loss == pytest.approx(expected, rel=1e-2)  # bf16 has 8 bits of mantissa
+    for found in on_ranks(world_size, half_precision, folder):
+        for (loss, computed, *dtypes), (*_, trained, frozen) in zip(found, HALVES, strict=True):
+            assert dtypes == [{trained}, {frozen} - {None}, {trained}]
+            assert computed == torch.bfloat16
+            assert loss == pytest.approx(expected, rel=1e-2)  # bf16 has 8 bits of mantissa
 
 
-def filled_from_main(topology, folder, lora, settings):
-    weights = {}
-
-    def load(is_empty):
-        assert is_empty is not topology.is_main
-        model = load_model(folder, is_empty=is_empty)
-        if lora:
-            torch.manual_seed(topology.rank)
-            model = add_lora(model, {"r": 2, "target_modules": ["q_proj"]})
-        weights.update({} if is_empty else model.state_dict())
-        return model
-
-    model = load_sharded(load, topology, ModelSettings(**settings))
-    with torch.no_grad():
-        logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
-    reshard(model)
-    whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-    return whole, weights, logits
+FILLED = [
+    (False, {}),
+    (True, {"low_cpu_mem_usage": True}),
+    (False, {"cpu_offload": True}),
+    (False, {"sharding_strategy": "NO_SHARD"}),
+    (False, {"sharding_strategy": "HYBRID_SHARD"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("lora", "settings"),
-    [
-        (False, {}),
-        (True, {"low_cpu_mem_usage": True}),
-        (False, {"cpu_offload": True}),
-        (False, {"sharding_strategy": "NO_SHARD"}),
-        (False, {"sharding_strategy": "HYBRID_SHARD"}),
-    ],
-    ids=str,
-)
+def filled_from_main(topology, folder):
+    found = []
+    for lora, settings in FILLED:
+        weights = {}
+
+        def load(is_empty, lora=lora, weights=weights):
+            assert is_empty is not topology.is_main
+            model = load_model(folder, is_empty=is_empty)
+            if lora:
+                torch.manual_seed(topology.rank)
+                model = add_lora(model, {"r": 2, "target_modules": ["q_proj"]})
+            weights.update({} if is_empty else model.state_dict())
+            return model
+
+        model = load_sharded(load, topology, ModelSettings(**settings))
+        with torch.no_grad():
+            logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
+        reshard(model)
+        whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        found.append((whole, weights, logits))
+    return found
+
+
 @pytest.mark.parametrize("has_own_head", [False, True])
-def test_ranks_that_start_empty_get_their_shards_from_rank_0(folder, tmp_path, lora, settings, has_own_head):
+def test_ranks_that_start_empty_get_their_shards_from_rank_0(folder, tmp_path, has_own_head):
     if has_own_head:
         # As some merges leave it: the config ties the head, and the file has another one.
         folder = shutil.copytree(folder, tmp_path / "merged")
         tensors = load_file(folder / "model.safetensors")
         tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (first, weights, first_logits), (second, _, second_logits) = on_ranks(
-        2, filled_from_main, folder, lora, settings
-    )
-    assert first.keys() == second.keys()
-    assert has_own_head is any("lm_head" in name for name in first)
-    for name in first:
-        assert torch.equal(first[name], weights[name])
-        assert torch.equal(second[name], weights[name])
     expected = load_model(folder)(input_ids=torch.arange(8)[None]).logits
-    torch.testing.assert_close(first_logits, expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(first_logits, second_logits)
+    for found in zip(*on_ranks(2, filled_from_main, folder), strict=True):
+        (first, weights, first_logits), (second, _, second_logits) = found
+        assert first.keys() == second.keys()
+        assert has_own_head is any("lm_head" in name for name in first)
+        for name in first:
+            assert torch.equal(first[name], weights[name])
+            assert torch.equal(second[name], weights[name])
+        torch.testing.assert_close(first_logits, expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(first_logits, second_logits)
 
 
 def resharded(topology, folder):
@@ -197,11 +205,11 @@ def resharded(topology, folder):
         name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
     ]
     reshard(model)
-    return scored_groups, [type(parameter) for parameter in model.parameters()], gather_weights(model)
+    return scored_groups, [type(parameter) for parameter in model.parameters()]
 
 
-def test_after_a_forward_alone_reshard_gives_the_parameters_back_as_shards(folder):
-    for scored_groups, types, _ in on_ranks(2, resharded, folder):
+def test_after_a_forward_alone_reshard_gives_the_parameters_back_as_shards(seen):
+    for scored_groups, types in seen[resharded]:
         assert scored_groups
         assert set(types) == {DTensor}
 
@@ -214,10 +222,9 @@ def shards_between_passes(topology, folder):
     return [isinstance(entry, DTensor) and entry.grad is not None for entry in model.parameters()]
 
 
-@pytest.mark.parametrize(("world_size", "are_shards"), [(1, True), (2, False)])
-def test_only_several_ranks_keep_a_small_model_whole_between_passes(folder, world_size, are_shards):
-    for found in on_ranks(world_size, shards_between_passes, folder):
-        assert set(found) == {are_shards}
+def test_only_several_ranks_keep_a_small_model_whole_between_passes(seen):
+    for found in seen[shards_between_passes]:
+        assert set(found) == {len(seen[shards_between_passes]) == 1}
 
 
 def test_blocks_are_found_without_a_declaration_and_their_absence_is_an_error():
@@ -250,9 +257,11 @@ def gradients_by_recomputation(topology, folder):
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_computed_again_has_the_same_bits(folder, world_size):
-    for found in on_ranks(world_size, gradients_by_recomputation, folder):
+LOOKS = gradients_by_strategy, placements, resharded, shards_between_passes, gradients_by_recomputation
+
+
+def test_what_is_computed_again_has_the_same_bits(seen):
+    for found in seen[gradients_by_recomputation]:
         # Of three blocks; every second one begins with the first.
         assert [num_calls for num_calls, *_ in found] == [3, 6, 5, 6, 6]
         for _, *numbers in found[1:]:

@@ -15,19 +15,20 @@ from vectorlm.train import settings
 
 LIMITS = APART, ONCE = 0, settings.GATHER_ONCE_BYTES
 SPLITS = {
-    1: [(ONCE, "FULL_SHARD", 1, 1), (ONCE, "FULL_SHARD", 4, 1)],
-    2: [
-        (APART, "FULL_SHARD", 4, 1),
-        (ONCE, "FULL_SHARD", 4, 1),
-        (APART, "SHARD_GRAD_OP", 2, 1),
-        (APART, "NO_SHARD", 4, 1),
-        (ONCE, "NO_SHARD", 4, 1),
-        (APART, "HYBRID_SHARD", 2, 1),
-        (ONCE, "FULL_SHARD", 2, 2),
-    ],
-    4: [(APART, "FULL_SHARD", 2, 2), (ONCE, "FULL_SHARD", 2, 2)],
+    "one rank": (1, [(ONCE, "FULL_SHARD", 1, 1), (ONCE, "FULL_SHARD", 4, 1)]),
+    "two": (2, [(APART, "FULL_SHARD", 4, 1), (ONCE, "NO_SHARD", 4, 1), (ONCE, "FULL_SHARD", 2, 2)]),
+    "two in other ways": (
+        2,
+        [
+            (ONCE, "FULL_SHARD", 4, 1),
+            (APART, "SHARD_GRAD_OP", 2, 1),
+            (APART, "NO_SHARD", 4, 1),
+            (APART, "HYBRID_SHARD", 2, 1),
+        ],
+    ),
+    "four": (4, [(APART, "FULL_SHARD", 2, 2), (ONCE, "FULL_SHARD", 2, 2)]),
 }
-"""By ranks: up to which size a model is gathered once, strategy, micro-batches, and ranks that share a pass."""
+"""Ranks; up to which size a model is gathered once, strategy, micro-batches, and ranks that share a pass."""
 
 
 def sum_loss(model, row):
@@ -72,9 +73,9 @@ def reference(folder):
     return losses, norms, evals, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def train_every_split(topology, folder):
+def train_every_split(topology, folder, splits):
     found = {}
-    for split in SPLITS[topology.world_size]:
+    for split in splits:
         settings.GATHER_ONCE_BYTES, strategy, num_micro_batches, size = split
         training = build_loop(
             replace(topology, context_parallel=size),
@@ -87,11 +88,20 @@ def train_every_split(topology, folder):
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_split_of_the_global_batch_trains_like_one_plain_process(world_size, folder, reference):
+@pytest.mark.parametrize(
+    "splits",
+    [
+        "one rank",
+        "two",
+        pytest.param("two in other ways", marks=pytest.mark.slow),
+        pytest.param("four", marks=pytest.mark.slow),
+    ],
+)
+def test_every_split_of_the_global_batch_trains_like_one_plain_process(splits, folder, reference):
     losses, norms, evals, expected = reference
-    for found in on_ranks(world_size, train_every_split, folder):
-        assert list(found) == SPLITS[world_size]
+    world_size, splits = SPLITS[splits]
+    for found in on_ranks(world_size, train_every_split, folder, splits):
+        assert list(found) == splits
         for split, (lines, weights) in found.items():
             assert [line["step"] for line in lines] == list(range(NUM_STEPS + 1)), split
             assert [line["train/loss"] for line in lines[1:]] == pytest.approx(losses, rel=1e-5), split
@@ -124,14 +134,14 @@ def test_a_small_model_stays_whole_between_the_micro_batches_of_a_step(folder):
         assert found == [False] * 4 + [True, True, False, False]
 
 
-def one_step_metrics(topology, folder):
-    training = build_loop(topology, folder)
-    training.run()
-    return training.recorder.sink[1], training.recorder.sink[3]
+@pytest.fixture(scope="module")
+def reported(folder):
+    """The first and third lines of one rank, and of two."""
+    return on_ranks(1, lines_of_a_run, folder)[0], on_ranks(2, lines_of_a_run, folder)[0]
 
 
-def test_a_step_reports_its_learning_rate_and_its_tokens(folder):
-    first, third = on_ranks(1, one_step_metrics, folder)[0]
+def test_a_step_reports_its_learning_rate_and_its_tokens(reported):
+    (first, third), _ = reported
     assert (first["train/learning_rate"], third["train/learning_rate"]) == (0.0, LEARNING_RATE)
     steps = list(loader(Topology(), rows(21)).steps(0))
     num_tokens = sum(int(batch.attention_mask.sum()) for batch in steps[0])
@@ -147,7 +157,8 @@ def test_a_step_reports_its_learning_rate_and_its_tokens(folder):
     assert set(first) - {"step"} <= METRICS
 
 
-def flops_and_mfu(topology, folder):
+def lines_of_a_run(topology, folder):
+    """Return the first and the third line of a run, whose operations per second are as by hand."""
     training = build_loop(topology, folder, device_peak_tflops=2.0)
     training.run()
     step = training.recorder.sink[1]
@@ -158,12 +169,11 @@ def flops_and_mfu(topology, folder):
     by_hand = 6 * num_weights * step["train/tokens_per_s"]
     assert step["perf/model_flops_per_s"] == pytest.approx(by_hand)
     assert step["perf/mfu"] == pytest.approx(by_hand / (2e12 * topology.world_size))
-    return step["perf/tokens_seen"]
+    return step, training.recorder.sink[3]
 
 
-def test_a_step_reports_its_operations_as_a_share_of_what_all_devices_could_do(folder):
-    one, two = on_ranks(1, flops_and_mfu, folder), on_ranks(2, flops_and_mfu, folder)
-    assert two == one * 2
+def test_ranks_report_the_tokens_of_all_of_them(reported):
+    assert reported[0][0]["perf/tokens_seen"] == reported[1][0]["perf/tokens_seen"]
 
 
 def meet_nan(topology, folder):
@@ -212,26 +222,23 @@ def test_a_gradient_norm_that_is_not_finite_stops_before_the_weights_change(fold
         assert weights_are_unchanged
 
 
-def train_on_an_unknown_token(topology, folder, input_ids, labels):
-    training = build_loop(topology, folder)
-    examples = [{"input_ids": [1, 2, 3, 40], "labels": [1, 2, 3, 4]} for index in range(20)]
-    examples.append({"input_ids": input_ids, "labels": labels})
-    training.train_loader = loader(topology, examples, shuffle=False)
-    with pytest.raises(DatasetError) as caught:
-        training.run()
-    return str(caught.value)
+UNKNOWN = {
+    "token 48": ([1, 2, 3, 48], [1, 2, 3, 4]),
+    "token -1": ([1, 2, -1, 4], [1, 2, 3, 4]),
+    "label 500": ([1, 2, 3, 4], [1, 2, 3, 500]),
+    "label -1": ([1, 2, 3, 4], [-1, -1, -1, 4]),
+}
 
 
-@pytest.mark.parametrize(
-    ("input_ids", "labels", "what"),
-    [
-        ([1, 2, 3, 48], [1, 2, 3, 4], "token 48"),
-        ([1, 2, -1, 4], [1, 2, 3, 4], "token -1"),
-        ([1, 2, 3, 4], [1, 2, 3, 500], "label 500"),
-        ([1, 2, 3, 4], [-1, -1, -1, 4], "label -1"),
-    ],
-)
-def test_what_the_model_has_no_token_for_is_named_with_its_row(folder, input_ids, labels, what):
-    (text,) = on_ranks(1, train_on_an_unknown_token, folder, input_ids, labels)
-    assert text.startswith(f"row 20 of the dataset holds the {what},")
-    assert "dataset.ignore_index" in text
+def train_on_unknown_tokens(topology, folder):
+    for what, (input_ids, labels) in UNKNOWN.items():
+        training = build_loop(topology, folder)
+        examples = [{"input_ids": [1, 2, 3, 40], "labels": [1, 2, 3, 4]} for index in range(20)]
+        examples.append({"input_ids": input_ids, "labels": labels})
+        training.train_loader = loader(topology, examples, shuffle=False)
+        with pytest.raises(DatasetError, match=f"row 20 .* {what}.*ignore_index"):
+            training.run()
+
+
+def test_what_the_model_has_no_token_for_is_named_with_its_row(folder):
+    on_ranks(1, train_on_unknown_tokens, folder)

@@ -61,7 +61,7 @@ def uninterrupted(folder, tmp_path_factory):
     "death",
     [
         pytest.param(("step", 0, random.Random("20").randint(2, NUM_STEPS)), marks=pytest.mark.slow),
-        ("step", 1, random.Random("21").randint(2, NUM_STEPS)),
+        pytest.param(("step", 1, random.Random("21").randint(2, NUM_STEPS)), marks=pytest.mark.slow),
         pytest.param(("save", 0, 4), marks=pytest.mark.slow),
         ("save", 1, 2),
     ],
@@ -84,6 +84,7 @@ def test_a_killed_run_started_again_ends_bit_for_bit_where_the_uninterrupted_one
     ]
 
 
+@pytest.mark.slow
 def test_dropout_makes_ranks_and_restarts_differ_unless_generators_are_restored(
     uninterrupted, folder, tmp_path
 ):

@@ -245,13 +245,6 @@ def test_a_connection_that_is_lost_while_requests_are_in_flight_is_survived(serv
         assert lost
 
 
-def test_vllm_is_imported_before_the_first_request(server, monkeypatch):
-    made = []
-    monkeypatch.setattr(server_backend, "make_sampling_params", made.append)
-    with closing(connect(server)):
-        assert made == [None]
-
-
 def test_a_request_that_a_living_server_has_lost_is_an_error_in_time(server, monkeypatch):
     monkeypatch.setitem(SETTINGS, "num_steps", 0)
     server.odd["/inference/v1/generate"] = None
@@ -291,11 +284,6 @@ def test_after_a_call_without_an_answer_the_server_is_not_waited_for_again(serve
     with pytest.raises(EngineTimeout, match="/resume"):
         backend.resume()
     backend.close()
-
-
-def test_the_server_gets_less_patience_than_the_sampler_process_so_that_the_error_names_it():
-    assert with_deadlines({"url": "u"}, 10.0, 60.0) == {"url": "u", "silence_s": 9.0, "start_timeout_s": 30.0}
-    assert with_deadlines({"silence_s": 3.0}, 10.0, 1800.0)["silence_s"] == 3.0
 
 
 def sample_until_it_freezes(topology, url):
@@ -382,3 +370,15 @@ def test_logits_are_told_from_log_probabilities(server):
 def test_no_scoring_server_is_an_error_with_the_address():
     with pytest.raises(EngineDied):
         ScoringServer("http://127.0.0.1:9").logprobs(ROWS)
+
+
+def test_the_server_gets_less_patience_than_the_sampler_process_so_that_the_error_names_it():
+    assert with_deadlines({"url": "u"}, 10.0, 60.0) == {"url": "u", "silence_s": 9.0, "start_timeout_s": 30.0}
+    assert with_deadlines({"silence_s": 3.0}, 10.0, 1800.0)["silence_s"] == 3.0
+
+
+def test_vllm_is_imported_before_the_first_request(server, monkeypatch):
+    made = []
+    monkeypatch.setattr(server_backend, "make_sampling_params", made.append)
+    with closing(connect(server)):
+        assert made == [None]

@@ -10,7 +10,9 @@ from vectorlm.sampling.sampler.scheduler import SleepState
 KV_CACHE, BOTH = frozenset({"kv_cache"}), frozenset({"weights", "kv_cache"})
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["ahead", "one by one"])
+@pytest.fixture(
+    scope="module", params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["ahead", "one by one"]
+)
 def engine(request, folder):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in VARIABLES.items():

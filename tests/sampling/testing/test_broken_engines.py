@@ -1,7 +1,9 @@
-"""The suite against engines that break a rule each, of those that no backend of mistakes.py breaks."""
+"""The suite against engines that break one rule, by a change of ours or by a backend of mistakes.py."""
 
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,13 +22,13 @@ from vectorlm.sampling.inline_channel import InlineChannel
 from vectorlm.sampling.inline_engines import FakeEngine, HFEngine
 from vectorlm.sampling.sampler import scheduler
 from vectorlm.sampling.sampler.scheduler import Scheduler, SleepState
-from vectorlm.sampling.testing import CHECKS, EngineUnderTest, answers, run_checks
+from vectorlm.sampling.testing import CHECKS, TRAINER_CHECKS, EngineUnderTest, answers, run_checks
 from vectorlm.types import UpdateReport
 
 NAMED = {check.__name__: check for check in CHECKS}
 
 
-TINY_LLAMA = {"hidden_size": 64}
+TINY_LLAMA = {"tied": True, "hidden_size": 64}
 
 
 def forget(*args, **kwargs):
@@ -151,12 +153,48 @@ MODEL_BROKEN = [
 ]
 
 
+# Other answers that the scheduler refuses are in tests/sampling/test_answers.py.
+MISTAKES = {
+    "OneCompletionTooFew": "n_completions_come_for_each_prompt",
+    "VersionsOfTheFuture": "before_any_update_the_version_is_minus_one",
+    "VersionsOfTheCheckpoint": "every_token_carries_the_version_that_sampled_it",
+    "StopAndLengthSwapped": "parameters_may_be_given_for_each_prompt",
+    "LastTokenDropped": "parameters_may_be_given_for_each_prompt",
+    "ProbabilityInsteadOfLogprob": "logprobs_come_where_they_are_asked_for",
+    "LogprobsUnasked": "logprobs_come_where_they_are_asked_for",
+    "LoadCopiesNothing": "greedy_tokens_are_the_models_likeliest",
+    "LoadComputesOnce": "an_updated_engine_answers_as_a_fresh_one",
+    "LoadProvesNothing": "weights_that_do_not_arrive_are_noticed",
+    "CacheKeptThroughRecompute": "tokens_are_of_the_weights_that_they_name",
+    "PromptsKeptOverAnUpdate": "logprobs_are_the_models_own",
+    "CancelDoesNothing": "cancelled_requests_hold_nobody_up",
+    "CancelForgetsTheNames": "cancelled_requests_hold_nobody_up",
+    "CancelEndsEverything": "cancelled_requests_raise_and_leave_the_others_alone",
+    "RawLogprobs": "logprobs_are_the_models_own",
+    "AnswersTwice": "before_any_update_the_version_is_minus_one",
+    "SeedIgnored": "a_seed_gives_the_same_answers_again",
+    "LimitIsNotReached": "the_token_limit_is_kept",
+}
+
+
 def fails(engine, folder, name):
-    # Several checks need a version that the engine holds.
-    subject = EngineUnderTest(engine, folder)
-    subject.engine.update(subject.models(20)[0], 0)
+    subject = EngineUnderTest(engine, folder, fresh=HFEngine)
+    if name != CHECKS[0].__name__:
+        # Several checks need a version that the engine holds.
+        subject.engine.update(subject.models(20)[0], 0)
     with pytest.raises(AssertionError, match=name):
         run_checks(subject, [NAMED[name]])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_a_backend_is_noticed(mistake, folder, monkeypatch):
+    monkeypatch.setattr(answers, "PATIENCE_S", 3.0)
+    more = {}
+    if mistake == "CancelForgetsTheNames":
+        more = {"answers": "step {1}: {0}".format, "num_steps": 3, "max_num_seqs": 2, "step_s": 0.02}
+    name = f"{Path(__file__).parent / 'mistakes.py'}:{mistake}"
+    with SamplingEngine(str(folder), inference=name, channel="inline", timeout_s=60, **more) as engine:
+        fails(engine, folder, MISTAKES[mistake])
 
 
 @pytest.mark.parametrize(("name", "change"), BROKEN)
@@ -179,3 +217,30 @@ def test_the_same_engines_unbroken_fail_none_of_these_checks(folder):
         subject = EngineUnderTest(engine, folder)
         engine.update(subject.models(20)[0], 0)
         run_checks(subject, [NAMED[name] for name in dict(BROKEN)])
+
+
+ALL_CHECKS = {check.__name__: check for check in (*CHECKS, *TRAINER_CHECKS)}
+
+
+def test_every_check_is_of_an_engine_or_of_a_trainer():
+    assert {check.__annotations__["subject"] for check in CHECKS} == {"EngineUnderTest"}
+    assert {check.__annotations__["subject"] for check in TRAINER_CHECKS} == {"TrainerUnderTest"}
+    assert CHECKS[-1].__name__ == "a_closed_engine_says_so", "it ends the engine"
+
+
+def test_a_check_says_which_line_failed_and_with_which_values():
+    engine = SimpleNamespace(sample=lambda prompts, params: [[1, 2]])
+    text = "assert [len(each) for each in answers] == [3, 3, 3]; answers = [[1, 2]]"
+    check, subject = ALL_CHECKS["n_completions_come_for_each_prompt"], SimpleNamespace(engine=engine)
+    with pytest.raises(AssertionError) as caught:
+        check(subject)
+    assert str(caught.value) == text
+    with pytest.raises(AssertionError) as caught:
+        run_checks(subject, [check])
+    assert str(caught.value) == f"n_completions_come_for_each_prompt: AssertionError: {text}"
+
+
+def test_a_text_that_a_check_has_stays():
+    trainer = SimpleNamespace(manifest=tuple)
+    with pytest.raises(AssertionError, match=r"^there is nothing to publish$"):
+        ALL_CHECKS["the_manifest_is_the_same_everywhere_and_stays"](SimpleNamespace(trainer=trainer))

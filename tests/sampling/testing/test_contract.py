@@ -24,7 +24,6 @@ SCRIPTED = {
 }
 ENGINES = {
     "vllm_process": partial(SamplingEngine, **TINY_ENGINE),
-    "transformers_process": partial(SamplingEngine, inference="transformers", timeout_s=240),
     "transformers_inline": HFEngine,
     "scripted_process": partial(SamplingEngine, **SCRIPTED),
     # Three steps a batch: one that is finished at once could not show how it is waited for.
@@ -37,7 +36,7 @@ def checks_of(kind):
 
 
 # Each of the others has its backend or its channel.
-SLOW = {"transformers_process": pytest.mark.slow}
+SLOW = {"scripted_process": pytest.mark.slow}
 CASES = [
     pytest.param(kind, check, marks=SLOW.get(kind, ()), id=f"{kind}-{check.__name__}")
     for kind in ENGINES
@@ -78,7 +77,6 @@ def keep_the_contract(topology, kind, path):
     [
         "scripted_inline",
         pytest.param("vllm_process", marks=pytest.mark.slow),
-        pytest.param("scripted_process", marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_keeps_the_contract_on_two_ranks(kind, folder):

@@ -1,11 +1,10 @@
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from kit.forks import fork, kill
 
 from vectorlm.sampling.weights.arena import Arena, MappedArenas
 from vectorlm.sampling.weights.plan import Layout, Slot
@@ -15,12 +14,8 @@ from vectorlm.train.handover import _host_block
 def test_what_one_process_writes_the_other_reads():
     arena = Arena.create(256)
     slot = Slot("w", (3, 4), "float32", 64)
-    child = (
-        "import sys; from vectorlm.sampling.weights.arena import Arena; "
-        "from vectorlm.sampling.weights.plan import Slot; "
-        "Arena.open(sys.argv[1], 256).view(Slot('w', (3, 4), 'float32', 64)).fill_(2.5)"
-    )
-    subprocess.run([sys.executable, "-c", child, arena.path], check=True)
+    child, _ = fork(lambda: Arena.open(arena.path, 256).view(slot).fill_(2.5).sum().item())
+    kill(child)
     assert torch.equal(arena.view(slot), torch.full((3, 4), 2.5))
     assert not arena.bytes[:64].any()
 

@@ -1,14 +1,12 @@
 """Handles of memory in other processes, and which piece of a parameter is copied from which rank's rows."""
 
 import os
-import signal
-import subprocess
-import sys
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
+from kit.forks import fork, kill
 
 from vectorlm.errors import StaleHandle, WeightMismatch
 from vectorlm.sampling.weights.arena import path_of
@@ -65,34 +63,24 @@ def test_a_handle_whose_descriptor_became_another_file_is_refused():
         os.close(other)
 
 
-EXPORTER = """
-import sys, torch
-from vectorlm.sampling.weights.exports import FileHandle
-tensor = torch.arange(6.0)
-handle = FileHandle.of(tensor)
-print(handle.path, *handle.identity, handle.num_bytes, flush=True)
-sys.stdin.read()
-"""
-
-
 def test_the_memory_of_a_killed_rank_is_refused():
-    rank = subprocess.Popen(
-        [sys.executable, "-c", EXPORTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    path, device, inode, num_bytes = rank.stdout.readline().split()
-    handle = FileHandle(path, (int(device), int(inode)), int(num_bytes), 0, (6,), "float32")
+    kept = []
+
+    def export():
+        kept.append(torch.arange(6.0))
+        return FileHandle.of(kept[0])
+
+    rank, handle = fork(export)
     whole = torch.zeros(6)
     plan = LoadPlan.whole([TensorSpec("w", (6,))], lambda name: "float32")
     layout = Layout("", 64, (Slot("w", (6,), "float32", 0),))
     copies = CopyList(layout, [Export("w", 0, handle)], plan, {"w": whole}, may_alias=True)
     copies.copy_round()
     assert whole.tolist() == [0, 1, 2, 3, 4, 5]
-    os.kill(rank.pid, signal.SIGKILL)
-    rank.wait()
+    kill(rank)
     for call in (copies.copy_round, handle.open):
         with pytest.raises(StaleHandle):
             call()
-    rank.stdin.close(), rank.stdout.close()
 
 
 def test_rows_that_no_rank_exports_are_missed():

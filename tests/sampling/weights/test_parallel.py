@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from receivers_here import receivers_of, send
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.sampling.weights.arena import Arena
-from vectorlm.sampling.weights.plan import TensorSpec
+from vectorlm.sampling.weights.plan import Piece, TensorSpec
 from vectorlm.sampling.weights.receive import EngineReceiver, PieceMap
 from vectorlm.sampling.weights.record import Copy, LoadPlan, View
 
@@ -201,3 +202,57 @@ def test_words_are_the_widest_that_no_piece_cuts(piece):
         size for size, all_of in words.items() if all(held >= word or not held & word for word in all_of)
     )
     assert PieceMap([spec], plans).word_bytes(spec, "bfloat16") == 2 * widest
+
+
+EXPERTS, EXPERT_COLUMNS, EXPERT_WIDTH = 3, 4, 6
+UP, DOWN = (EXPERTS, 2 * EXPERT_COLUMNS, EXPERT_WIDTH), (EXPERTS, EXPERT_WIDTH, EXPERT_COLUMNS)
+HALF, WHOLE = EXPERT_COLUMNS * EXPERT_WIDTH, 2 * EXPERT_COLUMNS * EXPERT_WIDTH
+
+
+def manifest():
+    matrix = ((EXPERT_COLUMNS, EXPERT_WIDTH), (EXPERT_WIDTH, 1))
+    gates = [Piece(f"{expert}.gate", *matrix, expert * WHOLE) for expert in range(EXPERTS)]
+    ups = [Piece(f"{expert}.up", *matrix, expert * WHOLE + HALF) for expert in range(EXPERTS)]
+    downs = [
+        Piece(f"{expert}.down", (EXPERT_WIDTH, EXPERT_COLUMNS), (EXPERT_COLUMNS, 1), expert * HALF)
+        for expert in range(EXPERTS)
+    ]
+    return [TensorSpec("up", UP, (*gates, *ups)), TensorSpec("down", DOWN, tuple(downs))]
+
+
+class Experts(torch.nn.Module):
+    """One of `count` workers: rows of gate and up, columns of down, of every expert."""
+
+    def __init__(self, worker, count):
+        super().__init__()
+        self.width, self.start = EXPERT_COLUMNS // count, worker * EXPERT_COLUMNS // count
+        self.w13 = torch.nn.Parameter(torch.randn(EXPERTS, 2 * self.width, EXPERT_WIDTH), requires_grad=False)
+        self.w2 = torch.nn.Parameter(torch.randn(EXPERTS, EXPERT_WIDTH, self.width), requires_grad=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            expert, kind = name.split(".")
+            if kind == "down":
+                self.w2.data[int(expert)].copy_(tensor.narrow(1, self.start, self.width))
+            else:
+                first = self.width * (kind == "up")
+                target = self.w13.data[int(expert)].narrow(0, first, self.width)
+                target.copy_(tensor.narrow(0, self.start, self.width))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_worker_gets_its_slice_of_every_expert_and_the_proof_holds(count):
+    workers = [Experts(worker, count) for worker in range(count)]
+    receivers = receivers_of(*workers)
+    layout = receivers.connect(manifest(), None, "base")
+    assert bool(layout.num_copied_bytes) == (count == 2), "alone, a worker computes with the arena itself"
+    sent, sums = send(layout)
+    began = time.perf_counter()
+    assert 0 < receivers.load(0, sums, ["base"]) < time.perf_counter() - began
+    for worker in workers:
+        part = slice(worker.start, worker.start + worker.width)
+        gate, up = sent["up"][:, :EXPERT_COLUMNS][:, part], sent["up"][:, EXPERT_COLUMNS:][:, part]
+        assert torch.equal(worker.w13, torch.cat([gate, up], dim=1))
+        assert torch.equal(worker.w2, sent["down"][:, :, part])
+    with pytest.raises(ChecksumMismatch, match=r"1 of 2 tensors .*: \['down'\]"):
+        receivers.load(1, [sums[0], sums[1] + 1], ["base"])

@@ -1,12 +1,14 @@
-"""What crosses at an update, seen from the ranks: the engine is a stand-in that checks every byte that it was sent."""
+"""What ranks look at before weights are sent, and what crosses; the engine is a stand-in that checks every byte."""
 
 import pytest
 import torch
+from kit.module_trainer import ModuleTrainer
 from kit.rank_processes import on_ranks
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.errors import ChecksumMismatch, NonFiniteWeights, RankMismatch, WeightMismatch
 from vectorlm.ranks.collectives import Collectives
 from vectorlm.ranks.engine_ranks import EngineRanks
 from vectorlm.ranks.topology import Topology
@@ -14,8 +16,9 @@ from vectorlm.sampling import messages
 from vectorlm.sampling.hot_swap import HotSwap
 from vectorlm.sampling.settings import EngineSettings
 from vectorlm.sampling.weights.arena import Arena, plain_slots
-from vectorlm.sampling.weights.inspection import checksum
-from vectorlm.sampling.weights.plan import Layout
+from vectorlm.sampling.weights.inspection import FiniteCheck, checksum
+from vectorlm.sampling.weights.lora_source import Fingerprint
+from vectorlm.sampling.weights.plan import Layout, TensorSpec
 
 BASE_BYTES, ADAPTER_BYTES = 2 * 9 * 4, 2 * 3 * 4
 
@@ -136,3 +139,284 @@ def test_merged_weights_are_one_set_that_always_crosses():
         assert swap.update(model, step, "refuse").num_bytes == BASE_BYTES
     arena, slots = engine.arenas["base"]
     assert torch.allclose(arena.view(slots[0]), model.merge_and_unload().first.weight)
+
+
+class WithBuffer(Two):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(3))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def frozen():
+    model = Two()
+    model.second.requires_grad_(False)
+    return model
+
+
+MODELS = {
+    "plain": (Two, "merged", "second.weight"),
+    "frozen": (frozen, "merged", "second.weight"),
+    "buffer": (WithBuffer, "merged", "shift"),
+    "adapter alone": (adapted, "adapter", "first.lora_B"),
+    "adapter merged": (adapted, "merged", "first.lora_B"),
+    "trainer": (Two, "merged", "second.weight"),
+}
+
+
+def part_ways(topology, kind):
+    """Update with the same weights, with other ones on the last rank, and with the same ones again."""
+    make, lora_mode, name = MODELS[kind]
+    torch.manual_seed(3)
+    swap, engine = swap_of(topology, lora_mode)
+    model = make() if kind != "trainer" else ModuleTrainer(Two(), None, None, topology)
+    inner = getattr(model, "_model", model)
+    tensors = dict(inner.named_parameters()) | dict(inner.named_buffers())
+    (tensor,) = (
+        each for path, each in tensors.items() if name.rpartition(".")[0] in path and _last(name) in path
+    )
+    swap.update(model, 0, "refuse")
+    begun = engine and engine.begun
+    before = tensor.detach().clone()
+    if topology.rank == topology.world_size - 1:
+        tensor.data.view(-1)[0] += 1
+    with pytest.raises(RankMismatch) as caught:
+        swap.update(model, 1, "refuse")
+    assert (engine and engine.begun) == begun, "the engine has been told"
+    assert swap.version == 0
+    tensor.data.copy_(before)
+    assert swap.update(model, 1, "refuse").version == 1
+    return str(caught.value)
+
+
+def _last(name):
+    return name.rpartition(".")[2]
+
+
+def part_ways_in_all(topology):
+    return {kind: part_ways(topology, kind) for kind in MODELS}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
+def refusals(request):
+    """What two ranks raised, by the kind of the model."""
+    return on_ranks(2, part_ways_in_all, num_nodes=request.param)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_ranks_that_hold_different_numbers_are_named_with_the_tensor(refusals, kind):
+    for texts in refusals:
+        assert texts[kind].startswith("ranks 0 and 1 have")
+        assert f"{_last(MODELS[kind][2])}" in texts[kind]
+
+
+def differ_where_they_may(topology):
+    swap, _ = swap_of(topology, "merged")
+    model = WithBuffer()
+    model.scratch += topology.rank
+    return swap.update(model, 0, "refuse").version
+
+
+def spoil_a_shard(topology):
+    swap, engine = swap_of(topology, "merged")
+    model = fully_shard(Two())
+    swap.update(model, 0, "refuse")
+    if topology.rank == 1:
+        model.second.weight.detach().to_local()[0, 0] = float("nan")
+    with pytest.raises(NonFiniteWeights, match=r"\['second.weight'\] \(rank 1\)"):
+        swap.update(model, 1, "refuse")
+    return engine and engine.begun
+
+
+def change_a_shard(topology):
+    swap, _ = swap_of(topology, "merged")
+    model = fully_shard(Two())
+    swap.update(model, 0, "refuse")
+    if topology.rank == 1:
+        model.second.weight.detach().to_local()[0, 0] += 1
+    again = swap.update(model, 0, "refuse").skipped
+    return again, swap.update(model, 0, "refuse").skipped
+
+
+def meet(topology):
+    return [call(topology) for call in (differ_where_they_may, spoil_a_shard, change_a_shard)]
+
+
+@pytest.fixture(scope="module")
+def met():
+    """What the three functions returned, by rank."""
+    return list(zip(*on_ranks(2, meet), strict=True))
+
+
+def test_buffers_that_no_checkpoint_holds_may_differ(met):
+    assert met[0] == (0, 0)
+
+
+def test_a_number_that_is_not_finite_is_refused_on_all_ranks_before_the_engine_pauses(met):
+    assert met[1] == (1, None)
+
+
+def test_under_one_step_weights_that_changed_on_one_rank_are_sent_by_all(met):
+    assert met[2] == ((False, True),) * 2
+
+
+@pytest.mark.parametrize("lora_mode", ["adapter", "merged"])
+def test_an_adapter_that_is_not_finite_is_refused(lora_mode):
+    swap, engine = swap_of(Topology(), lora_mode)
+    model = adapted()
+    swap.update(model, 0, "refuse")
+    with torch.no_grad():
+        model.base_model.model.first.lora_A["default"].weight[0, 0] = float("inf")
+    with pytest.raises(NonFiniteWeights, match=r"first\.lora_A"):
+        swap.update(model, 1, "refuse")
+    assert engine.begun == 1
+
+
+class Written:
+    """A source of one's own, which can only publish."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def manifest(self):
+        return [TensorSpec("weight", (2, 2))]
+
+    def publish(self, layout, with_checksums):
+        from vectorlm.sampling.weights.arena import Arena
+        from vectorlm.sampling.weights.inspection import checksum
+
+        arena = Arena.open(layout.path, layout.num_bytes)
+        place = arena.view(layout.slots[0]).fill_(self.value)
+        sums = [checksum(place)] if with_checksums else []
+        arena.close()
+        return sums
+
+
+def test_what_a_source_of_ones_own_writes_is_looked_at_before_the_engine_loads_it():
+    swap, engine = swap_of(Topology(), "merged")
+    swap.update(Written(1.0), 0, "refuse")
+    with pytest.raises(NonFiniteWeights, match="'weight'"):
+        swap.update(Written(float("nan")), 1, "refuse")
+    assert [version for version, _ in engine.loaded] == [0]
+    swap.update(Written(2.0), 1, "refuse")
+    assert [version for version, _ in engine.loaded] == [0, 1]
+
+
+@pytest.mark.parametrize("verifies", [True, False])
+def test_under_one_step_a_source_whose_changes_nobody_sees_is_sent_again(verifies):
+    swap, engine = swap_of(Topology(), "merged", verify_updates=verifies)
+    trainer = Written(1.0) if verifies else ModuleTrainer(Two(), None, None, Topology())
+    swap.update(trainer, 5, "refuse")
+    assert not swap.update(trainer, 5, "refuse").skipped
+    assert [version for version, _ in engine.loaded] == [5, 5]
+
+
+def test_under_one_step_a_model_is_sent_again_with_other_adapters_or_another_scaling():
+    swap, engine = swap_of(Topology(), "adapter")
+    model = adapted()
+    layer = model.base_model.model.first
+    swap.update(model, 5, "refuse")
+    assert swap.update(model, 5, "refuse").skipped
+    with model.disable_adapter():
+        assert not swap.update(model, 5, "refuse").skipped
+        assert swap.update(model, 5, "refuse").skipped
+    assert not swap.update(model, 5, "refuse").skipped
+    layer.scaling["default"] *= 2
+    with pytest.warns(UserWarning, match="sent again"):
+        assert not swap.update(model, 5, "refuse").skipped
+    model.base_model.model.second.weight.data.mul_(2)
+    with pytest.warns(UserWarning, match="sent again"):
+        report = swap.update(model, 5, "refuse")
+    assert report.num_bytes == BASE_BYTES + ADAPTER_BYTES
+    assert swap.update(model, 5, "refuse").skipped
+    assert engine.loaded[-1] == (5, ("base", "adapter"))
+
+
+def test_a_buffer_may_hold_infinities():
+    swap, _ = swap_of(Topology(), "merged")
+    model = WithBuffer()
+    model.shift.fill_(-torch.inf)
+    assert swap.update(model, 0, "refuse").version == 0
+
+
+def not_finite(tensors):
+    check = FiniteCheck()
+    for name, (rows, dtype) in tensors.items():
+        check.look_at(name, rows, dtype)
+    return check.wrong()
+
+
+def test_numbers_are_finite_or_not_in_the_dtype_that_they_are_sent_in():
+    big, huge = torch.full((4,), 65504.0), torch.full((4,), 65520.0)
+    largest = torch.full((400,), torch.finfo(torch.float32).max)
+    assert not_finite({"big": (big, torch.float16), "ids": (torch.ones(2).long(), torch.int64)}) == ()
+    assert not_finite({"huge": (huge, torch.float16)}) == ("huge",)
+    assert not_finite({"sum": (largest, torch.float32), "none": (torch.empty(0), torch.float32)}) == ()
+    assert not_finite({"bf16": (largest, torch.bfloat16)}) == ("bf16",)
+    both = torch.tensor([float("inf"), -float("inf"), 1.0])
+    assert not_finite({"inf": (both, torch.float32)}) == ("inf",)
+    assert not_finite({"half": (both.half(), torch.float16)}) == ("half",)
+
+
+def train(model):
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def what_fits(topology):
+    """Train, evaluate and change a sharded model; return whether its base was taken for the old one each time."""
+    model = adapted()
+    fully_shard(model.base_model.model.first)
+    fully_shard(model)
+    mark = Fingerprint(model)
+    train(model)
+    after_training = mark == Fingerprint(model)
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    after_evaluation = mark == Fingerprint(model)
+    weight = model.base_model.model.second.weight
+    fits = []
+    for tensor in (weight, weight.to_local()):
+        with torch.no_grad():
+            tensor.mul_(2.0)
+        fits.append(mark == Fingerprint(model))
+        mark = Fingerprint(model)
+    return after_training, after_evaluation, *fits
+
+
+def test_training_the_adapters_leaves_the_base_alone_and_a_write_to_it_shows_sharded_or_not():
+    model = adapted()
+    mark = Fingerprint(model)
+    train(model)
+    assert mark == Fingerprint(model)
+    with torch.no_grad():
+        model.base_model.model.second.weight.mul_(2.0)
+    assert mark != Fingerprint(model)
+    assert on_ranks(2, what_fits) == [(True, True, False, False)] * 2
+
+
+def test_another_model_at_the_same_addresses_is_another_model():
+    weight = torch.zeros(3, 3)
+    model = Two().requires_grad_(False)
+    model.first.weight.data = weight
+    mark = Fingerprint(model)
+    assert mark == Fingerprint(model)
+    model.first.weight = nn.Parameter(weight, requires_grad=False)
+    assert model.first.weight.data_ptr() == weight.data_ptr()
+    assert mark != Fingerprint(model)
+
+
+def test_a_tensor_whose_memory_was_exchanged_is_another_tensor():
+    model = Two().requires_grad_(False)
+    mark = Fingerprint(model)
+    assert mark == Fingerprint(model)
+    model.first.weight.data = torch.zeros(3, 3)
+    assert mark != Fingerprint(model)
+
+
+def test_a_base_that_is_trained_is_taken_for_changed():
+    # Not every optimizer's step counts as a change: fused ones write past torch's counters.
+    model = adapted()
+    model.base_model.model.second.weight.requires_grad_(True)
+    assert Fingerprint(model) != Fingerprint(model)

@@ -1,14 +1,14 @@
 """Folders that are complete under their names, whatever was killed, that one run holds and all nodes see."""
 
 import errno
-import multiprocessing
 import os
+import resource
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+from kit.forks import fork, kill
 from kit.rank_processes import on_ranks
 from torch.distributed import DistStoreError
 from torch.distributed.checkpoint import CheckpointException
@@ -65,12 +65,6 @@ def test_a_checkpoint_of_a_newer_version_is_refused(tmp_path):
         folder.newest(tmp_path)
 
 
-def hold(path, entered, leave):
-    with locked(path):
-        entered.set()
-        leave.wait(60)
-
-
 def test_a_rank_that_does_not_come_says_nothing_about_the_checkpoint(tmp_path):
     with pytest.raises(RuntimeError, match="Timed out waiting"), naming(tmp_path, "read"):
         raise RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 15000ms")
@@ -106,15 +100,10 @@ def test_a_disk_that_is_full_is_named():
 
 def test_a_folder_that_another_process_holds_is_refused_until_that_one_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "LOCK_PATIENCE_S", 0.3)
-    context = multiprocessing.get_context("spawn")
-    entered, leave = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(tmp_path / "run", entered, leave))
-    process.start()
-    assert entered.wait(60)
+    process, _ = fork(locked(tmp_path / "run").__enter__)
     with pytest.raises(ConfigError, match="run' is in use by another run"), locked(tmp_path / "run"):
         pass
-    process.kill()
-    process.join()
+    kill(process)
     with locked(tmp_path / "run"):
         assert os.listdir(tmp_path / "run") == []
 
@@ -173,20 +162,6 @@ def test_a_folder_whose_number_is_no_number_is_no_checkpoint(tmp_path):
     assert folder.steps_in(tmp_path) == []
 
 
-def test_what_cannot_be_removed_says_why(tmp_path, monkeypatch):
-    """On a read-only file system the error was that a killed run's folder exists."""
-    path = tmp_path / "step-4"
-    begin(path)
-
-    def refuse(folder, ignore_errors=False):
-        if not ignore_errors:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
-
-    monkeypatch.setattr(folder.shutil, "rmtree", refuse)
-    with pytest.raises(OSError, match="Read-only file system"):
-        begin(path)
-
-
 def see(topology, paths):
     folder.PATIENCE_S = 0.3
     try:
@@ -217,16 +192,29 @@ def test_one_node_asks_nobody(tmp_path, world_size):
 
 
 def test_a_limit_of_the_size_of_files_is_named(tmp_path):
-    code = (
-        "import resource, sys, torch; from pathlib import Path; from vectorlm.train.checkpoint import folder\n"
-        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "path = Path(sys.argv[1])\n"
-        "with folder.naming(path, 'write'):\n"
-        "    torch.save(torch.zeros(9999), folder.begin(path) / 'file.pt')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "step-1")], capture_output=True, text=True, check=False
-    )
-    assert "CheckpointError" in done.stderr
-    assert "File too large: this process may write files of 4,096 bytes" in done.stderr
+    def write_much():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            with naming(tmp_path / "step-1", "write"):
+                torch.save(torch.zeros(9999), begin(tmp_path / "step-1") / "file.pt")
+        except CheckpointError as error:
+            return str(error)
+
+    process, text = fork(write_much)
+    kill(process)
+    assert "File too large: this process may write files of 4,096 bytes" in text
+
+
+def test_what_cannot_be_removed_says_why(tmp_path, monkeypatch):
+    """On a read-only file system the error was that a killed run's folder exists."""
+    path = tmp_path / "step-4"
+    begin(path)
+
+    def refuse(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr(folder.shutil, "rmtree", refuse)
+    with pytest.raises(OSError, match="Read-only file system"):
+        begin(path)

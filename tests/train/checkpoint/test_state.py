@@ -8,11 +8,9 @@ import torch
 from kit.rank_processes import on_ranks
 
 from vectorlm.errors import CheckpointError
-from vectorlm.ranks import wait
-from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.checkpoint.folder import newest
 from vectorlm.train.checkpoint.state import CheckpointStore, capture_rng, restore_rng, state_of
-from vectorlm.train.load import load_model, load_tokenizer
+from vectorlm.train.load import load_model
 from vectorlm.train.lora import add_lora
 from vectorlm.train.shard import shard_model
 from vectorlm.types import TrainedModel
@@ -93,19 +91,19 @@ def save_and_load(topology, folder, path, *kind):
     return loop, expected_draw, found_draw, all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "lora", "spare"),
-    [(1, False, False), (2, False, False), (2, True, False), (1, False, True), (2, False, True)],
-)
-def test_a_step_after_loading_equals_the_step_after_saving_bit_for_bit(
-    tmp_path, folder, world_size, lora, spare
-):
-    results = on_ranks(world_size, save_and_load, folder, tmp_path, lora, spare)
-    for rank, (loop, expected_draw, found_draw, same) in enumerate(results):
-        assert loop == {"rank": rank, "learning_rate": 0.1}
-        assert found_draw == expected_draw
-        assert same
-    assert len({expected_draw for _, expected_draw, _, _ in results}) == world_size
+def save_and_load_every_kind(topology, folder, path):
+    kinds = [(False, False), (True, False), (False, True)]
+    return [save_and_load(topology, folder, path / str(index), *kind) for index, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_after_loading_equals_the_step_after_saving_bit_for_bit(tmp_path, folder, world_size):
+    for results in zip(*on_ranks(world_size, save_and_load_every_kind, folder, tmp_path), strict=True):
+        for rank, (loop, expected_draw, found_draw, same) in enumerate(results):
+            assert loop == {"rank": rank, "learning_rate": 0.1}
+            assert found_draw == expected_draw
+            assert same
+        assert len({expected_draw for _, expected_draw, _, _ in results}) == world_size
 
 
 def save_often(topology, folder, path):
@@ -183,61 +181,38 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-NAMED = r"the checkpoint \S+step-00000001 cannot be read"
+TRUNCATED = [(truncate, name) for name in ("rank-0.pt", "shards/.metadata", "files.json")]
+BROKEN = {
+    1: [*TRUNCATED, (flip_a_bit, "identity.json"), (lambda path: path.write_text("{}"), "files.json")],
+    2: [(os.remove, "shards/__1_0.distcp"), (flip_a_bit, "shards/__0_0.distcp"), (flip_a_bit, "rank-1.pt")],
+}
+"""By number of ranks: what happens to which file."""
 
 
-@pytest.mark.parametrize(
-    ("spoil", "broken", "world_size"),
-    [
-        (truncate, "rank-0.pt", 1),
-        (truncate, "shards/.metadata", 1),
-        (truncate, "files.json", 1),
-        (os.remove, "shards/__1_0.distcp", 2),
-        (flip_a_bit, "shards/__0_0.distcp", 2),
-        (flip_a_bit, "rank-1.pt", 2),
-        (flip_a_bit, "identity.json", 1),
-    ],
-)
-def test_a_checkpoint_that_is_not_as_it_was_written_is_named(
-    saved, tmp_path, folder, spoil, broken, world_size
-):
-    shutil.copytree(saved[world_size][0], tmp_path, dirs_exist_ok=True)
-    spoil(tmp_path / "step-00000001" / broken)
-    with pytest.raises(Exception, match=f"CheckpointError: {NAMED}") as caught:
-        on_ranks(world_size, load_once, folder, tmp_path)
-    assert broken == "files.json" or f"{broken} has changed" in str(caught.value)
+def load_broken(topology, folder, saved, path):
+    """Return the error of each case."""
+    said = []
+    for index, (spoil, broken) in enumerate(BROKEN[topology.world_size]):
+        if topology.is_main:
+            shutil.copytree(saved, path / str(index))
+            spoil(path / str(index) / "step-00000001" / broken)
+        if topology.world_size > 1:
+            torch.distributed.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            load_once(topology, folder, path / str(index))
+        said.append(str(caught.value))
+    return said
 
 
-def test_a_file_that_has_no_digest_is_named(saved, tmp_path, folder):
-    shutil.copytree(saved[1][0], tmp_path, dirs_exist_ok=True)
-    (tmp_path / "step-00000001/files.json").write_text("{}")
-    with pytest.raises(Exception, match=r"rank-0\.pt.* has changed"):
-        on_ranks(1, load_once, folder, tmp_path)
+@pytest.mark.parametrize("world_size", BROKEN)
+def test_a_checkpoint_that_is_not_as_it_was_written_is_named(saved, tmp_path, folder, world_size):
+    for said in on_ranks(world_size, load_broken, folder, saved[world_size][0], tmp_path):
+        for text, (_, broken) in zip(said, BROKEN[world_size], strict=True):
+            assert "step-00000001 cannot be read" in text
+            assert broken == "files.json" or f"{broken} has changed" in text
 
 
 def test_a_checkpoint_without_its_notes_is_named(tmp_path):
     (tmp_path / "step-00000001").mkdir()
-    with pytest.raises(CheckpointError, match=NAMED):
+    with pytest.raises(CheckpointError, match="step-00000001"):
         newest(tmp_path)
-
-
-def say_all(topology, folder, path):
-    said = []
-    wait.AFTER_S, wait.say = 0.0, said.append
-    model, optimizer = build(topology, folder, lora=False)
-    store, models = CheckpointStore(path / "checkpoints", {}), {"policy": TrainedModel(model, optimizer)}
-    store.save(1, models, {})
-    store.load(1, models)
-    export_model(model, load_tokenizer(folder), path / "final-model")
-    return [line.partition(": done after")[0] for line in said if "done after" in line]
-
-
-def test_rank_0_says_that_a_checkpoint_or_a_model_takes_long(tmp_path, folder):
-    said, of_other = on_ranks(2, say_all, folder, tmp_path)
-    checkpoint = tmp_path / "checkpoints" / "step-00000001"
-    assert said == [
-        f"writing the checkpoint {checkpoint}",
-        f"reading the checkpoint {checkpoint}",
-        f"writing the model {tmp_path / 'final-model'}",
-    ]
-    assert of_other == []
