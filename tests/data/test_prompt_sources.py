@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -149,13 +150,14 @@ def test_tools_reach_the_template_in_every_prompt_as_in_fine_tuning(tmp_path, mo
 
     assert asyncio.run(sampler.sample(Task(0, record), ask)).greedy is not None
     monkeypatch.setattr(
-        evaluation, "sample_with_progress", lambda _, asked, **how: given.append(asked) or answers
+        evaluation, "sample_with_progress", lambda _, asked, params, **how: given.append(asked) or answers
     )
     Evaluator(MagicMock(), [record], samples_path=None).evaluate(1)
-    monkeypatch.setattr(evaluate, "ask", lambda *arguments: given.append(arguments[3]) or answers)
+    monkeypatch.setattr(evaluate, "open_engine", lambda *arguments: nullcontext(MagicMock()))
     monkeypatch.setattr(evaluate, "require_model", lambda args: ("model", None))
     Path("mine.py").write_text("def one(completion):\n    return 1.0\n")
-    monkeypatch.setattr(evaluate, "read_exam", lambda args: evaluate.Exam([record], {"mine.py:one": 1.0}))
+    exam = evaluate.Exam(prompt_records=[record], rewards={"mine.py:one": 1.0})
+    monkeypatch.setattr(evaluate, "read_exam", lambda args: exam)
     evaluate._answer_questions(MagicMock())
     assert given == [[asked(record)]] * 2
 
