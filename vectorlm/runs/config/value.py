@@ -100,6 +100,8 @@ def describe(hint: Any) -> str:
         return show(choices[0]) if len(choices) == 1 else "one of " + ", ".join(choices)
     if get_origin(base) is Mapping:
         return "a mapping"
+    if get_origin(base) is tuple:
+        return "a list"
     if get_origin(base) in _UNIONS:
         return ", or ".join("null" if kind is type(None) else describe(kind) for kind in get_args(base))
     return "a section (`key: value` lines)"
