@@ -60,11 +60,11 @@ def sample(prompt, **parameters):
         (
             lambda: get_reward("count_down"),
             "unknown reward 'count_down': it must be one of boxed, code, countdown, format, ifeval, json_schema, "
-            "judge, length, math, reasoning_gym, repetition, or file.py:NAME of your own. Did you mean 'countdown'?",
+            "judge, length, math, reasoning_gym, repetition, or file.py:NAME. Did you mean 'countdown'?",
         ),
         (
             lambda: read_rollouts("absent.jsonl"),
-            "rl.rollout.path='absent.jsonl' is not a file: name the rollouts.jsonl of a run.",
+            "rl.rollout.path='absent.jsonl': the file does not exist. Give the rollouts.jsonl of a run.",
         ),
         (
             lambda: plan_micro_batches([Piece((0,), (30,), 0)], 1, 29),
@@ -73,7 +73,7 @@ def sample(prompt, **parameters):
         ),
         (
             lambda: preflight(load_config("my.yaml", ["train_parameters.max_seq_len=257"]), 1),
-            "train_parameters.max_seq_len=257 is beyond the model's limit of 256 tokens. Use 256 or less. "
+            "train_parameters.max_seq_len=257 must be at most 256, the model's own limit. Use 256 or less. "
             "(--set train_parameters.max_seq_len=257)",
         ),
     ],

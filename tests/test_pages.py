@@ -148,7 +148,7 @@ def workplace(folder, tmp_path, monkeypatch):
     (tmp_path / "p.jsonl").write_text(blocks("docs/howto/own_reward.md", "json")[0])
     (tmp_path / "data").mkdir()
     (tmp_path / "data/dataset_info.json").write_text("{}")
-    for page, name in (("own_reward", "my_rewards"), ("own_algorithm", "my_ranks")):
+    for page, name in (("own_reward", "my_rewards"), ("own_algorithm", "my_ranks"), ("callbacks", "own")):
         (tmp_path / f"{name}.py").write_text(blocks(f"docs/howto/{page}.md", "python")[0])
     (tmp_path / "my_inference.py").write_text(
         "from vectorlm.sampling.backends.transformers import Transformers as MyInference\n"

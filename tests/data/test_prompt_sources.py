@@ -15,13 +15,13 @@ from vectorlm.cli import evaluate
 from vectorlm.data import prompts
 from vectorlm.data.encoding import asked, encode, encode_all
 from vectorlm.data.prompts import as_list, read_prompts
+from vectorlm.data.settings import PromptSettings
 from vectorlm.errors import DatasetError
 from vectorlm.rl.evaluation import evaluator as evaluation
 from vectorlm.rl.evaluation.evaluator import Evaluator
 from vectorlm.rl.rollouts.sampler import GroupSampler, Task
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.runs.preflight.resume import _digest
-from vectorlm.settings import PromptSettings
 from vectorlm.types import Completion, PromptRecord
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]

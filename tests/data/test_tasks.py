@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from vectorlm.data.prompts import read_prompts
+from vectorlm.data.settings import CurriculumSettings, PromptSettings
 from vectorlm.data.tasks import BY_HASH
 from vectorlm.errors import DatasetError
 from vectorlm.report.step_lines import json_text
 from vectorlm.rl.rewards.registry import get_reward
-from vectorlm.settings import CurriculumSettings, PromptSettings
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="the package reasoning_gym is not installed")
 ADD = PromptSettings(reasoning_gym="chain_sum", config={"min_terms": 2, "max_terms": 2}, size=50, seed=7)

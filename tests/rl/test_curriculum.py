@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from kit.batches import rollout_of
 from kit.scripted_groups import Echo, make_source
 
+from vectorlm.data.settings import CurriculumSettings
 from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
 from vectorlm.rl.rollout import RolloutGroup
-from vectorlm.settings import CurriculumSettings
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
 

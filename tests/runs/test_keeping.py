@@ -209,8 +209,9 @@ def test_a_run_whose_reward_returns_nothing_ends_after_three_steps(inputs, tmp_p
 
 @pytest.mark.parametrize("body", ["1.0 if 'b' in prompt else None", "1 / 0"])
 def test_a_run_with_some_rewards_or_failing_calls_goes_on(inputs, tmp_path, body):
-    (inputs / "some.py").write_text(f"def some(text, prompt):\n    return {body}\n")
-    some = (f"rl.rewards={{'{inputs}/some.py:some': 1.0}}", "rl.on_reward_error=skip", "rl.max_steps=4")
+    # Not in `inputs`: this process keeps a module by its path, and the ranks are forked from it.
+    (tmp_path / "some.py").write_text(f"def some(text, prompt):\n    return {body}\n")
+    some = (f"rl.rewards={{'{tmp_path}/some.py:some': 1.0}}", "rl.on_reward_error=skip", "rl.max_steps=4")
     if "/" in body:
         with pytest.raises(RewardError, match="failed"):
             by_rewards(inputs, tmp_path / "run", *some)

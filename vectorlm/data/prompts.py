@@ -14,10 +14,10 @@ import numpy as np
 
 from vectorlm.data.chat import chat_in
 from vectorlm.data.encoding import asked, encode, plain_message, require_whole_characters, without_nulls
+from vectorlm.data.settings import SHORT_FORMS, PromptSettings, in_full
 from vectorlm.data.source import is_hub_name, load_hub, splits_of, take_split
 from vectorlm.data.tasks import Tasks, read_taskset
 from vectorlm.errors import ConfigError, DatasetError
-from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
 from vectorlm.types import Prompt, PromptRecord
 
 if TYPE_CHECKING:

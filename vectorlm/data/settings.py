@@ -1,15 +1,15 @@
-"""Settings for datasets: the sections ``dataset`` and ``dataset_preprocess`` of a config."""
+"""Settings for datasets and sources of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from annotated_types import Predicate
 from pydantic import Field
 
-from vectorlm.settings import NonNegativeInt, PathText, PositiveInt, ReadIf, Separator, Text
+from vectorlm.settings import NonNegativeInt, PathText, PositiveInt, ReadIf, Separator, Text, UnitInterval
 
 Label = Annotated[int, Field(ge=-(2**31), lt=2**31, description="an integer of 32 bits", examples=["-100"])]
 EvaluationFolders = Annotated[
@@ -93,3 +93,69 @@ class PreprocessSettings:
     """Text put before each example."""
     num_proc: PositiveInt = 1
     """Number of processes for tokenising."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumSettings:
+    """Levels of difficulty that follow the mean score; a level is one of every attribute of the curriculum."""
+
+    rise_above: UnitInterval = 0.8
+    """Mean score from which the next level begins."""
+    fall_below: UnitInterval = 0.2
+    """Mean score up to which the level before begins again."""
+    num_groups: PositiveInt = 32
+    """Groups of the level, the newest, whose scores are averaged; the level stays until there are that many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSettings:
+    """A source of prompts in full: rows from `path`, or tasks of `reasoning_gym` or `verifiers`."""
+
+    path: PathText | None = None
+    """JSONL or Parquet file, folder of `Dataset.save_to_disk`, or name of a dataset on the hub."""
+    split: Text | None = None
+    """With `path`, which rows of a dataset: `train`, or an expression such as `train[:1000]`."""
+    hub_config: Text | None = None
+    """Configuration of a dataset on the hub, for one that has several."""
+    reasoning_gym: Text | None = None
+    """Name of a task of reasoning-gym, or `composite` for several."""
+    verifiers: Text | None = None
+    """Name of an installed taskset of verifiers, whose environment plays its tasks."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The task's own settings; of `composite` the list `datasets` with `name`, `weight` and `config` of each task; of
+    `verifiers` what its `[env]` section has (`taskset`, `agent`), and `select`."""
+    size: PositiveInt | None = None
+    """Number of the task's items; null means 10,000 to train on, and 100 held-out ones."""
+    seed: NonNegativeInt | None = None
+    """Item i is made with seed + i; null means 0 to train on, and 1,073,741,824 for held-out ones."""
+    level: NonNegativeInt | None = None
+    """Difficulty of the items by the task's curriculum, from 0; null means its defaults, or 0 with `curriculum`."""
+    curriculum: CurriculumSettings | None = None
+    """How the difficulty follows the scores, from `level` on; null keeps it."""
+    system_prompt: Text | None = None
+    """System message before each question: a text, or the name of one of reasoning-gym's (`default` asks for the answer
+    between `<answer>` tags)."""
+    form: Literal["chat", "text"] = "chat"
+    """Whether a question is a chat message or a text."""
+
+
+PromptSource = Annotated[
+    PathText | Annotated[tuple[str, ...], Field(strict=False)] | PromptSettings,
+    Predicate(lambda value: isinstance(value, PromptSettings) or (bool(value) and all(value))),
+    Field(
+        description="a list of texts, none of them empty; the path of a JSONL or Parquet file or of a saved dataset, a "
+        "name on the hub, `reasoning_gym:TASK` or `verifiers:TASKSET`; or a section",
+        examples=["data/prompts.jsonl"],
+    ),
+]
+
+SHORT_FORMS = ("reasoning_gym", "verifiers")
+
+
+def in_full(source: Any) -> Any:
+    """Return the section for a path or ``reasoning_gym:TASK``; other values are returned unchanged."""
+    if not isinstance(source, str):
+        return source
+    kind, _, name = source.partition(":")
+    given: dict[str, Any] = {kind: name} if kind in SHORT_FORMS else {"path": source}
+    return PromptSettings(**given)

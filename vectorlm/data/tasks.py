@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, overload
 
+from vectorlm.data.settings import PromptSettings
 from vectorlm.errors import DatasetError
 from vectorlm.packages import is_installed
-from vectorlm.settings import PromptSettings, nearest
+from vectorlm.settings import nearest
 from vectorlm.types import PromptRecord
 
 COMPOSITE = "composite"

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from vectorlm.data.loader import StepLoader
+from vectorlm.data.settings import CurriculumSettings
 from vectorlm.data.tasks import Tasks
 from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.rl.settings import SFTSettings
-from vectorlm.settings import CurriculumSettings
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.objective import NextTokens, known_rows
 from vectorlm.types import Batch, PromptRecord

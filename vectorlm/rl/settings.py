@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from vectorlm.algorithms.settings import AlgorithmSettings, TokenSettings
+from vectorlm.data.settings import CurriculumSettings, PromptSettings, PromptSource, in_full
 from vectorlm.settings import (
     ClippingNorm,
-    CurriculumSettings,
     Fraction,
     LearningRate,
     NonNegativeFloat,
@@ -17,13 +17,10 @@ from vectorlm.settings import (
     PathText,
     PositiveFloat,
     PositiveInt,
-    PromptSettings,
-    PromptSource,
     ReadIf,
     Text,
     UnitInterval,
     also_written,
-    in_full,
     inline,
     partial,
 )

@@ -194,11 +194,6 @@ def finetune(
         DatasetError: The rows cannot be tokenised.
         RankFailed: Training failed on a rank.
     """
-    from vectorlm.data.preprocess import preprocess
-    from vectorlm.data.source import load_saved
-    from vectorlm.data.summary import Summary, vocabulary_of
-    from vectorlm.train.load import load_tokenizer
-
     folder = _folder(output_dir, "finetune")
     rows = {"train": _rows_of(dataset, "dataset", "text", "messages")}
     if eval_dataset is not None:
@@ -222,34 +217,36 @@ def finetune(
     if not has_length:
         given["max_seq_len"] = -1
     config = with_download(config_from_keywords({**settings, **given}, "train_parameters"))
-    tokenizer, how = load_tokenizer(config.model), config.dataset_preprocess
+    longest = _preprocess_parts(config, rows, folder / "data")
+    if not has_length:
+        config = _with_length(config, longest)
+    start(config, world_size, callbacks)
+    return FinishedRun(folder)
+
+
+def _preprocess_parts(config: Config, rows: Mapping[str, Any], folder: Path) -> int:
+    """Tokenise the rows of every part into `folder`, and return the tokens of the longest row."""
+    from vectorlm.data.preprocess import preprocess
+    from vectorlm.data.source import load_saved
+    from vectorlm.data.summary import Summary, vocabulary_of
+    from vectorlm.train.load import load_tokenizer
+
+    tokenizer, how, longest = load_tokenizer(config.model), config.dataset_preprocess, 0
+    max_seq_len = config.train_parameters.max_seq_len
     assert how is not None
     for part, source in rows.items():
-        target, note = folder / "data" / part, folder / "data" / f"{part}.digest"
-        settings_of_part = replace(
-            how, load_path=_saved(source, folder / "data" / f"{part}-rows"), save_path=str(target)
-        )
-        max_seq_len = config.train_parameters.max_seq_len
-        template = tokenizer.chat_template
-        made_of = repr(
-            (
-                settings_of_part,
-                max_seq_len,
-                vocabulary_of(tokenizer),
-                template,
-                _digest(settings_of_part.load_path),
-            )
-        )
+        target, note = folder / part, folder / f"{part}.digest"
+        settings = replace(how, load_path=_saved(source, folder / f"{part}-rows"), save_path=str(target))
+        source_digest, template = _digest(settings.load_path), tokenizer.chat_template
+        made_of = repr((settings, max_seq_len, vocabulary_of(tokenizer), template, source_digest))
         digest = hashlib.sha256(made_of.encode(errors="replace")).hexdigest()
         # Reuse the rows of an earlier call only if this call would make the same ones.
         if not ((target / "state.json").exists() and note.exists() and note.read_text() == digest):
-            preprocess(settings_of_part, tokenizer, max_seq_len)
+            preprocess(settings, tokenizer, max_seq_len)
             note.write_text(digest)
-    if not has_length:
-        made = (Summary.read(load_saved(folder / "data" / part, part)) for part in rows)
-        config = _with_length(config, max(summary.longest for summary in made if summary is not None))
-    start(config, world_size, callbacks)
-    return FinishedRun(folder)
+        summary = Summary.read(load_saved(target, part))
+        longest = max(longest, 0 if summary is None else summary.longest)
+    return longest
 
 
 def start(config: Config, world_size: int, callbacks: Sequence[Any] = ()) -> str | None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Predicate
 from pydantic import Field
 
+from vectorlm.data.settings import PromptSource
 from vectorlm.settings import (
     Betas,
     ClippingNorm,
@@ -18,7 +19,6 @@ from vectorlm.settings import (
     PathText,
     PositiveFloat,
     PositiveInt,
-    PromptSource,
     ReadIf,
     SaveFrequency,
     Separator,

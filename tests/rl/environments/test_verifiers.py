@@ -12,12 +12,12 @@ from kit.rl_runs import config_of, lines, save_files
 
 import vectorlm
 from vectorlm.data.prompts import read_prompts
+from vectorlm.data.settings import PromptSettings
 from vectorlm.errors import DatasetError, RolloutError
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.rl.agents.agent import AgentHost
 from vectorlm.rl.agents.gateway import Gateway
 from vectorlm.runs.reinforcement import reinforce
-from vectorlm.settings import PromptSettings
 
 pytest.importorskip("verifiers.v1")
 TASKSET = """

@@ -47,7 +47,7 @@ def test_no_name_is_answered_that_means_something_here():
         ("rl.num_generations=8", "'rl.group_size'"),
         ("rl.max_completion_length=256", "'rl.sampling_params.max_tokens'"),
         ("rl.zzzz=1", "docs/config.md"),
-        ("rl.push_to_hub=true", "hf upload"),
+        ("rl.push_to_hub=true", "'push_to_hub'"),
         ("train_parameters.learning_rate=1e-6", "'train_parameters.optimizer.lr'"),
         ("beta=0.04", "'rl.kl_coef' or 'rl.beta'"),
         ("rl.temperature=0.9", "'rl.sampling_params.temperature'"),

@@ -15,7 +15,7 @@ TEXT = (ROOT / DEFAULT_PATH).read_text()
 
 def test_with_its_comments_taken_away_it_sets_every_setting_of_fine_tuning(tmp_path):
     everything = tmp_path / "my.yaml"
-    everything.write_text(re.sub(r"(?m)^( *)# ([a-z_]+:.*)$", r"\1\2", TEXT))
+    everything.write_text(re.sub(r"(?m)^( *)# ([a-z0-9_]+:.*)$", r"\1\2", TEXT))
     given = set(load_config(everything).origins)
     wanted = {
         path for path in all_settings() if path.split(".")[0] != "rl" and "sampler.prompts." not in path

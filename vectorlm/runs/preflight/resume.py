@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vectorlm.data.settings import PromptSettings
 from vectorlm.errors import CheckpointError
 from vectorlm.packages import versions_of_rank
 from vectorlm.plugin import is_plugin
@@ -20,7 +21,6 @@ from vectorlm.rl.rewards.registry import without_arguments
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import all_settings, to_plain
 from vectorlm.runs.config.value import show
-from vectorlm.settings import PromptSettings
 from vectorlm.train.checkpoint.folder import newest
 from vectorlm.train.lora import ADAPTER_CONFIG
 from vectorlm.train.optimizers import OPTIMIZERS

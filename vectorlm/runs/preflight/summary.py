@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from vectorlm.data.settings import SHORT_FORMS, PromptSettings, in_full
 from vectorlm.packages import is_installed
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.rl.environments.environment import AGENT
@@ -11,7 +12,6 @@ from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import all_settings
 from vectorlm.runs.preflight.checked import CheckedConfig
 from vectorlm.runs.preflight.resume import say_finished
-from vectorlm.settings import SHORT_FORMS, PromptSettings, in_full
 from vectorlm.train.settings import WITH_CHECKPOINTS
 from vectorlm.types import ENVIRONMENT
 
