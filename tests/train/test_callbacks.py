@@ -10,6 +10,7 @@ from kit.sft_runs import lines, make_config, train
 import vectorlm
 from vectorlm.errors import ConfigError, RankFailed
 from vectorlm.runs.fine_tuning import finetune
+from vectorlm.runs.preflight.resume import find_resumption
 from vectorlm.train.callbacks import load_callback
 
 OWN = """
@@ -70,6 +71,24 @@ def test_callbacks_log_save_stop_and_set_the_learning_rate_on_all_ranks(inputs, 
     resumed = lines(tmp_path / "run/metrics.jsonl")
     assert [row["train/learning_rate"] for row in resumed[3:]] == [5e-4] * (len(resumed) - 3)
     assert resumed[3]["train/loss"] == rows[3]["train/loss"]
+
+
+def test_a_stopped_run_is_finished_until_it_is_made_longer(inputs, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    settings = {"checkpointing_enabled": True, "save_frequency": 100, "logging_steps": 100}
+    config = with_callbacks(make_config(inputs, tmp_path / "run", **settings), f"{tmp_path}/own.py:Both")
+    on_ranks(1, train, config)
+    assert find_resumption(config, 1).is_finished
+    longer = make_config(inputs, tmp_path / "run", **settings, epochs=3)
+    assert not find_resumption(longer, 1).is_finished
+    # Killed while the final model was written: the same command ends where the run was stopped.
+    (tmp_path / "run/checkpoints/step-00000004/finished").unlink()
+    shutil.rmtree(tmp_path / "run/final-model")
+    on_ranks(1, train, config)
+    assert lines(tmp_path / "run/metrics.jsonl")[-1]["step"] == 4
+    assert (tmp_path / "run/final-model").is_dir()
+    on_ranks(1, train, longer)
+    assert lines(tmp_path / "run/metrics.jsonl")[-1]["step"] > 4
 
 
 @pytest.mark.parametrize("name", ["Misspelt", "Nothing", "Needy", "Missing"])

@@ -75,6 +75,7 @@ def test_transformers_returns_float32_logits_only_with_it(folder, fp32_head):
 def test_the_trainer_multiplies_in_float32_and_gradients_reach_the_weights(folder, packs):
     model = load_model(folder, dtype="bfloat16", fp32_head=True)
     trainer = LanguageModel(model, packs=packs)
+    assert trainer.packs == packs
     tokens = torch.arange(2, 14)[None]
     rows = Rows(tokens, torch.ones_like(tokens), torch.arange(12)[None] > 3, (0,))
     found = trainer.logprobs(rows)

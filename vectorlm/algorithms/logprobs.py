@@ -42,7 +42,13 @@ def computes_in_float32(layer: Any) -> bool:
     return getattr(getattr(layer, "base_layer", layer).forward, "__func__", None) is _float32_logits
 
 
+def dtype_before(layer: Any, logits: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which the model computed the input of its output layer, whose last output is `logits`."""
+    return getattr(getattr(layer, "base_layer", layer), "states_dtype", logits.dtype)
+
+
 def _float32_logits(layer: Any, states: torch.Tensor) -> torch.Tensor:
+    layer.states_dtype = states.dtype
     return linear(states.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
 

@@ -292,6 +292,8 @@ def open_trackers(
             placed = {"logdir": str(output / "tensorboard"), **arguments}
             found.append(_open_tensorboard(placed, run_config, resume_step, say))
         elif name in OF_ACCELERATE:
+            if name == "dvclive":
+                arguments = {"resume": resume_step is not None, **arguments}
             found.append(_open_of_accelerate(name, arguments, output, run_config, say))
         else:
             resume = "never" if resume_step is None else "allow"

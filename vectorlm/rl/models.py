@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.algorithms.kl import generalised_jsd
-from vectorlm.algorithms.logprobs import Comparison, align
+from vectorlm.algorithms.logprobs import Comparison, align, compute_head_in_float32, computes_in_float32
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.engine_ranks import capture, gather, results_or_first_error
 from vectorlm.ranks.topology import Topology
@@ -172,7 +172,10 @@ def load_reference(
     def load(is_empty: bool) -> nn.Module:
         model = read(is_empty=is_empty)
         if num_tokens is not None and num_logits(model) > num_tokens:
+            head = model.get_output_embeddings()
             model.resize_token_embeddings(num_tokens, mean_resizing=False)
+            if computes_in_float32(head):
+                compute_head_in_float32(model.get_output_embeddings())
         return model.eval().requires_grad_(False)
 
     return load_sharded(load)

@@ -17,18 +17,20 @@ from typing import Any
 import cloudpickle
 
 from vectorlm.data.prompts import check_lengths, read_prompts, without_added_nulls
+from vectorlm.data.settings import in_full
 from vectorlm.errors import ConfigError, DatasetError, RankFailed
 from vectorlm.packages import fields_of
 from vectorlm.ranks.launcher import launch
 from vectorlm.ranks.topology import Topology, without_gc
 from vectorlm.report.runs import read_lines
 from vectorlm.runs.config.load import config_from_keywords
-from vectorlm.runs.config.schema import Config
+from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.preflight.checked import preflight
 from vectorlm.runs.preflight.local_model import description_of, own_length, with_download
 from vectorlm.runs.preflight.resume import content_of, find_resumption, say_finished
 from vectorlm.settings import as_path
 from vectorlm.train.checkpoint.folder import steps_in
+from vectorlm.types import PromptRecord
 
 HELD_OUT = 0.05
 """Share of the rows that `finetune` evaluates on without an `eval_dataset`."""
@@ -125,7 +127,7 @@ def reinforce(
         for name, section in zip(("max_steps", "max_seq_len"), sections, strict=True)
     )
     # Placeholders that a config accepts; the prompts are read below.
-    defaults = ({} if has_steps else {"max_steps": 1}) | ({} if has_length else {"max_seq_len": -1})
+    defaults = ({} if has_steps else {"max_steps": 1}) | ({} if has_length else {"max_seq_len": 1})
     config = with_download(config_from_keywords({**settings, **given, **defaults}, "rl"))
     if defaults:
         config = _fit_to_prompts(config, sets_steps=not has_steps, sets_length=not has_length)
@@ -142,21 +144,37 @@ def _fit_to_prompts(config: Config, *, sets_steps: bool, sets_length: bool) -> C
     if sets_steps:
         config = replace(config, rl=replace(rl, max_steps=-(-len(records) // rl.collect.prompts_per_step)))
     if sets_length:
-        if rl.collect.environment is not None:
-            raise ConfigError(
-                "max_seq_len: a run with an environment needs the length of its longest conversation. Set it."
-            )
-        from vectorlm.train.load import load_tokenizer
-
-        longest = check_lengths(records, load_tokenizer(config.model), math.inf, "prompts")
-        config = _with_length(config, longest + rl.collect.sampling["max_tokens"])
+        config = _with_length(config, _tokens_needed(config, rl, records))
     return config
+
+
+def _tokens_needed(config: Config, rl: RLSettings, records: Sequence[PromptRecord]) -> int:
+    """Return the tokens of the longest prompt and its completion, in training and in evaluation."""
+    prompts, max_tokens = in_full(rl.collect.prompts), rl.collect.sampling["max_tokens"]
+    if rl.collect.environment_of("") is not None or getattr(prompts, "curriculum", None) is not None:
+        raise ConfigError(
+            "max_seq_len: environments and curricula have rollouts of any length. Set max_seq_len to the longest."
+        )
+    if type(max_tokens) is not int:
+        raise ConfigError(
+            f"max_tokens={max_tokens!r}: max_seq_len has a default only if max_tokens is an integer."
+        )
+    from vectorlm.train.load import load_tokenizer
+
+    tokenizer, sampler = load_tokenizer(config.model), config.train_parameters.sampler
+    needed = max_tokens + check_lengths(records, tokenizer, math.inf, "prompts")
+    if sampler is not None and sampler.evaluation.prompts is not None:
+        held_out = read_prompts(sampler.evaluation.prompts, "train_parameters.sampler.prompts")
+        longest = check_lengths(held_out, tokenizer, math.inf, "train_parameters.sampler.prompts")
+        needed = max(needed, longest + (sampler.engine.sampling_params.get("max_tokens") or 16))
+    return needed
 
 
 def _with_length(config: Config, num_tokens: int) -> Config:
     limit = own_length(description_of(Path(config.model)) or {}) or num_tokens
     train = replace(config.train_parameters, max_seq_len=min(num_tokens, limit))
-    return replace(config, train_parameters=train)
+    notes = tuple(note for note in config.notes if not note.startswith("max_seq_len"))
+    return replace(config, train_parameters=train, notes=notes)
 
 
 def finetune(
@@ -266,6 +284,14 @@ def start(config: Config, world_size: int, callbacks: Sequence[Any] = ()) -> str
         ConfigError: See `preflight`.
         RankFailed: Training failed on a rank.
     """
+    if not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks={callbacks!r} must be a list. Write callbacks=[…].")
+    if callbacks:  # This imports torch.
+        from vectorlm.train.callbacks import require_hooks
+
+        for callback in callbacks:
+            if not isinstance(callback, str):
+                require_hooks(getattr(callback, "__name__", type(callback).__name__), callback)
     num_started = Topology.from_environment().world_size
     checked = None if num_started > 1 else preflight(config, world_size)
     found = find_resumption(config, max(world_size, num_started)) if checked is None else checked.resumption

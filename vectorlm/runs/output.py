@@ -209,7 +209,8 @@ def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
     if recorder.uploads is not None:
         recorder.uploads.push(run.output / "final-model")
     if run.topology.is_main and settings.checkpointing_enabled:
-        mark_finished(checkpoints, recorder.stopping.is_over)
+        # A run that a callback stopped goes on if its length is raised.
+        mark_finished(checkpoints, recorder.stopping.is_over and not recorder.stopping.is_asked)
 
 
 def export(run: Run, model: nn.Module, name: str, step: int) -> None:

@@ -223,7 +223,10 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         )
     teacher: Teacher | ServerTeacher | None = None
     if rl.teacher is not None and rl.teacher.model is not None:
-        read = partial(load_model, rl.teacher.model, flash_attention=flash_attention, dtype=dtype)
+        fp32_head = settings.model.fp32_head
+        read = partial(
+            load_model, rl.teacher.model, flash_attention=flash_attention, dtype=dtype, fp32_head=fp32_head
+        )
         teacher = Teacher(policy, load_reference(read, run.load_sharded, num_logits(policy.model)))
     elif rl.teacher is not None and rl.teacher.server is not None:
         # This imports the HTTP client, which other runs do not need.

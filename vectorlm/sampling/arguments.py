@@ -35,6 +35,8 @@ def merge(
     arguments = {**settings.engine_args, **given}
     if settings.inference == "vllm":
         if arguments.pop("fp32_head", False):
+            if callable(arguments.get("hf_overrides")):
+                raise TypeError("fp32_head=True needs hf_overrides to be a dictionary, not a function.")
             arguments["hf_overrides"] = {**(arguments.get("hf_overrides") or {}), "head_dtype": "float32"}
         known = fields_of("engine/arg_utils.py", "EngineArgs")
         for name in arguments if known else ():

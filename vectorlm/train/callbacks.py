@@ -44,7 +44,7 @@ class RunControl:
         self._stops = True
 
     def save(self) -> None:
-        """Write a checkpoint after this step.
+        """Write a checkpoint after this step; before the first step, after the first.
 
         Raises:
             ConfigError: `train_parameters.checkpointing_enabled` is False.
@@ -57,7 +57,10 @@ class RunControl:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the policy in the next step. A value that you set replaces the schedule from then on."""
+        """Learning rate of the policy in the next step. A value that you set replaces the schedule from then on.
+
+        A checkpoint of this step has the value, unless `on_checkpoint` sets it.
+        """
         return self._schedule.learning_rate if self._learning_rate is None else self._learning_rate
 
     @learning_rate.setter
@@ -111,7 +114,8 @@ class Callbacks:
         asked = [(control._stops, control._saves, control._learning_rate)]
         if dist.is_initialized():
             dist.broadcast_object_list(asked)
-        stops, self.saves, learning_rate = asked[0]
+        stops, saves, learning_rate = asked[0]
+        self.saves |= saves
         if learning_rate is not None:
             control._schedule.hold(learning_rate)
         control._stops, control._saves, control._learning_rate = False, False, None
@@ -128,6 +132,9 @@ def load_callback(callback: Any) -> Any:
         name, make = callback, load_plugin(callback)
         require_hooks(name, make)
         return make()
+    if inspect.isclass(callback):
+        require_hooks(callback.__name__, callback)
+        return callback()
     require_hooks(type(callback).__name__, callback)
     return callback
 

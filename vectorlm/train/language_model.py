@@ -20,6 +20,7 @@ from vectorlm.algorithms.logprobs import (
     Head,
     TokenValues,
     computes_in_float32,
+    dtype_before,
     token_values,
 )
 from vectorlm.algorithms.support import WHOLE, Support
@@ -150,8 +151,8 @@ class LanguageModel:
         """Return the distributions of the tokens that are asked for, in the order of `rows.targets`.
 
         Ranks that share a pass get the distributions of their own tokens, as `compare` does. If rows are padded, the
-        scores are logits in the model's dtype. Otherwise they are hidden states with a copy of the output layer,
-        because FSDP2 frees the layer's weights after this pass.
+        scores are logits. Otherwise they are hidden states with a copy of the output layer, because FSDP2 frees the
+        layer's weights after this pass.
         """
         if not self.packs:
             logits, skipped = self._logits(rows)
@@ -221,7 +222,7 @@ class LanguageModel:
             bitmasks=bitmasks,
             **options,
         )
-        return values, logits.dtype
+        return values, dtype_before(inner_model(self.model).get_output_embeddings(), logits)
 
     def _places(self, rows: Rows, skipped: int) -> torch.Tensor:
         """Return int64 [M]: the places, in the logits of padded rows, of the tokens that are asked for."""

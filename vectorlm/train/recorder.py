@@ -112,7 +112,7 @@ class EarlyStopping:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run."""
         state = {"metric": self.metric, "best": self._best, "to_beat": self._to_beat}
-        return {**state, "num_without": self._num_without}
+        return {**state, "num_without": self._num_without, "is_asked": self.is_asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the evaluations of `state`, unless they followed another metric."""
@@ -197,7 +197,8 @@ class Recorder:
         if step == 0:
             self.require_logged(step, metrics)
             self._stop_if(self.callbacks.carry_out(), step)
-        self.sink.write(step, {**metrics, **self.callbacks.take_logged(metrics), **self.timer.drain()})
+        values = {**metrics, **self.timer.drain()}
+        self.sink.write(step, values | self.callbacks.take_logged(values))
 
     def require_logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise `ConfigError` if the evaluations after `step` lack the metric to follow; not after the last step."""
@@ -240,6 +241,7 @@ class Recorder:
         if self.checkpoints is not None and is_due:
             with self.timer.span("time/save_s"):
                 folder = self.checkpoints.save(step, models, state() | {"watch": self.stopping.state_dict()})
+            self.callbacks.saves = False
             self.callbacks.call("on_checkpoint", step, folder)
             self.after_save(step)
             self._stop_if(self.callbacks.carry_out(), step)
@@ -251,6 +253,9 @@ class Recorder:
         saved = self.checkpoints.load(self.resume_step, models)
         if "watch" in saved:
             self.stopping.load_state_dict(saved["watch"])
+            # The run was killed while it wrote its final model. A finished run is resumed to train longer.
+            was_asked = saved["watch"].get("is_asked", False)
+            self.stopping.is_asked = was_asked and not self.checkpoints.is_finished(self.resume_step)
         return saved
 
 

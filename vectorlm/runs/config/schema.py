@@ -260,7 +260,7 @@ class Config:
                 found["structured_outputs_config"] = {"backend": "xgrammar"}
             if train.lora_peft_config is not None and sampler.engine.lora_mode_of_run == "adapter":
                 found |= engine_arguments(train.lora_peft_config)
-        if train.model.fp32_head:
+        if train.model.fp32_head and sampler.engine.inference in ("vllm", "transformers"):
             found["fp32_head"] = True
         if self.rl is not None:
             found["max_model_len"] = train.longest_rollout

@@ -124,6 +124,15 @@ def _training_problems(config: Config) -> Iterator[str]:
     if preprocess is not None and config.step_separator not in (None, preprocess.step_separator):
         rule = f"must equal reward_model.step_separator={config.step_separator!r}"
         yield refuse(config, "dataset_preprocess.step_separator", rule, "Use the same text.")
+    inference = "vllm" if train.sampler is None else train.sampler.engine.inference
+    # Silent: the engine would round its logits.
+    if train.model.fp32_head and inference not in ("vllm", "transformers"):
+        rule = f"does not reach an engine of sampler.inference={inference}"
+        fix = 'Leave it out. A server of vLLM takes --hf-overrides \'{"head_dtype": "float32"}\' itself.'
+        yield refuse(config, "train_parameters.fp32_head", rule, fix)
+    # Silent: a reward model has no logits.
+    if train.model.fp32_head and config.reward_model is not None:
+        yield refuse(config, "train_parameters.fp32_head", "has no effect on a reward model", "Leave it out.")
     # Costs more than a minute: the first step finds it, after models are loaded and completions sampled.
     if train.model.use_flash_attention and not train.model.computes_in_bf16(is_cuda=True):
         rule = f"needs 16-bit numbers, and use_mp is false with dtype {train.model.dtype}"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from vectorlm.train.settings import PushSettings
+
+STALE = (".safetensors", ".safetensors.index.json", "adapter_config.json")
+"""Endings of files that an upload replaces or deletes."""
+MAX_PENDING = 2
 
 
 class HubUploads:
@@ -21,10 +25,21 @@ class HubUploads:
     def __init__(self, settings: PushSettings, say: Callable[[str], None] = print) -> None:
         self._settings, self._say = settings, say
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hub")
+        self._pending: dict[Future[None], Path] = {}
 
     def push(self, folder: Path, revision: str = "main", *, deletes_folder: bool = False) -> None:
-        """Queue the upload of a model's folder to a revision of the repository."""
-        self._pool.submit(self._upload, folder, revision, deletes_folder)
+        """Queue the upload of a model's folder to a revision of the repository.
+
+        With `deletes_folder` the folder is deleted afterwards. If `MAX_PENDING` uploads wait already, it is left out.
+        """
+        self._pending = {future: path for future, path in self._pending.items() if not future.done()}
+        if deletes_folder and len(self._pending) >= MAX_PENDING:
+            self._say(f"warning: revision {revision} is not uploaded: earlier uploads are still running")
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        future = self._pool.submit(self._upload, folder, revision, deletes_folder)
+        if deletes_folder:
+            self._pending[future] = folder
 
     def __enter__(self) -> HubUploads:
         return self
@@ -32,6 +47,9 @@ class HubUploads:
     def __exit__(self, kind: Any, *error: object) -> None:
         """Wait for the uploads; if the run failed, only for the current one."""
         self._pool.shutdown(cancel_futures=kind is not None)
+        for future, folder in self._pending.items():
+            if future.cancelled():
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _upload(self, folder: Path, revision: str, deletes_folder: bool) -> None:
         from huggingface_hub import HfApi
@@ -43,8 +61,9 @@ class HubUploads:
             if revision != "main":
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             self._say(f"uploading {folder} to {repo_id}, revision {revision}")
-            # An earlier model of the repository may have more shards.
-            stale = ["*.safetensors", "*.safetensors.index.json"]
+            # An earlier model of the repository may have more shards, or be an adapter.
+            files = api.list_repo_files(repo_id, revision=revision)
+            stale = [name for name in files if "/" not in name and name.endswith(STALE)]
             message = f"Upload the model of {folder.parent.name}"
             api.upload_folder(
                 repo_id=repo_id,
@@ -55,7 +74,8 @@ class HubUploads:
             )
         # The network and the Hub have no common base class of errors.
         except Exception as error:
-            fix = "" if deletes_folder else f" Retry with `hf upload {repo_id} {folder} .`."
+            private = " --private" if self._settings.private else ""
+            fix = "" if deletes_folder else f" Retry with `hf upload {repo_id} {folder} .{private}`."
             self._say(
                 f"warning: push_to_hub.repo_id={repo_id!r}: revision {revision} was not uploaded "
                 f"({type(error).__name__}: {error}).{fix}"

@@ -88,6 +88,10 @@ class CheckpointStore:
             dist.barrier()
         return target
 
+    def is_finished(self, step: int) -> bool:
+        """Return whether the run of this checkpoint has written its final model."""
+        return (folder.folder_of(self._path, step) / "finished").exists()
+
     def load(self, step: int, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
         """Restore models, optimizers and random generators of `step`; return the saved `loop`.
 
