@@ -237,15 +237,16 @@ def test_adapters_are_trained_and_saved_alone(inputs, tmp_path):
     assert all("lora_" in name for name in adapters)
 
 
-def fails(step, metrics, rows):
-    if step == 3:
-        raise KeyError("mine")
+class Fails:
+    def on_step(self, run, step, metrics):
+        if step == 3:
+            raise KeyError("mine")
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_says_from_which_step_the_same_command_resumes(inputs, tmp_path, capsys):
     config = make_config(inputs, tmp_path / "run", WITH_CHECKPOINTS)
-    assert exit_code(lambda: start(config, 1, fails)) == 1
+    assert exit_code(lambda: start(config, 1, [Fails()])) == 1
     assert capsys.readouterr().err.endswith("\nThe same command resumes from step 2.\n")
 
 
