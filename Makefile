@@ -63,8 +63,8 @@ papers: $(STAMP) ## three results of papers, end to end on two cores: takes hour
 test: $(STAMP) ## run the tests, without those marked slow or long (PYTEST_ARGS=...)
 	$(PYTEST) -m "not slow and not long" $(PYTEST_ARGS)
 
-test-fast: $(STAMP) ## run the tests that start no engine, ranks or other process, in a minute
-	$(PYTEST) --fast -m "not slow and not long" $(FAST) $(PYTEST_ARGS)
+test-fast: $(STAMP) ## run the tests that start no engine, ranks or other process
+	$(PYTEST) -n 0 --fast -m "not slow and not long" $(FAST) $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## run the slow tests too
 	$(PYTEST) -m "not long" $(PYTEST_ARGS)
