@@ -1,4 +1,4 @@
-"""What is logged, evaluated and saved, and when; which evaluation was the best."""
+"""Intervals of logging, evaluation and checkpoints, and the best evaluation."""
 
 import math
 

@@ -33,18 +33,23 @@ class TokenValues(NamedTuple):
 
 def compute_head_in_float32(layer: Any) -> None:
     """Let the output layer of a model return float32 logits, for hidden states and weights of any dtype."""
-    layer = getattr(layer, "base_layer", layer)  # PEFT adds adapters around the layer.
+    layer = _inner(layer)
     layer.forward = MethodType(_float32_logits, layer)
 
 
 def computes_in_float32(layer: Any) -> bool:
     """Return whether `compute_head_in_float32` was called for the layer."""
-    return getattr(getattr(layer, "base_layer", layer).forward, "__func__", None) is _float32_logits
+    return getattr(_inner(layer).forward, "__func__", None) is _float32_logits
 
 
 def dtype_before(layer: Any, logits: torch.Tensor) -> torch.dtype:
     """Return the dtype in which the model computed the input of its output layer, whose last output is `logits`."""
-    return getattr(getattr(layer, "base_layer", layer), "states_dtype", logits.dtype)
+    return getattr(_inner(layer), "states_dtype", logits.dtype)
+
+
+def _inner(layer: Any) -> Any:
+    """Return the layer inside PEFT's adapters."""
+    return getattr(layer, "base_layer", layer)
 
 
 def _float32_logits(layer: Any, states: torch.Tensor) -> torch.Tensor:

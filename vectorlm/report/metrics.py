@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from vectorlm.plugin import is_plugin, load_plugin, raised_at
 from vectorlm.report.panels import PhaseTimes
+from vectorlm.report.runs import flat
 from vectorlm.report.step_lines import StepLines
 from vectorlm.types import MetricSink
 
@@ -35,7 +36,7 @@ OF_ACCELERATE = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab")
 TRACKERS = {
     "tensorboard": "tensorboardX",
     "trackio": "trackio",
-    **dict(zip(OF_ACCELERATE, OF_ACCELERATE, strict=True)),
+    **{name: name for name in OF_ACCELERATE},
 }
 """The names that `trackers` accepts besides ``file.py:NAME``, with the packages that they need."""
 
@@ -292,9 +293,7 @@ def open_trackers(
             placed = {"logdir": str(output / "tensorboard"), **arguments}
             found.append(_open_tensorboard(placed, run_config, resume_step, say))
         elif name in OF_ACCELERATE:
-            if name == "dvclive":
-                arguments = {"resume": resume_step is not None, **arguments}
-            found.append(_open_of_accelerate(name, arguments, output, run_config, say))
+            found.append(_open_of_accelerate(name, arguments, output, run_config, resume_step, say))
         else:
             resume = "never" if resume_step is None else "allow"
             named = {"project": "vectorlm", "name": output.resolve().name, "resume": resume}
@@ -332,7 +331,12 @@ class _PlainLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def _open_of_accelerate(
-    name: str, arguments: Mapping[str, Any], output: Path, run_config: Mapping[str, Any], say: Say
+    name: str,
+    arguments: Mapping[str, Any],
+    output: Path,
+    run_config: Mapping[str, Any],
+    resume_step: int | None,
+    say: Say,
 ) -> Tracker:
     """Send the metrics to a tracker of accelerate; `arguments` are those of its class in `accelerate.tracking`."""
     from accelerate import tracking
@@ -344,26 +348,19 @@ def _open_of_accelerate(
         "aim": {"run_name": run_name, "logging_dir": str(output)},
         "clearml": {"run_name": run_name, "project_name": project},
         "comet_ml": {"run_name": project},
-        "dvclive": {"dir": str(output / "dvclive")},
+        "dvclive": {"dir": str(output / "dvclive"), "resume": resume_step is not None},
         "mlflow": {"experiment_name": project, "run_name": run_name},
         "swanlab": {"run_name": project, "experiment_name": run_name},
     }
     tracker = tracking.LOGGER_TYPE_TO_CLASS[name](**{**defaults[name], **arguments})
     tracker.main_process_only = False
     tracker.start()
-    tracker.store_init_configuration(_flat(run_config))
+    # Some trackers drop lists.
+    settings = {
+        path: str(value) if isinstance(value, list | tuple) else value for path, value in flat(run_config)
+    }
+    tracker.store_init_configuration(settings)
     return Tracker(lambda values, step: tracker.log(values, step=step), lambda failed: tracker.finish(), say)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings by their dotted names; lists become text."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = str(value) if isinstance(value, list | tuple) else value
-    return found
 
 
 def _open_trackio(arguments: Mapping[str, Any], run_config: Mapping[str, Any], say: Say) -> Tracker:

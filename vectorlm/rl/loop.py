@@ -104,7 +104,7 @@ class RLLoop:
             self.step += 1
             self.updater.follow_run(self.step)
             metrics |= self._follow(metrics) | self._evaluate()
-            if self.recorder.is_stopped(self.step, metrics) and "sampler/generate_s" not in metrics:
+            if self.recorder.end_step(self.step, metrics) and "sampler/generate_s" not in metrics:
                 metrics |= self._evaluate()
             # After the last step the engine's times arrive with the hot swap of the evaluation.
             is_last = self.step == self.recorder.num_steps or self.recorder.stopping.is_over

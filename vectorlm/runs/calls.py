@@ -287,11 +287,10 @@ def start(config: Config, world_size: int, callbacks: Sequence[Any] = ()) -> str
     if not isinstance(callbacks, list | tuple):
         raise ConfigError(f"callbacks={callbacks!r} must be a list. Write callbacks=[…].")
     if callbacks:  # This imports torch.
-        from vectorlm.train.callbacks import require_hooks
+        from vectorlm.train.callbacks import require_callback
 
         for callback in callbacks:
-            if not isinstance(callback, str):
-                require_hooks(getattr(callback, "__name__", type(callback).__name__), callback)
+            require_callback(callback)
     num_started = Topology.from_environment().world_size
     checked = None if num_started > 1 else preflight(config, world_size)
     found = find_resumption(config, max(world_size, num_started)) if checked is None else checked.resumption

@@ -123,25 +123,23 @@ class Callbacks:
 
 
 def load_callback(callback: Any) -> Any:
-    """Return a callback as it is, or an object of the class that ``file.py:NAME`` names.
+    """Return a callback, made if it is a class or the name ``file.py:NAME`` of a class.
 
     Raises:
         ConfigError: The class does not exist or cannot be made without arguments, or the object has no hook.
     """
-    if isinstance(callback, str):
-        name, make = callback, load_plugin(callback)
-        require_hooks(name, make)
-        return make()
-    if inspect.isclass(callback):
-        require_hooks(callback.__name__, callback)
-        return callback()
-    require_hooks(type(callback).__name__, callback)
-    return callback
+    found = require_callback(callback)
+    return found() if inspect.isclass(found) else found
 
 
-def require_hooks(name: str, callback: Any) -> None:
-    """Raise ConfigError if a callback, or its class, has none of the `HOOKS` or an unknown method ``on_…``."""
-    rule = ""
+def require_callback(callback: Any) -> Any:
+    """Return the class or object of a callback without making it.
+
+    Raises:
+        ConfigError: The class does not exist or needs arguments, or there is no hook or an unknown method ``on_…``.
+    """
+    name = callback if isinstance(callback, str) else getattr(callback, "__name__", type(callback).__name__)
+    callback, rule = load_plugin(callback) if isinstance(callback, str) else callback, ""
     own = [method for method in dir(callback) if method.startswith("on_")]
     unknown = [method for method in own if method not in HOOKS]
     if inspect.isclass(callback) and not _can_be_made(callback):
@@ -152,6 +150,7 @@ def require_hooks(name: str, callback: Any) -> None:
         rule = f"a callback needs at least one of the methods {', '.join(HOOKS)}. Add one."
     if rule:
         raise ConfigError(f"callbacks={name!r}: {rule}")
+    return callback
 
 
 def _can_be_made(make: Callable[..., Any]) -> bool:

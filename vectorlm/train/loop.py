@@ -63,7 +63,7 @@ class FineTuningLoop:
             metrics = self.optimize(micro_batches)
             self.step += 1
             metrics |= self.evaluate_if_due({})
-            if recorder.is_stopped(self.step, metrics):
+            if recorder.end_step(self.step, metrics):
                 metrics |= self.evaluate_if_due(metrics)
             recorder.write(self.step, metrics)
             if self.step % len(self.train_loader) == 0:

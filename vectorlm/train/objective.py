@@ -190,7 +190,7 @@ class Pairs:
 
     counts = "pair"
     names = ("pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward")
-    """Return the share of pairs whose chosen text has the higher reward, the mean margin, and both mean rewards."""
+    """The share of pairs whose chosen text has the higher reward, the mean margin, and both mean rewards."""
     ignore_index: int
     """Label of tokens outside the loss."""
 

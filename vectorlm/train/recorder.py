@@ -140,7 +140,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
         """Seconds by name since the last drain."""
         self.spans: list[Span] = []
-        """Return all spans since the last drain, ordered by their ends."""
+        """All spans since the last drain, ordered by their ends."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -189,6 +189,7 @@ class Recorder:
     end_epoch: Callable[[int], None] = lambda epoch: None
     """Called at the end of an epoch with its number, from 1."""
     callbacks: Callbacks = field(default_factory=Callbacks)
+    """Code of the user, called at evaluations, steps and checkpoints."""
     timer: Timer = field(default_factory=Timer)
     """Times evaluations, checkpoints and the loop's own phases."""
 
@@ -209,7 +210,7 @@ class Recorder:
         """Whether `step` is a multiple of `every` or the last step."""
         return step % every == 0 or step == self.num_steps or self.stopping.is_over
 
-    def is_stopped(self, step: int, metrics: Mapping[str, float]) -> bool:
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Call `on_step` of the callbacks; return whether they stop the run before its last step."""
         self.callbacks.call("on_step", step, dict(metrics))
         return self._stop_if(self.callbacks.carry_out(), step)

@@ -1,4 +1,4 @@
-"""What replaces vLLM's own operations on CPU: packed layers, experts and RMS norms."""
+"""Replacements of vLLM's operations on CPU: packed layers, experts and RMS norms."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What ranks look at before weights are sent, and what crosses; the engine is a stand-in that checks every byte."""
+"""Checks before weights are sent, and the bytes that are sent; the engine is a stand-in that checks every byte."""
 
 import pytest
 import torch

@@ -64,7 +64,7 @@ def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
     Args:
         settings: Sections, and settings by the last part of their path. Of several such settings the one nearest the
             top is meant, outside the section ``rl`` unless that is `section`.
-        section: The section for names that the schema does not have: those of an algorithm, or unknown ones.
+        section: The section for names that the schema does not have: settings of an algorithm, or unknown names.
 
     Raises:
         ConfigError: As `load_config`.
@@ -194,7 +194,7 @@ def _arguments_of_optimizer(entry: Entry, problems: list[str]) -> Set[str]:
 def _settings_of_algorithm(
     entry: Entry, prefix: str, known: Mapping[str, Setting], problems: list[str]
 ) -> dict[str, Setting]:
-    """Return the settings of the section's algorithm; refuse those of other algorithms."""
+    """Return the settings of the section's algorithm; refuse settings of other algorithms."""
     algorithm = entry.value.get("algorithm")
     if algorithm is None or not isinstance(algorithm.value, str):
         return {}

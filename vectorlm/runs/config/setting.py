@@ -83,7 +83,7 @@ def _kinds_of(hint: Any) -> Iterator[Any]:
 def settings_of(cls: type, algorithm: type | None = None) -> dict[str, Setting]:
     """Return the settings of a section, by key, in the order of the schema.
 
-    The section ``rl`` has the settings of the class `algorithm`, or those of all algorithms if it is None.
+    The section ``rl`` has the settings of the class `algorithm`, or of all algorithms if it is None.
     """
     found = list(_settings_in(cls, algorithm))
     settings = {setting.name: setting for setting in found}

@@ -152,11 +152,11 @@ def callback_problems(config: Config) -> Iterator[str]:
     """Yield each callback that cannot be made."""
     if not config.callbacks:
         return
-    from vectorlm.train.callbacks import require_hooks
+    from vectorlm.train.callbacks import require_callback
 
     for name in config.callbacks:
         try:
-            require_hooks(name, load_plugin(name))
+            require_callback(name)
         except ConfigError as error:
             yield str(error)
 
