@@ -93,6 +93,7 @@ def test_trackio_keeps_the_values_of_a_run_named_as_its_folder(tmp_path):
 def test_trackers_of_accelerate_get_values_and_flat_settings_without_its_process_state(
     monkeypatch, tmp_path, name
 ):
+    monkeypatch.setattr(PartialState, "_shared_state", {})  # other tests of the same process fill it
     calls = []
     kind = tracking.LOGGER_TYPE_TO_CLASS[name]
     monkeypatch.setattr(kind, "start", lambda self: tracking.logger.debug(calls.append("start")))
