@@ -175,16 +175,14 @@ def _train(lengths: str, run: str, seed: int, steps: int) -> dict[str, Any]:
             "checkpointing_enabled": False,
         },
         "rl": {
-            "algorithm": "grpo",
             # As in DAPO: a mean per completion would teach right answers to be short
-            "reduction": "token_mean",
+            "algorithm": {"name": "grpo", "reduction": "token_mean", "dynamic_sampling": CASES[lengths]},
             "max_steps": steps,
             "prompts": str(_home(lengths) / "train.jsonl"),
             "prompts_per_step": 32,
             "group_size": 8,
             "sampling_params": {"temperature": 1.0, "max_tokens": LONGEST_COMPLETION},
             "rewards": {"countdown": 1.0, f"{KEPT}:kept": 0.5},
-            "dynamic_sampling": CASES[lengths],
             "max_sampling_rounds": 3,
             "num_mini_batches": 2,
             # Small passes, so that short rows are not padded to the length of the longest

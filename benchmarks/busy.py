@@ -31,11 +31,11 @@ def step_times(folder: Path, variables: dict[str, str]) -> dict[str, list[float]
         overrides = {
             "model": folder / "model",
             "train_parameters.output_dir": output,
-            "train_parameters.sampler.prompts": folder / "held_out.jsonl",
-            "train_parameters.sampler.sample_frequency": 1000,
+            "evaluation.prompts": folder / "held_out.jsonl",
+            "evaluation.every": 1000,
             "rl.prompts": folder / "train.jsonl",
             "rl.max_steps": STEPS,
-            "rl.dynamic_sampling": False,
+            "rl.algorithm.dynamic_sampling": False,
             "rl.max_sampling_rounds": 4,
         }
         command = [sys.executable, str(ROOT / "examples/rl_example_mp.py")]

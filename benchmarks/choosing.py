@@ -23,8 +23,8 @@ SETTINGS: dict[str, Any] = {
     "rl.max_steps": NUM_STEPS,
     "rl.prompts_per_step": 32,
     "rl.show_every": 0,
-    "train_parameters.sampler.sample_frequency": EVERY,
-    "train_parameters.sampler.engine.max_num_seqs": 512,
+    "evaluation.every": EVERY,
+    "engine.max_num_seqs": 512,
 }
 """What differs from configs/countdown_grpo.yaml besides the algorithm."""
 CRITIC = {"rl.critic.lr": 1.0e-3, "rl.critic.warmup_steps": 0}
@@ -37,7 +37,7 @@ def settings(job: Job) -> dict[str, Any]:
         **(CRITIC if get_algorithm(job["algorithm"]).needs_critic else {}),
         "rl.algorithm": job["algorithm"],
         # Else a step of one algorithm would have more completions than another's.
-        "rl.dynamic_sampling": False,
+        "rl.algorithm.dynamic_sampling": False,
     }
 
 

@@ -23,11 +23,11 @@ SETTINGS: dict[str, Any] = {
     "rl.max_steps": 40,
     "rl.prompts_per_step": 32,
     "rl.num_mini_batches": 2,
-    "rl.dynamic_sampling": False,
+    "rl.algorithm.dynamic_sampling": False,
     "rl.show_every": 0,
     "train_parameters.optimizer.lr": 3.0e-4,
-    "train_parameters.sampler.sample_frequency": 1000,
-    "train_parameters.sampler.engine.max_num_seqs": 512,
+    "evaluation.every": 1000,
+    "engine.max_num_seqs": 512,
 }
 """What differs from configs/countdown_grpo.yaml."""
 SOME = ("off", "tis")
@@ -71,7 +71,7 @@ def settings(job: Job) -> dict[str, Any]:
         **SETTINGS,
         **mismatch.settings,
         "rl.correction.preset": job["correction"],
-        "train_parameters.sampler.vllm_dtype": mismatch.dtype,
+        "engine.dtype": mismatch.dtype,
     }
 
 

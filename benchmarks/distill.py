@@ -53,8 +53,8 @@ def settings(job: Job) -> dict[str, Any]:
     """Return what a run sets."""
     return {
         **ARMS[job["arm"]],
-        "train_parameters.sampler.sample_frequency": 1000,
-        "train_parameters.sampler.engine.max_num_seqs": 512,
+        "evaluation.every": 1000,
+        "engine.max_num_seqs": 512,
         "rl.show_every": 0,
     }
 
@@ -93,8 +93,8 @@ def _prepare() -> None:
             "model": TEACHER,
             "train_parameters.output_dir": str(SAMPLES),
             "train_parameters.optimizer.lr": 0.0,
-            "train_parameters.sampler.sample_frequency": 1000,
-            "train_parameters.sampler.engine.max_num_seqs": 512,
+            "evaluation.every": 1000,
+            "engine.max_num_seqs": 512,
             "rl.algorithm": "reinforce",
             "rl.teacher": None,
             "rl.max_steps": NUM_SAMPLED_STEPS,

@@ -152,26 +152,26 @@ class Campaign:
         data, train = str(self.folder / "data"), config["train_parameters"]
         config["model"] = f"{data}/model"
         train |= {"output_dir": str(output), "checkpointing_enabled": True}
-        train["sampler"]["timeout_s"] = DEADLINE_S
+        engine, evaluation = config["engine"], config["evaluation"]
+        engine |= {"timeout_s": DEADLINE_S, "start_timeout_s": LOAD_S}
         if mode.has_server:
             self.serve()
-            train["sampler"] |= {"inference": "server", "engine": {"url": self.url}}
-        train["sampler"]["engine"]["start_timeout_s"] = LOAD_S
+            own = {"timeout_s": DEADLINE_S, "start_timeout_s": LOAD_S}
+            config["engine"] = {**own, "inference": "server", "url": self.url}
         if mode.kind == "fine-tuning":
             train |= {"epochs": 1, "logging_steps": 1, "save_frequency": 2 / STEPS}
             config["dataset"] |= {"train_ds": f"{data}/train", "eval_ds": f"{data}/eval", "eval_bs": 16}
             config["dataset"]["train_bs"] = 64 // mode.world_size
-            train["sampler"] |= {"prompts": f"{data}/eval.jsonl", "sample_frequency": 4}
+            evaluation |= {"prompts": f"{data}/eval.jsonl", "every": 4}
         else:
             # Held-out prompts are asked for one answer each, and here an environment takes turns.
-            for name in ("prompts", "sample_frequency", "reward"):
-                del train["sampler"][name]
+            del config["evaluation"]
             config["rl"] |= {
+                "algorithm": "grpo",
                 "prompts": f"{data}/train.jsonl",
                 "prompts_per_step": 8,
                 "max_steps": STEPS,
                 "save_every": 2,
-                "dynamic_sampling": False,
                 "rewards": {f"{RUN}:reward": 1.0},
                 "reward_timeout_s": DEADLINE_S,
                 "environment": f"{RUN}:Environment",

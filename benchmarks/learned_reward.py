@@ -80,7 +80,7 @@ def settings(job: Job) -> dict[str, Any]:
         "rl.rewards": {GOLD: 0.0},
         "rl.reward_models": {str(REWARD_MODEL): 1.0},
         "rl.reward_workers": 0,
-        "train_parameters.sampler.reward": GOLD,
+        "evaluation.rewards": GOLD,
     }
 
 
@@ -89,10 +89,7 @@ def judge(engine: Any, config: Any) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    rows = [
-        json.loads(line)
-        for line in Path(config.train_parameters.sampler.evaluation.prompts).read_text().splitlines()
-    ]
+    rows = [json.loads(line) for line in Path(config.evaluation.prompts).read_text().splitlines()]
     params = {"temperature": 1.0, "max_tokens": config.rl.collect.sampling["max_tokens"], "seed": 0}
     texts = [each.text for (each,) in engine.sample([row["prompt"] for row in rows], params)]
     tokenizer = AutoTokenizer.from_pretrained(REWARD_MODEL)

@@ -96,8 +96,7 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
             }
             overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
             config = load_config(ROOT / "configs" / study.config, overrides)
-            assert config.train_parameters.sampler is not None
-            dtype = config.train_parameters.sampler.engine.vllm_dtype
+            dtype = config.engine.dtype
             if dtype not in shared:
                 # One engine for all runs of a precision: starting one takes longer than some runs.
                 shared[dtype] = open_engine(config, topology, engines)

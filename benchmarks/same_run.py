@@ -79,6 +79,7 @@ def run(tree: Path, config: str, world_size: int, folder: Path, name: str) -> Pa
     data = folder / ("data" if config == "countdown_grpo" else f"data-{world_size}")
     overrides: dict[str, Any] = {
         "train_parameters.output_dir": output,
+        # Names that both commits have.
         "train_parameters.sampler.sample_frequency": 4,
     }
     if config == "countdown_grpo":

@@ -44,21 +44,21 @@ KINDS = {
     ),
 }
 WAYS = {
-    "awake": ("train_parameters.sampler.sleep=none", "train_parameters.sampler.offload_optimizer=false"),
-    "sleep": ("train_parameters.sampler.sleep=all", "train_parameters.sampler.offload_optimizer=false"),
+    "awake": ("engine.sleep=none", "engine.offload_optimizer=false"),
+    "sleep": ("engine.sleep=all", "engine.offload_optimizer=false"),
     "sleep, offload": (
-        "train_parameters.sampler.sleep=all",
-        "train_parameters.sampler.offload_optimizer=true",
+        "engine.sleep=all",
+        "engine.offload_optimizer=true",
     ),
     "sleep, 70%": (
-        "train_parameters.sampler.sleep=all",
-        "train_parameters.sampler.offload_optimizer=true",
-        "train_parameters.sampler.gpu_memory_utilization=0.7",
+        "engine.sleep=all",
+        "engine.offload_optimizer=true",
+        "engine.gpu_memory_utilization=0.7",
     ),
     "CPU offload": (
-        "train_parameters.sampler.sleep=all",
-        "train_parameters.sampler.offload_optimizer=false",
-        "train_parameters.sampler.gpu_memory_utilization=0.85",
+        "engine.sleep=all",
+        "engine.offload_optimizer=false",
+        "engine.gpu_memory_utilization=0.85",
         "train_parameters.cpu_offload=true",
     ),
 }
@@ -248,7 +248,7 @@ def page(folders: Path) -> str:
         way = found[80, "full"]
         settings = overrides("full", "CPU offload" if way == NOTHING else way)
         commands.append(command(name, num_devices, 80, settings))
-    share = load_config(ROOT / BASE).train_parameters.sampler.engine.gpu_memory_utilization
+    share = load_config(ROOT / BASE).engine.gpu_memory_utilization
     return TEXT.format(
         share=share,
         table="\n".join(table),

@@ -121,12 +121,12 @@ def _config(steps: int) -> tuple[Any, Path]:
     changes = {
         "model": data / "model",
         "train_parameters.output_dir": output,
-        "train_parameters.sampler.prompts": data / "eval.jsonl",
-        "train_parameters.sampler.sample_frequency": 50,
+        "evaluation.prompts": data / "eval.jsonl",
+        "evaluation.every": 50,
         "rl.prompts": data / "train.jsonl",
         "rl.prompts_per_step": 8,
         "rl.max_steps": steps,
-        "rl.dynamic_sampling": False,
+        "rl.algorithm.dynamic_sampling": False,
         "rl.max_sampling_rounds": 1,
         "rl.async": "{max_staleness: 2, update: keep}",
     }

@@ -27,10 +27,10 @@ SEEDS, TUNING_SEEDS, ROLLOUTS = (0, 1, 2), (100,), (1, 4, 8, 16, 32)
 NUM_UPDATES, COMPLETIONS, GROUP = 64, 128, 8
 """Optimizer steps of a run, completions of each, and of a question."""
 SETTINGS: dict[str, Any] = {
-    "rl.dynamic_sampling": False,
+    "rl.algorithm.dynamic_sampling": False,
     "rl.show_every": 0,
-    "train_parameters.sampler.sample_frequency": 1000,
-    "train_parameters.sampler.engine.max_num_seqs": 512,
+    "evaluation.every": 1000,
+    "engine.max_num_seqs": 512,
 }
 """What differs from configs/countdown_grpo.yaml besides."""
 CRITIC = {"rl.critic.lr": 1.0e-3, "rl.critic.warmup_steps": 0}
@@ -42,7 +42,7 @@ OTHERS = {
     "rloo": ("rl.kl_coef", KL_COEFS),
     "proximal_rloo": ("rl.kl_coef", KL_COEFS),
     "best_of_k": ("rl.kl_coef", KL_COEFS),
-    "online_dpo": ("rl.beta", BETAS),
+    "online_dpo": ("rl.algorithm.beta", BETAS),
 }
 """What is tuned besides the learning rate: the paper's own penalty, in the loss, or the strength of the preference."""
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:gray", "tab:red")

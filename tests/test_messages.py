@@ -108,7 +108,7 @@ def test_an_error_names_the_value_the_rule_and_what_to_do(write_complete, tmp_pa
             "optimizer.betas=[1, 0]",
             "optimizer.betas=[1, 0] must be a list of two numbers, each >= 0 and < 1. Use [0.9, 0.95], for example.",
         ),
-        (FULL, "sampler=true", "sampler=true must be a section (`key: value` lines), or null."),
+        (FULL, "optimizer=true", "optimizer=true must be a section (`key: value` lines)."),
     ],
 )
 def test_a_wrong_value_names_value_rule_fix_and_place(write_config, text, override, expected):
@@ -137,13 +137,13 @@ def test_a_wrong_value_names_value_rule_fix_and_place(write_config, text, overri
         (
             FULL,
             ("'Two plus two is'", "22"),
-            "train_parameters.sampler.prompts[1]=22 must be text. Put quotes around it. (my.yaml:41)",
+            "evaluation.prompts[1]=22 must be text. Put quotes around it. (my.yaml:41)",
         ),
         (
             RL,
-            ("group_size: 3", "group_size: 3\n  beta: 0.04"),
-            "rl.beta=0.04 cannot be set: grpo has no such setting (copg, online_dpo have it). Did you mean "
-            "rl.kl_coef? (my.yaml:12)",
+            ("algorithm: grpo", "algorithm: {name: grpo, beta: 0.04}"),
+            "rl.algorithm.beta=0.04 cannot be set: grpo has no such setting (copg, online_dpo have it). Did you mean "
+            "rl.kl_coef? (my.yaml:7)",
         ),
     ],
 )

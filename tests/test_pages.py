@@ -162,7 +162,8 @@ train_parameters:
   output_dir: out
   max_seq_len: 64
   optimizer: {lr: 1.0e-3}
-  sampler: {sample_frequency: 1, prompts: p.jsonl, vllm_dtype: float32, engine: {max_model_len: 64}}
+engine: {dtype: float32, max_model_len: 64}
+evaluation: {every: 1, prompts: p.jsonl}
 rl:
   algorithm: grpo
   max_steps: 1
@@ -185,9 +186,8 @@ def test_the_settings_of_a_page_exist_and_those_of_the_guides_pass_the_check(pag
     base, settings = yaml.safe_load(BASE), yaml.safe_load(block)
     if "rewards" in settings.get("rl", {}):
         del base["rl"]["rewards"]
-    if "inference" in settings.get("train_parameters", {}).get("sampler", {}):
-        # Other engines have arguments of their own.
-        del base["train_parameters"]["sampler"]["vllm_dtype"], base["train_parameters"]["sampler"]["engine"]
+    if "inference" in settings.get("engine", {}):
+        del base["engine"]  # Other engines have arguments of their own.
     Path("mine.yaml").write_text(block if "model" in settings else yaml.safe_dump(merged(base, settings)))
     load_config("mine.yaml")
     if "howto" in page and ("quantization" not in block or is_installed("bitsandbytes")):

@@ -18,7 +18,7 @@ from vectorlm.sampling.testing import CHECKS
 
 QUICK = [
     "--set", "train_parameters.epochs=1", "--set", "dataset.train_ds=data/countdown/eval",
-    "--set", "train_parameters.sampler.sample_frequency=2",
+    "--set", "evaluation.every=2",
 ]  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
     text = (ROOT / "configs" / name).read_text()
     stand_ins = {
         "model": "data/countdown/model",
-        "train_parameters.sampler.prompts": "data/countdown/eval.jsonl",
+        "evaluation.prompts": "data/countdown/eval.jsonl",
         "train_parameters.max_seq_len": 64,
         "train_parameters.use_flash_attention": "False",
     }
@@ -59,9 +59,9 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
     if "enable_wandb_logging: True" in text:
         stand_ins["wandb_config.mode"] = "offline"
     if "max_model_len:" in text:
-        stand_ins["train_parameters.sampler.engine.max_model_len"] = 64
+        stand_ins["engine.max_model_len"] = 64
     if "small_sums.py:" in text:
-        stand_ins["train_parameters.sampler.reward"] = "countdown"
+        stand_ins["evaluation.rewards"] = "countdown"
     if "small_sums.py:" in text and "rl:" in text:
         stand_ins["rl.rewards"] = "{countdown: 1.0}"
     elif "small_sums.py:" in text:
@@ -69,7 +69,7 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
     if "/train_pairs" in text:
         stand_ins["dataset.eval_ds"] = "data/countdown/train_pairs"
     if "\nreward_model:" in text:
-        del stand_ins["train_parameters.sampler.prompts"]
+        del stand_ins["evaluation.prompts"]
     if "data/chats" in text:
         stand_ins = {"dataset.train_ds": "data/countdown/train", "dataset.eval_ds": "data/countdown/eval"}
     if "data/chats" in text and "rl:" in text:
@@ -213,8 +213,8 @@ def test_what_was_moved_over_from_trl_runs(tmp_path, run_here):
         "rl.prompts_per_step=2",
         "rl.group_size=4",
         "rl.sampling_params.max_tokens=6",
-        "train_parameters.sampler.vllm_dtype=float32",
-        "train_parameters.sampler.engine.kv_cache_memory_bytes=16777216",
+        "engine.dtype=float32",
+        "engine.kv_cache_memory_bytes=16777216",
     ]
     settings_of_tests = [word for setting in tiny for word in ("--set", setting)]
     run_here(tmp_path, "-m", "vectorlm", "run", "gsm8k.yaml", *settings_of_tests)

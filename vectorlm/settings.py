@@ -87,6 +87,17 @@ PathText = Annotated[
     Predicate(lambda value: bool(value.strip()) and not VARIABLE.search(value)),
     Field(description="a path without variables such as $HOME"),
 ]
+RewardWeights = Annotated[
+    Mapping[str, Any],
+    BeforeValidator(
+        lambda given: (
+            dict.fromkeys([given] if isinstance(given, str) else given, 1.0)
+            if isinstance(given, str | list | tuple)
+            else given
+        )
+    ),
+    Field(description="a mapping of rewards to weights, or a list of rewards", examples=["{countdown: 1.0}"]),
+]
 Separator = Annotated[str, Field(min_length=1, description="a text", examples=['"\\n"'])]
 
 
@@ -109,6 +120,11 @@ def partial(*sections: type, null: str) -> Any:
     `null` describes the value of a key that is null or missing.
     """
     return field(default_factory=dict, metadata={"partial": sections, "null": null})
+
+
+def other_keys() -> Any:
+    """Declare a field of all keys that the section does not declare."""
+    return field(default_factory=dict, metadata={"other_keys": True})
 
 
 def require_choice(name: str, value: str, kind: Any) -> None:

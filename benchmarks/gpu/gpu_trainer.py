@@ -134,8 +134,8 @@ def grpo_in(bench: Bench, data: Path, name: str) -> None:
         "model": data / "model",
         "train_parameters.output_dir": output,
         "train_parameters.use_mp": name == "bf16",
-        "train_parameters.sampler.vllm_dtype": {"fp32": "float32", "bf16": "bfloat16"}[name],
-        "train_parameters.sampler.prompts": data / "held_out.jsonl",
+        "engine.dtype": {"fp32": "float32", "bf16": "bfloat16"}[name],
+        "evaluation.prompts": data / "held_out.jsonl",
         "rl.prompts": data / "train.jsonl",
         "rl.max_steps": 5,
     }

@@ -122,7 +122,7 @@ def test_with_an_environment_the_questions_are_played(files, tmp_path, capsys):
     settings = [
         f"rl.environment={tmp_path}/game.py:Vowels",
         "rl.max_turns=2",
-        "train_parameters.sampler.reward=null",
+        "evaluation.rewards=null",
     ]
     sets = [part for each in settings for part in ("--set", each)]
     output = tmp_path / "found.json"
@@ -180,10 +180,10 @@ def test_a_run_s_config_brings_questions_rewards_and_sampling_parameters(files, 
     assert found["num_questions"] == 3
     assert not (tmp_path / "run").exists()
     capsys.readouterr()
-    # Without sampler.reward the rewards of rl, with their weights.
+    # Without evaluation.rewards the rewards of rl, with their weights.
     rewards = f"{files / 'rewards.py'}"
     override = [
-        "train_parameters.sampler.reward=null",
+        "evaluation.rewards=null",
         f"rl.rewards={{'{rewards}:vowels': 2, '{rewards}:letters': 1}}",
     ]
     sets = [part for each in override for part in ("--set", each)]
@@ -196,15 +196,15 @@ def test_a_run_s_config_brings_questions_rewards_and_sampling_parameters(files, 
 @pytest.mark.parametrize(
     ("overrides", "fewest", "most"),
     [
-        ({"max_seq_len": "12", "sampler.engine": "{}"}, 1, 9),
-        ({"sampler.inference": "transformers", "sampler.engine": "{max_model_len: 10}"}, 1, 7),
-        ({"max_seq_len": "-1", "sampler.engine": "{}"}, 10, 30),
+        ({"train_parameters.max_seq_len": "12", "engine.max_model_len": "null"}, 1, 9),
+        ({"engine.inference": "transformers", "engine.max_model_len": "10", "engine.kv_cache_memory_bytes": "null"}, 1, 7),
+        ({"train_parameters.max_seq_len": "-1", "engine.max_model_len": "null"}, 10, 30),
     ],
 )  # fmt: skip
 def test_answers_are_as_long_as_in_the_run(files, tmp_path, overrides, fewest, most):
     config_of(files, tmp_path / "long")
     output = tmp_path / "found.json"
-    sets = [part for key, value in overrides.items() for part in ("--set", f"train_parameters.{key}={value}")]
+    sets = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
     more = ["--max_tokens", 30, "--param", "ignore_eos=true"]
     assert evaluate(files, files / "long.yaml", *sets, *more, "--output", output) == 0
     texts = [answer["completions"][0]["text"] for answer in json.loads(output.read_text())["answers"]]
@@ -278,9 +278,9 @@ def test_without_the_harness_its_tasks_are_refused_by_the_package_s_name(files, 
 def test_tasks_between_steps_have_the_numbers_of_the_exported_model(files, tmp_path):
     pytest.importorskip("lm_eval")
     names = [str(files / f"{name}.yaml") for name in ("choice", "generate", "rolling")]
-    overrides = [f"train_parameters.sampler.tasks=[{', '.join(names)}]", "rl.max_steps=2"]
-    overrides.append("train_parameters.sampler.prompts=null")
-    overrides.append("train_parameters.sampler.reward=null")
+    overrides = [f"evaluation.tasks=[{', '.join(names)}]", "rl.max_steps=2"]
+    overrides.append("evaluation.prompts=null")
+    overrides.append("evaluation.rewards=null")
     forked(reinforce, config_of(files, tmp_path / "run", overrides=overrides))
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     before, after = steps[0], steps[-1]

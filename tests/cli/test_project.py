@@ -92,7 +92,7 @@ def test_two_steps_write_to_their_own_folder_alone(project):
     mine = under_test("trackers={tensorboard: {}}", f"{SAMPLER}.output_jsonl_path=answers.jsonl")
     config = load_config("mine.yaml", mine.overrides)
     assert config.trackers == {}
-    assert config.train_parameters.samples_path.is_relative_to(mine.folder)
+    assert config.samples_path.is_relative_to(mine.folder)
 
 
 def test_two_steps_have_tokens_to_compare_and_no_best_model_to_wait_for(project, tmp_path, monkeypatch):

@@ -64,8 +64,8 @@ rl:
 
 # What is sampled together, and what is found in a cache, may change the last bit of a log-probability.
 ONE_AT_A_TIME = (
-    "train_parameters.sampler.engine.max_num_seqs=1",
-    "train_parameters.sampler.engine.enable_prefix_caching=False",
+    "engine.max_num_seqs=1",
+    "engine.enable_prefix_caching=False",
 )
 
 

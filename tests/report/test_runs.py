@@ -135,7 +135,7 @@ def test_samples_are_those_of_the_newest_step_each_group_first(tmp_path):
 
 def test_without_rollouts_the_answers_of_the_last_evaluation_are_shown(tmp_path):
     named = tmp_path / "elsewhere.jsonl"
-    (tmp_path / "config.yaml").write_text(f"train_parameters: {{sampler: {{output_jsonl_path: {named}}}}}\n")
+    (tmp_path / "config.yaml").write_text(f"evaluation: {{output_jsonl_path: {named}}}\n")
     run = RunFolder(tmp_path)
     assert run.newest_samples() == []
     answers = StepLines(named)
@@ -158,8 +158,8 @@ def test_a_folder_that_is_not_a_run_s_is_refused(tmp_path, name):
 
 def test_runs_are_told_apart_by_the_settings_that_differ(tmp_path):
     texts = [
-        "model: m\nrl: {algorithm: grpo}\n",
-        "model: m\nrl: {algorithm: ppo, critic: {lr: 1}}\ntrain_parameters: {output_dir: x}\n",
+        "model: m\nrl: {algorithm: {name: grpo}}\n",
+        "model: m\nrl: {algorithm: {name: ppo}, critic: {lr: 1}}\ntrain_parameters: {output_dir: x}\n",
     ]
     runs = []
     for name, text in zip("ab", texts, strict=True):
@@ -168,7 +168,7 @@ def test_runs_are_told_apart_by_the_settings_that_differ(tmp_path):
         runs.append(RunFolder(tmp_path / name / "run"))
     assert names_of(runs) == ["a/run", "b/run"]
     assert names_of([runs[0], runs[0]]) == ["run (1)", "run (2)"]
-    assert differences(runs) == {"rl.algorithm": ["grpo", "ppo"], "rl.critic.lr": [None, 1]}
+    assert differences(runs) == {"rl.algorithm.name": ["grpo", "ppo"], "rl.critic.lr": [None, 1]}
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "config.yaml").write_text("model: m\nrl: null\ndataset: {train_ds: x}\n")
-    assert differences([runs[1], RunFolder(tmp_path / "text")]) == {"rl.algorithm": ["ppo", None]}
+    assert differences([runs[1], RunFolder(tmp_path / "text")]) == {"rl.algorithm.name": ["ppo", None]}

@@ -89,7 +89,7 @@ def make_run(tmp_path, monkeypatch):
         (tmp_path / "first.py").write_text(APART.replace("LETTERS", repr(letters)))
         overrides = [
             f"rl.rewards={{'{tmp_path}/first.py:first': 1.0}}",
-            "rl.dynamic_sampling=True",
+            "rl.algorithm.dynamic_sampling=True",
             "rl.max_sampling_rounds=1",
             "rl.rollout.save_tokens=True",
             "rl.save_every=4",

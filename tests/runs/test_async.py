@@ -37,7 +37,7 @@ CASES = {
             2,
             "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, v_proj]}",
             "rl.async.update=recompute",
-            "rl.dynamic_sampling=True",
+            "rl.algorithm.dynamic_sampling=True",
         ),
     ),
 }
@@ -94,8 +94,8 @@ def test_what_cannot_overlap_is_refused(files, tmp_path):
     overrides = overlapping(1, "rl.rollout.source=file", f"rl.rollout.path={stored}")
     with pytest.raises(ConfigError, match=r"rl\.rollout\.source"):
         check_rl(config_of(files, tmp_path / "refused", overrides=overrides))
-    overrides = overlapping(1, "train_parameters.sampler.sleep=kv_cache")
-    with pytest.raises(ConfigError, match=r"sampler\.sleep"):
+    overrides = overlapping(1, "engine.sleep=kv_cache")
+    with pytest.raises(ConfigError, match=r"engine\.sleep"):
         check_rl(config_of(files, tmp_path / "refused", overrides=overrides))
     with pytest.raises(ConfigError, match=r"rl.async.overdue"):
         config_of(files, tmp_path / "refused", overrides=overlapping(1, "rl.async.overdue=never"))

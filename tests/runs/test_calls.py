@@ -171,8 +171,8 @@ def test_keywords_are_the_settings_of_a_config():
     train, rl = config.train_parameters, config.rl
     assert (train.seed, train.optimizer.lr, train.loop.epochs, train.max_seq_len) == (3, 0.5, 2, 32)
     assert (rl.max_steps, rl.collect.prompts, rl.collect.sampling_params) == (4, ("a",), {"max_tokens": 3})
-    assert rl.hyperparameters.clip_high == 0.4
-    assert train.sampler.engine.engine_args == {"max_model_len": 9}
+    assert rl.algorithm.settings.clip_high == 0.4
+    assert config.engine.engine_args == {"max_model_len": 9}
 
 
 def test_a_name_is_that_of_the_section_that_trains():
@@ -186,7 +186,7 @@ def test_a_name_is_that_of_the_section_that_trains():
     }
     config = config_from_keywords({**given, **of_rl}, "rl")
     assert config.preference is None
-    assert (config.rl.hyperparameters.beta, config.rl.hyperparameters.preference) == (0.2, "ipo")
+    assert (config.rl.algorithm.settings.beta, config.rl.algorithm.settings.preference) == (0.2, "ipo")
     data = {"dataset": {"train_ds": "t", "eval_ds": "e", "train_bs": 1, "eval_bs": 1}}
     config = config_from_keywords({**given, **data, "preference": {"loss": "dpo"}}, "train_parameters")
     assert (config.preference.loss, config.preference.beta) == ("dpo", 0.2)

@@ -53,7 +53,7 @@ def test_adapters_learn_from_rewards_and_a_teacher_while_the_engine_samples(file
         "rl.sampling_params={max_tokens: 8, temperature: 0.8}",
         "train_parameters.optimizer.lr=1.0e-2",
         "train_parameters.lora_peft_config={r: 8, target_modules: [q_proj, v_proj, up_proj, down_proj]}",
-        "train_parameters.sampler.lora_mode=merged",
+        "engine.lora_mode=merged",
     ]
     config = config_of(files, tmp_path / "beside", "grpo", overrides)
     reinforce(config)

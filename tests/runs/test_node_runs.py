@@ -24,8 +24,8 @@ def test_reinforcement_learning_with_an_environment_on_two_nodes(tmp_path):
     command = [ROOT / "examples/rl_example_mp.py", "--yaml_path", files / "run.yaml"]
     settings = [
         f"rl.environment={files}/games.py:Vowels",
-        "train_parameters.sampler.prompts=null",
-        "train_parameters.sampler.reward=null",
+        "evaluation.prompts=null",
+        "evaluation.rewards=null",
         "rl.max_steps=2",
         "train_parameters.sharding_strategy=HYBRID_SHARD",
     ]

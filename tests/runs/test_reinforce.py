@@ -215,8 +215,8 @@ def test_rollouts_that_one_run_kept_are_trained_on_by_another_beside_its_own(fil
 def test_an_algorithm_of_ones_own_a_tool_and_adapters_that_were_there(files, tmp_path):
     overrides = [
         f"rl.environment={TOOL}",
-        "train_parameters.sampler.prompts=null",
-        "train_parameters.sampler.reward=null",
+        "evaluation.prompts=null",
+        "evaluation.rewards=null",
         "rl.max_steps=1",
         f"model={save_adapters(files / 'model', tmp_path / 'adapters')}",
         "rl.kl_coef=0.1",
@@ -270,8 +270,8 @@ def test_an_agent_is_trained_on_bit_for_bit_as_an_environment(files, tmp_path):
     """The same tokens, log-probabilities and gradients, on two ranks, with one engine and with two."""
     (files / "two_ways.py").write_text(TWO_WAYS)
     overrides = [
-        "train_parameters.sampler.prompts=null",
-        "train_parameters.sampler.reward=null",
+        "evaluation.prompts=null",
+        "evaluation.rewards=null",
         "rl.sampling_params={max_tokens: 12, stop: [o, x, a]}",
         "rl.rollout.save_tokens=True",
         "rl.max_steps=1",
@@ -281,7 +281,7 @@ def test_an_agent_is_trained_on_bit_for_bit_as_an_environment(files, tmp_path):
     for prefix, name, num_engines in (("", "Played", 1), ("openai:", "agent", 2)):
         output = tmp_path / name
         where = [f"rl.environment={prefix}{files}/two_ways.py:{name}"]
-        where.append(f"train_parameters.sampler.engine.data_parallel_size={num_engines}")
+        where.append(f"engine.data_parallel_size={num_engines}")
         forked(reinforce, config_of(files, output, overrides=overrides + where))
         found.append((lines(output / "rollouts.jsonl"), weights_of(output)))
     (played, weights), (asked, weights_too) = found
@@ -295,8 +295,8 @@ def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
     (files / "game.py").write_text(GAME)
     overrides = [
         f"rl.environment={files}/game.py:Vowels",
-        "train_parameters.sampler.reward=null",
-        "train_parameters.sampler.sampling_params={max_tokens: 12, stop: [e, o, x], n: 2, temperature: 0.7}",
+        "evaluation.rewards=null",
+        "evaluation.sampling_params={max_tokens: 12, stop: [e, o, x], n: 2, temperature: 0.7}",
         "rl.sampling_params={max_tokens: 12, stop: [e, o, x]}",
         "rl.rewards={}",
         "rl.rollout.save_tokens=True",
@@ -345,11 +345,11 @@ GRAMMAR = "rl.sampling_params={structured_outputs: {choice: [b]}}"
         ("grpo", ["rl.sampling_params={temperature: null}"]),
         ("grpo", ["rl.sampling_params={temperature: .inf}"]),
         ("grpo", ["rl.sampling_params={structured_outputs: {structural_tag: a}}"]),
-        ("grpo", [GRAMMAR, "train_parameters.sampler.engine.structured_outputs_config={backend: guidance}"]),
-        ("grpo", ["train_parameters.sampler.engine.logprobs_mode=raw_logprobs"]),
-        ("grpo", ["train_parameters.sampler.engine.logits_processors=['mine:Processor']"]),
-        ("grpo", ["train_parameters.sampler.engine.watermark_config={key: 1}"]),
-        ("grpo", ["train_parameters.sampler.engine.hf_overrides={rope_theta: 1.0}"]),
+        ("grpo", [GRAMMAR, "engine.structured_outputs_config={backend: guidance}"]),
+        ("grpo", ["engine.logprobs_mode=raw_logprobs"]),
+        ("grpo", ["engine.logits_processors=['mine:Processor']"]),
+        ("grpo", ["engine.watermark_config={key: 1}"]),
+        ("grpo", ["engine.hf_overrides={rope_theta: 1.0}"]),
         ("grpo", ["rl.rewards={}"]),
         ("grpo", ["rl.rewards={countdown: .nan}"]),
         ("grpo", ["rl.rewards={countdown: -.inf}"]),
@@ -368,21 +368,21 @@ GRAMMAR = "rl.sampling_params={structured_outputs: {choice: [b]}}"
         ("online_dpo", ["rl.kl_coef=0.1", "rl.kl_in=reward"]),
         ("gdpo", ["rl.kl_coef=0.1", "rl.kl_in=reward"]),
         ("gdpo", ["rl.missing_end_penalty=0.5"]),
-        ("gdpo", ["rl.dynamic_sampling=True"]),
-        ("ppo", ["rl.group_size=1", "rl.dynamic_sampling=True"]),
+        ("gdpo", ["rl.algorithm.dynamic_sampling=True"]),
+        ("ppo", ["rl.group_size=1", "rl.algorithm.dynamic_sampling=True"]),
         ("ppo", ["rl.critic.warmup_steps=4"]),
         ("reinforce_pp", ["rl.group_size=1", "rl.prompts_per_step=1"]),
-        ("reinforce", ["rl.group_size=1", "rl.whiten_advantages=True", "rl.prompts_per_step=1"]),
-        ("online_dpo", ["rl.preference=ipo", "rl.label_smoothing=0.1"]),
+        ("reinforce", ["rl.group_size=1", "rl.algorithm.whiten_advantages=True", "rl.prompts_per_step=1"]),
+        ("online_dpo", ["rl.algorithm.preference=ipo", "rl.algorithm.label_smoothing=0.1"]),
         ("online_dpo", ["rl.off_policy_mask=0.5"]),
         ("grpo", ["rl.correction.preset=bypass", "rl.correction.level=token"]),
         ("grpo", ["rl.overlong_buffer_tokens=9"]),
         ("rloo", [f"rl.environment={TOOL}", "rl.overlong_buffer_tokens=4"]),
         ("grpo", [f"rl.environment={TOOL}", "rl.algorithm=remax"]),
-        ("pass_at_k", ["rl.pass_k=4"]),
-        ("clip_cov", ["rl.covariance_low=9.0"]),
+        ("pass_at_k", ["rl.algorithm.pass_k=4"]),
+        ("clip_cov", ["rl.algorithm.covariance_low=9.0"]),
         ("gmpo", ["rl.top_entropy_quantile=0.2"]),
-        ("grpo", ["train_parameters.sampler.engine.max_model_len=65"]),
+        ("grpo", ["engine.max_model_len=65"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[-1],
 )
@@ -447,7 +447,7 @@ def test_completions_under_a_grammar_are_trained_on_as_they_were_drawn(
     overrides = [
         f"rl.sampling_params={{max_tokens: 8, structured_outputs: {{regex: '[b-k]{{2,5}}'}}{cuts}}}",
         "rl.correction.preset=tis",
-        f"train_parameters.sampler.engine.data_parallel_size={engines}",
+        f"engine.data_parallel_size={engines}",
         "rl.rollout.save_tokens=True",
         "rl.max_steps=2",
     ]
@@ -480,8 +480,8 @@ def test_completions_under_a_grammar_are_trained_on_as_they_were_drawn(
 @pytest.mark.slow
 def test_transformers_samples_what_the_trainer_computes(files, tmp_path):
     overrides = [
-        "train_parameters.sampler.inference=transformers",
-        "train_parameters.sampler.engine={}",
+        "engine.inference=transformers",
+        "engine={}",
         "rl.sampling_params={max_tokens: 8, temperature: 0.7, top_p: 0.9}",
         "rl.max_steps=2",
         "rl.correction.preset=tis",
@@ -510,7 +510,7 @@ def gain(files, output, algorithm, reward):
         "rl.save_every=100",
         "rl.max_tokens_per_micro_batch=2048",
         "train_parameters.optimizer.lr=3e-3",
-        "train_parameters.sampler.sample_frequency=100",
+        "evaluation.every=100",
     ]
     forked(reinforce, config_of(files, output, algorithm, overrides), world_size=1)
     # Of the true reward, whatever was trained on.

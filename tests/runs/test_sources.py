@@ -41,7 +41,7 @@ def overrides_of(files, **sources):
         f"rl.sources={json.dumps(given)}",
         "rl.rewards={}",
         "train_parameters.max_seq_len=256",
-        "train_parameters.sampler.engine.max_model_len=256",
+        "engine.max_model_len=256",
         "rl.max_tokens_per_micro_batch=256",
         *ONE_AT_A_TIME,
     ]

@@ -27,7 +27,7 @@ RUNS = {
             "rl.kl_coef=0.05",
             "train_parameters.use_mp=True",
             "train_parameters.use_activation_checkpointing=offload",
-            "train_parameters.sampler.offload_optimizer=True",
+            "engine.offload_optimizer=True",
         ],
     ),
     "PPO of adapters": (

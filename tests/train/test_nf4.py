@@ -159,8 +159,8 @@ SAMPLER = f"{TRAIN}.sampler={{prompts: [a]}}"
         ([], ["quantization"]),
         ([ADAPTED, f"{TRAIN}.cpu_offload=true"], ["cpu_offload"]),
         ([ADAPTED, f"{TRAIN}.low_cpu_mem_usage=true"], ["low_cpu_mem_usage"]),
-        ([ADAPTED, SAMPLER, f"{TRAIN}.sampler.lora_mode=merged"], ["sampler.lora_mode"]),
-        ([ADAPTED, SAMPLER, f"{TRAIN}.sampler.inference=transformers"], ["sampler.lora_mode"]),
+        ([ADAPTED, SAMPLER, "engine.lora_mode=merged"], ["engine.lora_mode"]),
+        ([ADAPTED, SAMPLER, "engine.inference=transformers"], ["engine.lora_mode"]),
         ([f"{TRAIN}.lora_peft_config={{r: 4, use_dora: true}}"], ["lora_peft_config.use_dora"]),
     ],
 )

@@ -16,6 +16,7 @@ from vectorlm.cli.arguments import add_set_argument
 from vectorlm.cli.sample import (
     MAX_TOKENS,
     add_sampling_arguments,
+    chat_settings,
     check_sampling,
     open_engine,
     read_pairs,
@@ -24,6 +25,7 @@ from vectorlm.cli.sample import (
 )
 from vectorlm.data.encoding import is_messages, split_unfinished
 from vectorlm.data.prompts import read_prompts
+from vectorlm.data.settings import PLAIN_CHAT, ChatSettings
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.topology import has_gpu
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm evaluate``."""
     help_text = (
-        "a run's config file: its held-out questions (sampler.prompts), rewards and sampling parameters"
+        "a run's config file: its held-out questions (evaluation.prompts), rewards and sampling parameters"
     )
     parser.add_argument("yaml_path", nargs="?", metavar="my.yaml", help=help_text)
     add_set_argument(parser)
@@ -278,7 +280,7 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
 
         longest = context_length(AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model))
     engine_args = {**exam.engine_args, **({} if longest == -1 else {"max_model_len": longest})}
-    with open_engine(args.engine, model, adapter, engine_args) as engine, ExitStack() as stack:
+    with open_engine(args.engine, model, adapter, engine_args, exam.chat) as engine, ExitStack() as stack:
         engine.wait_until_ready()
         play = {}
         if exam.environment is not None and exam.collect is not None:
@@ -324,6 +326,7 @@ class Exam:
     """Weight of each reward function, by its name."""
     sampling_params: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": MAX_TOKENS})
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    chat: ChatSettings = PLAIN_CHAT
     timeout_s: float | None = 300.0
     """Seconds to wait for a call of a reward function; None waits forever."""
     at_k: Sequence[int] = ()
@@ -358,6 +361,7 @@ def read_exam(args: argparse.Namespace) -> Exam:
     exam.sampling_params = {**exam.sampling_params, **sampling_params(args)}
     engine_args = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
     exam.engine_args = {**exam.engine_args, **engine_args}
+    exam.chat = chat_settings(args, exam.chat)
     exam.at_k = args.at_k or exam.at_k
     num_answers = exam.sampling_params.get("n") or 1
     if (largest := max(exam.at_k, default=1)) > num_answers:
@@ -376,49 +380,48 @@ def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
 
     The rewards of `rl` score them if no reward is set for them.
     """
-    sampler, rl = config.train_parameters.sampler, config.rl
+    evaluation, rl = config.evaluation, config.rl
     sources = {} if rl is None else rl.by_source
     known = [name for name, settings in sources.items() if settings.held_out is not None]
-    if source is not None and (sampler is None or source not in known):
+    if source is not None and source not in known:
         raise ConfigError(
             f"--source {source}: rl.sources must have a source of that name with held_out questions. It has "
             f"{', '.join(known) or 'none at all'}."
         )
-    if sampler is None or (source is None and sampler.evaluation.prompts is None and reads_prompts):
+    if source is None and evaluation.prompts is None and reads_prompts:
         raise ConfigError(
-            "train_parameters.sampler.prompts=null: the config has no held-out questions. Use --source if rl.sources "
+            "evaluation.prompts=null: the config has no held-out questions. Use --source if rl.sources "
             "have some, or --prompts, and --reward if the config has no reward either."
         )
     if source is None:
-        held_out = sampler.evaluation
-        prompts, reward, further = held_out.prompts, held_out.reward, held_out.further_rewards
+        prompts, rewards = evaluation.prompts, dict(config.evaluation_rewards)
         environment = None if rl is None else rl.collect.environment_of("")
     else:
-        prompts, reward, further = sources[source].held_out, config.held_out_rewards.get(source), ()
+        prompts = sources[source].held_out
+        rewards = {config.held_out_rewards[source]: 1.0} if source in config.held_out_rewards else {}
         environment = sources[source].environment
-    settings = sampler.engine
+    settings = config.engine
     exam = Exam(
-        sampling_params=settings.sampling_params,
+        sampling_params=evaluation.sampling_params,
         timeout_s=settings.timeout_s,
-        at_k=sampler.evaluation.at_k,
+        at_k=evaluation.at_k,
+        chat=config.chat,
         environment=environment,
         collect=None if rl is None else rl.collect,
         seed=config.train_parameters.seed,
     )
     if settings.inference == "vllm":
-        dtype = config.train_parameters.engine_dtype(has_gpu())
+        dtype = config.engine_dtype(has_gpu())
         exam.engine_args = {"dtype": dtype, **settings.engine_args}
     if rl is not None:
         # Answers end where they end in the run: half an answer is wrong.
-        exam.max_seq_len = config.train_parameters.longest_rollout
+        exam.max_seq_len = config.longest_rollout
     if reads_prompts and prompts is not None:
         exam.prompt_records = read_prompts(prompts)
-    if reward is not None:
-        exam.rewards = dict.fromkeys((reward, *further), 1.0)
+    if rewards:
+        exam.rewards = rewards
     elif rl is not None:
         if rl.reward.reward_models:
-            raise ConfigError(
-                "rl.reward_models cannot be used by this command. Set train_parameters.sampler.reward."
-            )
+            raise ConfigError("rl.reward_models cannot be used by this command. Set evaluation.rewards.")
         exam.rewards, exam.timeout_s = dict(rl.reward.rewards), rl.reward.reward_timeout_s
     return exam

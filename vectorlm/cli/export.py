@@ -164,7 +164,7 @@ def _load(source: Source) -> tuple[Any, Any]:
     if source.step is not None:
         config = load_config(source.run / "config.yaml")
         train = config.train_parameters
-        tokenizer = load_tokenizer(config.model, config.step_separator)
+        tokenizer = load_tokenizer(config.model, config.chat, config.step_separator)
         model: Any
         if config.reward_model is None:
             model = load_model(config.model, dtype=train.model.dtype)

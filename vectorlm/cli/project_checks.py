@@ -18,7 +18,7 @@ import tempfile
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from vectorlm.rl.rewards.registry import RewardSignature, get_reward
 from vectorlm.rl.rewards.runner import Scorable
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.schema import Config, RLSettings
+from vectorlm.runs.config.setting import to_plain
 from vectorlm.runs.preflight.checked import preflight
 from vectorlm.runs.preflight.local_model import resolve_model
 from vectorlm.types import RewardResult
@@ -95,7 +96,7 @@ class ProjectUnderTest:
     @property
     def overrides(self) -> list[str]:
         """Overrides that make the run short and small; `preflight` accepts them for every valid config."""
-        train, collect = self.config.train_parameters, self.rl.collect
+        collect = self.rl.collect
         num_prompts = min(collect.prompts_per_step, NUM_PROMPTS)
         # vLLM refuses fewer than min_tokens.
         max_tokens = max(
@@ -110,7 +111,7 @@ class ProjectUnderTest:
             "model": str(self.model),
             # The run writes only to this folder.
             "train_parameters.output_dir": str(self.folder / "run"),
-            "train_parameters.sampler.output_jsonl_path": None,
+            "evaluation.output_jsonl_path": None,
             "trackers": {},
             "enable_wandb_logging": False,
             # Two short steps, without a profile, which would begin later.
@@ -136,18 +137,15 @@ class ProjectUnderTest:
             "train_parameters.merge_adapters": False,
             "train_parameters.lora_peft_config": None,
             # A tiny model's answers are similar and cut off. Train on all of them, to compare them with the engine's.
-            "rl.dynamic_sampling": False,
+            "rl.algorithm.dynamic_sampling": False,
             "rl.drop_truncated": False,
             "rl.correction": {},
         }
-        sampler = train.sampler
-        if sampler is None or sampler.engine.inference in ("vllm", "server"):
+        if self.config.engine.inference in ("vllm", "server"):
             # Arguments of vLLM or a server fit the config's model and devices.
-            changes |= {
-                "train_parameters.sampler.inference": "vllm",
-                "train_parameters.sampler.vllm_dtype": "float32",
-                "train_parameters.sampler.engine": {"kv_cache_memory_bytes": 64 << 20},
-            }
+            ours = to_plain(replace(self.config.engine, engine_args={}))
+            own = {"inference": "vllm", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20}
+            changes["engine"] = {**ours, **own}
         return [f"{name}={json.dumps(value)}" for name, value in changes.items()]
 
     @functools.cached_property

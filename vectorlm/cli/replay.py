@@ -105,13 +105,13 @@ def _replay(run: Path, step: int) -> int:
         raise ConfigError(f"--step {step} is not in {run}/metrics.jsonl, which ends at step {max(logged)}.")
     config = load_config(run / "config.yaml")
     train, rl = config.train_parameters, config.rl
-    if rl is None or train.sampler is None:
+    if rl is None:
         raise ConfigError(f"{run} must be a run of reinforcement learning. Name another folder.")
     if logged[step][-1].get("rollout/groups") == 0:
         raise ConfigError(
             f"--step {step}: the step must have trained on a group, but it kept none. Choose another step."
         )
-    spec = get_algorithm(rl.algorithm)
+    spec = get_algorithm(rl.algorithm.name)
     if spec.needs_greedy or spec.needs_parts:
         raise ConfigError(
             f"rl.algorithm={spec.name}: its steps cannot be repeated, because they need more than is logged. "
@@ -129,11 +129,10 @@ def _replay(run: Path, step: int) -> int:
             source = folder_of(run / "checkpoints", first)
             # Links take no disk space.
             shutil.copytree(source, folder_of(output / "checkpoints", first), copy_function=os.link)
-        sampler = replace(train.sampler, evaluation=EvaluationSettings())
         keep = replace(
             train.keep, keep_best=False, final_model="last", early_stopping_patience=None, best_metric=None
         )
-        train = replace(train, output_dir=str(output), checkpointing_enabled=True, sampler=sampler, keep=keep)
+        train = replace(train, output_dir=str(output), checkpointing_enabled=True, keep=keep)
         sources = {name: replace(source, held_out=None) for name, source in rl.collect.sources.items()}
         rl = replace(
             rl,
@@ -142,7 +141,8 @@ def _replay(run: Path, step: int) -> int:
             save_every=rl.max_steps,
             show_every=0,
         )
-        config = replace(config, train_parameters=train, rl=rl, trackers={}, enable_wandb_logging=False)
+        config = replace(config, train_parameters=train, evaluation=EvaluationSettings(), rl=rl)
+        config = replace(config, trackers={}, enable_wandb_logging=False)
         world_size = json.loads((run / "run.json").read_text())["versions"]["world_size"]
         checked = preflight(config, world_size)
         launch(_on_rank, checked, run / "rollouts.jsonl", step, max_lag, world_size=world_size)

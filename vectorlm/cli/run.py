@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from textwrap import indent
 
 from vectorlm.cli import at_interrupt, exit_code
 from vectorlm.cli.arguments import (
@@ -20,7 +21,7 @@ from vectorlm.cli.arguments import (
 )
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
-from vectorlm.runs.config.load import load_config
+from vectorlm.runs.config.load import config_text, load_config
 from vectorlm.runs.preflight.accelerate import accelerate_overrides
 from vectorlm.runs.preflight.checked import preflight
 from vectorlm.runs.preflight.local_model import missing_files, with_download
@@ -96,7 +97,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_command(args: argparse.Namespace) -> int:
-    """Check a config file and print a summary of the run."""
+    """Check a config file; print all settings as YAML, and a summary of the run as comments."""
     checked = preflight(config_from_arguments(args), args.world_size, args.nnodes)
     asked = args.device_memory_gib
     device_bytes = device_memory_bytes() if asked is None else int(asked * GIB)
@@ -113,9 +114,9 @@ def check_command(args: argparse.Namespace) -> int:
         from vectorlm.runs.preflight.dry_run import dry_run
 
         notes = dry_run(checked.config)
-    print(f"{args.yaml_path}: ok")
-    print(summarise(checked, args.world_size, args.nnodes, notes))
-    print(report)
+    summary = summarise(checked, args.world_size, args.nnodes, notes)
+    print(config_text(checked.config))
+    print(indent(f"{args.yaml_path}: ok\n{summary}\n{report}", "# ", lambda line: True))
     return 0
 
 
@@ -149,7 +150,8 @@ def preprocess_command(args: argparse.Namespace) -> int:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with at_interrupt(f"{settings.save_path} is unchanged"):
-            summary = preprocess(settings, load_tokenizer(config.model), config.train_parameters.max_seq_len)
+            tokenizer = load_tokenizer(config.model, config.chat)
+            summary = preprocess(settings, tokenizer, config.train_parameters.max_seq_len)
     finally:
         signal.signal(signal.SIGTERM, before)
     print(f"{settings.save_path}:\n{summary}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.data.encoding import has_chat_template
+from vectorlm.data.settings import PLAIN_CHAT, ChatSettings
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.packages import is_installed
 from vectorlm.report.metrics import printable
@@ -60,6 +61,16 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, metavar="N", help="completions of each prompt (default 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes the answers repeatable")
     help_text = "any other sampling parameter, for example top_p=0.9; may be repeated"
+    parser.add_argument("--chat_template", metavar="FILE", help="a Jinja file to use as the chat template")
+    help_text = "a variable of the chat template, for example enable_thinking=false; may be repeated"
+    parser.add_argument(
+        "--chat_template_kwarg",
+        dest="variables",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=help_text,
+    )
     parser.add_argument(
         "--param", dest="params", action="append", default=[], metavar="NAME=VALUE", help=help_text
     )
@@ -87,14 +98,16 @@ def sample_command(args: argparse.Namespace) -> int:
     asked: list[Prompt] = [
         [*system, {"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts
     ]
-    if is_chat and not has_chat_template(model):
+    chat = chat_settings(args, PLAIN_CHAT)
+    has_template = chat.chat_template is not None or has_chat_template(model)
+    if is_chat and not has_template:
         raise ConfigError(
             f"--chat needs a chat template, but the tokenizer of {model} has none. Leave it out."
         )
     from vectorlm.report.step_lines import sample_with_progress
 
     check_sampling(args.engine, params)
-    with open_engine(args.engine, model, adapter, {}) as engine:
+    with open_engine(args.engine, model, adapter, {}, chat) as engine:
         engine.wait_until_ready()
         sampled = sample_with_progress(engine, asked, params)
     pages = []
@@ -104,12 +117,21 @@ def sample_command(args: argparse.Namespace) -> int:
             texts = [f"[{number}] {text}" for number, text in enumerate(texts, start=1)]
         pages.append("\n".join([f"> {prompt}", *texts]))
     print(printable("\n\n".join(pages)))
-    if not is_chat and has_chat_template(model):
+    if not is_chat and has_template:
         print(
             "this tokenizer has a chat template, but the prompt was sent as plain text (--chat sends it as a message)",
             file=sys.stderr,
         )
     return 0
+
+
+def chat_settings(args: argparse.Namespace, given: ChatSettings) -> ChatSettings:
+    """Return `given` with the template and the variables of the command line."""
+    variables = read_pairs("--chat_template_kwarg", "enable_thinking=false", args.variables)
+    return ChatSettings(
+        chat_template=args.chat_template or given.chat_template,
+        chat_template_kwargs={**given.chat_template_kwargs, **variables},
+    )
 
 
 def require_model(args: argparse.Namespace) -> tuple[str, str | None]:
@@ -155,9 +177,13 @@ def check_sampling(inference: str, params: Mapping[str, Any]) -> None:
 
 @contextmanager
 def open_engine(
-    inference: str, model: str, adapter: str | None, engine_args: Mapping[str, Any]
+    inference: str,
+    model: str,
+    adapter: str | None,
+    engine_args: Mapping[str, Any],
+    chat: ChatSettings = PLAIN_CHAT,
 ) -> Iterator[Any]:
-    """Start the engine, with the weights of the adapters if there are any.
+    """Start the engine, with the weights of the adapters if there are any, and the chat template `chat`.
 
     An `EngineError` keeps its first paragraph only, without the engine's traceback.
     """
@@ -165,14 +191,14 @@ def open_engine(
         if inference == "vllm":
             from vectorlm.sampling.engine import SamplingEngine
 
-            opened: Any = SamplingEngine(model, **engine_args)
+            opened: Any = SamplingEngine(model, chat=chat, **engine_args)
         else:
             from transformers.utils import logging
 
             from vectorlm.sampling.inline_engines import HFEngine
 
             logging.disable_progress_bar()
-            opened = HFEngine(model, max_model_len=engine_args.get("max_model_len"))
+            opened = HFEngine(model, max_model_len=engine_args.get("max_model_len"), chat=chat)
         with opened as engine:
             if adapter is not None:
                 from transformers import AutoModelForCausalLM

@@ -10,10 +10,23 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
-from vectorlm.errors import EngineError
+from vectorlm.errors import ConfigError, EngineError
+from vectorlm.settings import nearest
 from vectorlm.types import Prompt, PromptRecord
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+VARIABLES = "vectorlm_chat_template_kwargs"
+"""Attribute of a tokenizer: the variables of `with_template`."""
+OWN_VARIABLES = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_dict",
+}
+"""Names that a call of the template sets."""
 
 SPOKEN = "(what-the-policy-wrote)"
 """Placeholder for the policy's turn when a template renders the replies."""
@@ -52,8 +65,36 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
         raise EngineError(f"the tokenizer of {str(name)!r} cannot be read: {error}") from error
 
 
+def with_template(tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]) -> Any:
+    """Return the tokenizer, which renders chats with the template in the file `chat_template` and with `variables`.
+
+    Raises:
+        ConfigError: The file cannot be read, or the template does not read a variable.
+    """
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template={chat_template!r} cannot be read: {error}") from error
+    if variables:
+        read = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or "")))
+        for name in variables:
+            if name in OWN_VARIABLES or name not in read:
+                rule = (
+                    "is set by vectorlm itself"
+                    if name in OWN_VARIABLES
+                    else "is not read by the chat template"
+                )
+                raise ConfigError(
+                    f"chat_template_kwargs.{name} {rule}. {nearest(name, read - OWN_VARIABLES)}".rstrip()
+                )
+        setattr(tokenizer, VARIABLES, dict(variables))
+    return tokenizer
+
+
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
     """Apply the tokenizer's chat template to `messages`; all of vectorlm's template calls are here."""
+    how = {**getattr(tokenizer, VARIABLES, {}), **how}
     return _rendered(lambda plain: tokenizer.apply_chat_template(plain, **how), messages)
 
 
@@ -69,6 +110,7 @@ def marked_spans(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: A
             chat_template=tokenizer.get_chat_template(None, tools),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
+            **getattr(tokenizer, VARIABLES, {}),
         ),
         messages,
     )

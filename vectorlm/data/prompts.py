@@ -56,7 +56,7 @@ class LazyPrompts(Sequence[PromptRecord]):
 
 def read_prompts(
     source: str | Path | Sequence[str] | PromptSettings,
-    setting: str = "sampler.prompts",
+    setting: str = "evaluation.prompts",
     *,
     is_held_out: bool = True,
 ) -> Sequence[PromptRecord]:
@@ -259,7 +259,7 @@ def check_lengths(
         if len(token_ids) > max_tokens:
             raise DatasetError(
                 f"prompt {index} of {setting} has {len(token_ids)} tokens, but at most {max_tokens} leave room for an "
-                "answer. Leave it out, or raise train_parameters.max_seq_len and sampler.engine.max_model_len."
+                "answer. Leave it out, or raise train_parameters.max_seq_len and engine.max_model_len."
             )
         longest = max(longest, len(token_ids))
     return longest

@@ -96,6 +96,21 @@ class PreprocessSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatSettings:
+    """Settings for the model's chat template."""
+
+    chat_template: PathText | None = None
+    """File with a chat template (Jinja) that replaces the tokenizer's, also in `final-model`."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for all chats: prompts, datasets, evaluations and requests of agents. For example
+    `{enable_thinking: false}` for Qwen3."""
+
+
+PLAIN_CHAT = ChatSettings()
+"""The tokenizer's own template, without variables."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CurriculumSettings:
     """Levels of difficulty that follow the mean score; a level is one of every attribute of the curriculum."""
 

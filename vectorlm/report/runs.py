@@ -100,7 +100,7 @@ class RunFolder:
     @property
     def samples_path(self) -> Path:
         """The file with the answers of evaluations."""
-        named = self.config.get("train_parameters.sampler.output_jsonl_path")
+        named = self.config.get("evaluation.output_jsonl_path")
         return Path(named) if named else self.path / "samples.jsonl"
 
     @property
@@ -265,7 +265,7 @@ def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
         for top in ("rl.", "dataset.")
     }
     alone = {name for name in every for top in has_all if name.startswith(top) and not has_all[top]}
-    names = sorted(every - sections - (alone - {"rl.algorithm"}))
+    names = sorted(every - sections - (alone - {"rl.algorithm.name"}))
     found = {name: [config.get(name) for config in known] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 

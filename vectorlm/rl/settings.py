@@ -52,7 +52,7 @@ class SourceSettings:
     environment: Text | None = None
     """The environment or agent of these prompts; null means `rl.environment`."""
     held_out: PromptSource | None = None
-    """More held-out questions, besides `train_parameters.sampler.prompts`. The first of `rewards` scores the answers,
+    """More held-out questions, besides `evaluation.prompts`. The first of `rewards` scores the answers,
     also logged as `eval/accuracy/NAME`."""
 
     @property
@@ -89,7 +89,7 @@ class CollectSettings:
     """Concurrency limit: rollouts that may use an engine at the same time. Rollouts that wait for their environment do
     not count. `auto` takes as many groups as the engine samples sequences at once; with an environment or agent it
     starts at 64 rollouts and grows while the engine's throughput grows."""
-    max_sampling_rounds: Annotated[PositiveInt, ReadIf("rl.dynamic_sampling")] = 4
+    max_sampling_rounds: Annotated[PositiveInt, ReadIf("rl.algorithm.dynamic_sampling")] = 4
     """Rounds of sampling with `dynamic_sampling`; after the last round the step trains on the groups it has."""
     overlong_buffer_tokens: NonNegativeInt = 0
     """Tokens before `max_tokens` over which a length penalty grows from 0; 0 turns the penalty off."""

@@ -161,12 +161,12 @@ def _tokens_needed(config: Config, rl: RLSettings, records: Sequence[PromptRecor
         )
     from vectorlm.train.load import load_tokenizer
 
-    tokenizer, sampler = load_tokenizer(config.model), config.train_parameters.sampler
+    tokenizer = load_tokenizer(config.model, config.chat)
     needed = max_tokens + check_lengths(records, tokenizer, math.inf, "prompts")
-    if sampler is not None and sampler.evaluation.prompts is not None:
-        held_out = read_prompts(sampler.evaluation.prompts, "train_parameters.sampler.prompts")
-        longest = check_lengths(held_out, tokenizer, math.inf, "train_parameters.sampler.prompts")
-        needed = max(needed, longest + (sampler.engine.sampling_params.get("max_tokens") or 16))
+    if config.evaluation.prompts is not None:
+        held_out = read_prompts(config.evaluation.prompts, "evaluation.prompts")
+        longest = check_lengths(held_out, tokenizer, math.inf, "evaluation.prompts")
+        needed = max(needed, longest + (config.evaluation.sampling_params.get("max_tokens") or 16))
     return needed
 
 
@@ -249,14 +249,15 @@ def _preprocess_parts(config: Config, rows: Mapping[str, Any], folder: Path) -> 
     from vectorlm.data.summary import Summary, vocabulary_of
     from vectorlm.train.load import load_tokenizer
 
-    tokenizer, how, longest = load_tokenizer(config.model), config.dataset_preprocess, 0
+    tokenizer, how, longest = load_tokenizer(config.model, config.chat), config.dataset_preprocess, 0
     max_seq_len = config.train_parameters.max_seq_len
     assert how is not None
     for part, source in rows.items():
         target, note = folder / part, folder / f"{part}.digest"
         settings = replace(how, load_path=_saved(source, folder / f"{part}-rows"), save_path=str(target))
         source_digest, template = _digest(settings.load_path), tokenizer.chat_template
-        made_of = repr((settings, max_seq_len, vocabulary_of(tokenizer), template, source_digest))
+        variables = config.chat.chat_template_kwargs
+        made_of = repr((settings, max_seq_len, vocabulary_of(tokenizer), template, variables, source_digest))
         digest = hashlib.sha256(made_of.encode(errors="replace")).hexdigest()
         # Reuse the rows of an earlier call only if this call would make the same ones.
         if not ((target / "state.json").exists() and note.exists() and note.read_text() == digest):

@@ -99,13 +99,12 @@ def open_recorder(
     uploads = None
     if run.config.push_to_hub is not None and run.topology.is_main:
         uploads = run.stack.enter_context(HubUploads(run.config.push_to_hub, say))
-    sampler = settings.sampler
     return Recorder(
         num_steps=num_steps,
         sink=sink,
         say=say,
         evaluation=_make_evaluator(run, turn, resume_step, say, play or {}, stopping.falling),
-        evaluate_every=(sampler and sampler.evaluation.sample_frequency) or num_steps,
+        evaluate_every=run.config.evaluation.every or num_steps,
         checkpoints=store,
         save_every=save_every,
         resume_step=resume_step,
@@ -136,16 +135,14 @@ def _make_evaluator(
     falling: dict[str, bool],
 ) -> Evaluator | None:
     """Return the evaluator of held-out prompts and tasks; None if there are none."""
-    settings = run.config.train_parameters
-    sampler = settings.sampler
-    if turn is None or sampler is None:
+    if turn is None:
         return None
     run_tasks: Callable[[], dict[str, float]] | None = None
-    timeout_s = sampler.engine.timeout_s
-    if sampler.evaluation.tasks:
+    timeout_s = run.config.engine.timeout_s
+    if run.config.evaluation.tasks:
         from vectorlm.rl.evaluation import harness
 
-        tasks = harness.load_tasks(sampler.evaluation.tasks, "train_parameters.sampler.tasks")
+        tasks = harness.load_tasks(run.config.evaluation.tasks, "evaluation.tasks")
         longest = run.config.engine_arguments(run.topology.is_cuda).get("max_model_len")
         if longest is None:
             longest = harness.context_length(AutoConfig.from_pretrained(run.config.model), run.tokenizer)
@@ -167,14 +164,15 @@ def _make_evaluator(
     return Evaluator(
         turn,
         run.checked.evaluation_prompts,
-        samples_path=settings.samples_path if run.topology.is_main else None,
+        samples_path=run.config.samples_path if run.topology.is_main else None,
         resume_step=resume_step,
         of_source={source: function(name) for source, name in run.config.held_out_rewards.items()},
-        further={short_name(name): function(name) for name in sampler.evaluation.further_rewards},
-        at_k=sampler.evaluation.at_k,
+        weights={short_name(name): weight for name, weight in run.config.evaluation_rewards.items()},
+        further={short_name(name): function(name) for name in [*run.config.evaluation_rewards][1:]},
+        at_k=run.config.evaluation.at_k,
         play=play,
         # 16 is the default of vLLM and of the other backends.
-        max_tokens=sampler.engine.sampling_params.get("max_tokens", 16) or math.inf,
+        max_tokens=run.config.evaluation.sampling_params.get("max_tokens", 16) or math.inf,
         run_tasks=run_tasks,
         say=say,
     )

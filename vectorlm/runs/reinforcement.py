@@ -90,7 +90,7 @@ def reinforce(
     with open_run(config, topology, engine) as run:
         rl = run.config.rl
         assert rl is not None
-        loop = _build(run, rl, get_algorithm(rl.algorithm), callbacks, recorded)
+        loop = _build(run, rl, get_algorithm(rl.algorithm.name), callbacks, recorded)
         loop.run()
         finish(run, loop.models.policy.model, loop.recorder, loop.step)
         if loop.is_unscored:
@@ -103,12 +103,11 @@ def reinforce(
 def _build(
     run: Run, rl: RLSettings, spec: AlgorithmSpec, callbacks: Sequence[Any], recorded: Source | None
 ) -> RLLoop:
-    settings, sampler = run.config.train_parameters, run.config.train_parameters.sampler
+    settings = run.config.train_parameters
     models = _models(run, rl, spec)
     turn = run.make_turn(models.policy.model, models.policy_step.optimizer)
     assert run.engine is not None
     assert turn is not None
-    assert sampler is not None
     # Held-out questions without a source have the environment of prompts without one.
     names = {source: rl.collect.environment_of(source) for source in ("", *rl.by_source)}
     environments = SamplerBuilder(
@@ -116,12 +115,12 @@ def _build(
         run.engine,
         # A copy: the actors encode in their own threads.
         copy.deepcopy(run.tokenizer),
-        max_model_len=settings.longest_rollout,
+        max_model_len=run.config.longest_rollout,
         timeout_s=rl.collect.environment_timeout_s,
         stack=run.stack,
         log_path=run.output / "rewards.log",
     )
-    play = environments.player(rl.collect, sampler.engine.sampling_params, settings.seed)
+    play = environments.player(rl.collect, run.config.evaluation.sampling_params, settings.seed)
     recorder = open_recorder(
         run,
         turn,
@@ -240,7 +239,7 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
     settings = run.config.train_parameters
     peak_tflops = settings.loop.device_peak_tflops
     return StepSettings(
-        hparams=rl.hyperparameters,
+        hparams=rl.algorithm.settings,
         correction=correction_of(rl.correction, spec),
         mismatch=rl.correction.mismatch,
         update=rl.update,
@@ -322,7 +321,7 @@ def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RewardScorer:
         pool=run.reward_workers,
         timeout_s=rl.reward.reward_timeout_s,
         on_error=rl.reward.on_reward_error,
-        drops_constant_groups=rl.hyperparameters.dynamic_sampling,
+        drops_constant_groups=rl.algorithm.settings.dynamic_sampling,
         by_turn=spec.learns_from_turns,
         topology=run.topology,
     )

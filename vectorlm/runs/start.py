@@ -55,7 +55,7 @@ class Run:
     checked: CheckedConfig
     topology: Topology
     engine: SamplingEngine | None
-    """The engine; None without a section `sampler`."""
+    """The engine; None for fine-tuning without evaluation by answers."""
     tokenizer: PreTrainedTokenizerBase
     stack: ExitStack
     """Closes what the run opens."""
@@ -162,15 +162,15 @@ class Run:
 
     def make_turn(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> DeviceTurn | None:
         """Return the object that hands the devices over between trainer and engine; None without an engine."""
-        sampler, overlap = self.config.train_parameters.sampler, self.config.overlap
-        if sampler is None or self.engine is None:
+        overlap = self.config.overlap
+        if self.engine is None:
             return None
         return DeviceTurn(
             self.engine,
             model=model,
             optimizer=optimizer,
-            sleep=sampler.turn.sleep,
-            offload_optimizer=sampler.turn.offload_optimizer,
+            sleep=self.config.engine.turn.sleep,
+            offload_optimizer=self.config.engine.turn.offload_optimizer,
             in_flight="refuse" if overlap is None else overlap.update,
             topology=self.topology,
         )
@@ -244,7 +244,7 @@ def open_run(
         workers = open_reward_workers(checked.config, topology, stack, engine)
         with naming_the_full_disk(plain.train_parameters.output_dir):
             context = ContextGroup.of(topology)
-            tokenizer = load_tokenizer(plain.model, plain.step_separator)
+            tokenizer = load_tokenizer(plain.model, plain.chat, plain.step_separator)
             yield Run(checked, topology, engine, tokenizer, stack, workers, context)
     if topology.is_main and is_installed("matplotlib"):
         print(f"drawing the plots in {output}", file=sys.stderr, flush=True)
@@ -277,16 +277,20 @@ def place_ranks(config: Config, topology: Topology, stack: ExitStack) -> Placeme
 def open_engine(
     config: Config, topology: Topology, stack: ExitStack, placement: Placement | None = None
 ) -> SamplingEngine | None:
-    """Start the engine of a config with a section `sampler`."""
-    sampler = config.train_parameters.sampler
-    if sampler is None:
+    """Start the engine of a config; return None if the run does not sample."""
+    if not config.has_engine:
         return None
     output = Path(config.train_parameters.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     engine = stack.enter_context(
         SamplingEngine(
             config.model,
-            replace(sampler.engine, engine_args={}),
+            replace(
+                config.engine,
+                engine_args={},
+                sampling_params=config.evaluation.sampling_params,
+                chat=config.chat,
+            ),
             topology=topology,
             devices=None if placement is None else placement.engine,
             log_path=output / "sampler.log",
@@ -294,7 +298,7 @@ def open_engine(
         )
     )
     if topology.is_cuda:
-        put_to_sleep(engine, sampler.turn.sleep)
+        put_to_sleep(engine, config.engine.turn.sleep)
     return engine
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vectorlm.data.settings import ChatSettings
 from vectorlm.packages import fields_of, versions_of_rank
 from vectorlm.ranks.topology import Topology, devices_of_engine, tensor_parallel_size
 from vectorlm.sampling.contract import WeightSource
@@ -32,6 +33,10 @@ def merge(
     names = [field.name for field in dataclasses.fields(EngineSettings)]
     given = dict(engine_args)
     settings = dataclasses.replace(settings, **{name: given.pop(name) for name in names if name in given})
+    chat = {
+        field.name: given.pop(field.name) for field in dataclasses.fields(ChatSettings) if field.name in given
+    }
+    settings = dataclasses.replace(settings, chat=dataclasses.replace(settings.chat, **chat))
     arguments = {**settings.engine_args, **given}
     if settings.inference == "vllm":
         if arguments.pop("fp32_head", False):
@@ -45,8 +50,10 @@ def merge(
                 raise TypeError(
                     f"neither SamplingEngine nor vLLM's engine knows an argument {name!r}. {near}"
                 )
-        arguments.setdefault("dtype", settings.vllm_dtype)
+        arguments.setdefault("dtype", settings.dtype)
         arguments.setdefault("gpu_memory_utilization", settings.gpu_memory_utilization)
+    elif settings.dtype != "auto":
+        arguments.setdefault("dtype", settings.dtype)
     require_choice("receiver", settings.receiver, Receivers)
     require_choice("transport", settings.transport, Transports)
     require_choice("lora_mode", settings.lora_mode, LoraMode)

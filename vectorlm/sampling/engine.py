@@ -67,7 +67,7 @@ class SamplingEngine:
         log_path: A file for the sampler process's output.
         **engine_args: Fields of `settings`; vLLM's ``EngineArgs`` (``dtype``, ``max_model_len``,
             ``tensor_parallel_size`` …), or arguments of another `inference`; ``fp32_head=True`` computes logits in
-            float32.
+            float32. ``chat_template="file.jinja"`` and ``chat_template_kwargs={…}`` set how chats are rendered.
 
     Raises:
         FileNotFoundError: `model` looks like a path and does not exist.
@@ -177,10 +177,12 @@ class SamplingEngine:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The tokenizer for texts and chat messages: the backend's, that of ``tokenizer=…``, or the folder's."""
-        if (own := self.wait_until_ready().tokenizer) is not None:
-            return own
-        name, options = self._tokenizer_of
-        return encoding.load_tokenizer(name, **options)
+        tokenizer = self.wait_until_ready().tokenizer
+        if tokenizer is None:
+            name, options = self._tokenizer_of
+            tokenizer = encoding.load_tokenizer(name, **options)
+        chat = self._settings.chat
+        return encoding.with_template(tokenizer, chat.chat_template, chat.chat_template_kwargs)
 
     def wait_until_ready(self) -> messages.Ready:
         """Wait until the engine has loaded; every other call does so by itself.

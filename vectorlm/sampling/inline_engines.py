@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vectorlm.data.settings import PLAIN_CHAT, ChatSettings
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.contract import WeightSource
 from vectorlm.sampling.engine import SamplingEngine
@@ -92,6 +93,7 @@ class HFEngine(SamplingEngine):
         max_model_len: Longest prompt and completion together, in tokens; the model's own limit when omitted.
         logprobs_mode: `processed_logprobs`, or `raw_logprobs` for those before penalties, temperature and cuts.
         timeout_s: Longest silence tolerated from a rank, in seconds.
+        chat: The chat template.
 
     Raises:
         EngineError: The model cannot be loaded.
@@ -108,10 +110,12 @@ class HFEngine(SamplingEngine):
         max_model_len: int | None = None,
         logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 300.0,
+        chat: ChatSettings = PLAIN_CHAT,
     ) -> None:
         topology = Topology.from_environment() if topology is None else topology
         super().__init__(
             model_path,
+            chat=chat,
             topology=topology,
             sampling_params=sampling_params,
             inference="transformers",

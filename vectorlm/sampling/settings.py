@@ -1,4 +1,4 @@
-"""Settings of a sampling engine; a config has them in the section ``train_parameters.sampler``."""
+"""Settings of a sampling engine; a config has them in the section ``engine``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from vectorlm.settings import Fraction, PositiveFloat, ReadIf, Text, also_written
+from vectorlm.data.settings import PLAIN_CHAT, ChatSettings
+from vectorlm.settings import Fraction, PositiveFloat, ReadIf, Text, also_written, inline, other_keys
 
 Receivers = Literal["auto", "live", "packed"]
 Transports = Literal["auto", "push", "bucketed", "pull"]
@@ -17,7 +18,7 @@ EngineDtype = Annotated[
 ]
 
 OF_VLLM = ReadIf(
-    "train_parameters.sampler.inference",
+    "engine.inference",
     ("vllm",),
     "Leave it out: other engines have arguments of their own.",
 )
@@ -31,20 +32,27 @@ BUCKET_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Settings for sampling and for updates of the engine's weights."""
+class HandoverSettings:
+    """Settings for the hand-over of the devices between trainer and engine."""
 
-    gpu_memory_utilization: Annotated[Fraction, OF_VLLM] = DEVICE_SHARE
-    """Share of each device's memory that the engine may use."""
-    vllm_dtype: Annotated[EngineDtype, OF_VLLM] = "auto"
-    """The engine's dtype; `half` and `float` mean `float16` and `float32`, and `auto` is the trainer's on CPU, on CUDA
-    vLLM's choice."""
-    sampling_params: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `vllm.SamplingParams`."""
+    sleep: Literal["none", "kv_cache", "all"] = "none"
+    """Memory that the engine frees while the trainer works: none, its KV cache, or all, its weights too (CUDA)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state on the host while the engine samples (CUDA)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The engine that samples. Other keys are arguments of vLLM's engine (`max_model_len`, `enforce_eager`, …), or of
+    another `inference`."""
+
     inference: Text = "vllm"
     """Inference engine: `vllm`, `server` (of `vectorlm serve`), `transformers`, or `file.py:NAME` of a `Backend`."""
-    engine_args: Mapping[str, Any] = field(default_factory=dict, metadata={"key": "engine"})
-    """Further arguments of vLLM's engine (`max_model_len`, `enforce_eager`, ...), or of another `inference`."""
+    dtype: EngineDtype = "auto"
+    """The engine's dtype; `half` and `float` mean `float16` and `float32`, and `auto` is the trainer's on CPU, on CUDA
+    vLLM's choice."""
+    gpu_memory_utilization: Annotated[Fraction, OF_VLLM] = DEVICE_SHARE
+    """Share of each device's memory that the engine may use."""
     receiver: Receivers = "auto"
     """Whether the engine loads new weights in place (`live`) or repacks them for its own kernels (`packed`)."""
     transport: Transports = "auto"
@@ -56,7 +64,14 @@ class EngineSettings:
     check_finite: bool = True
     """Refuse an update with NaN or infinity in its weights, before the engine's weights change."""
     timeout_s: PositiveFloat = 300.0
-    """Longest silence tolerated from the engine or from a rank, and longest call of `reward`, in seconds."""
+    """Longest silence tolerated from the engine or from a rank, and longest call of a reward in evaluations, in
+    seconds."""
+    turn: HandoverSettings = inline(HandoverSettings)
+    sampling_params: Mapping[str, Any] = field(default_factory=dict, metadata={"is_setting": False})
+    """Sampling parameters of calls without their own; a config has them in the section ``evaluation``."""
+    chat: ChatSettings = field(default=PLAIN_CHAT, metadata={"is_setting": False})
+    """The chat template; `chat_template` and `chat_template_kwargs` are keywords of `SamplingEngine`."""
+    engine_args: Mapping[str, Any] = other_keys()
 
     @property
     def lora_mode_of_run(self) -> str:

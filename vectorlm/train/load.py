@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from vectorlm.algorithms.logprobs import compute_head_in_float32
+from vectorlm.data.encoding import with_template
+from vectorlm.data.settings import PLAIN_CHAT, ChatSettings
 from vectorlm.errors import ConfigError
 from vectorlm.sampling.weights.plan import dtype_of
 from vectorlm.train.shard import transformer_blocks
@@ -24,11 +26,19 @@ STEP_SEPARATOR = "step_separator"
 """Key of tokenizer_config.json: the text that ends a step, if the model scores steps."""
 
 
-def load_tokenizer(path: str | Path, step_separator: str | None = None) -> PreTrainedTokenizerBase:
-    """Read the tokenizer saved beside a model; `step_separator` is written into copies that are saved later.
+def load_tokenizer(
+    path: str | Path, chat: ChatSettings = PLAIN_CHAT, step_separator: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Read the tokenizer saved beside a model.
+
+    Args:
+        path: The model's folder, or its name on the Hub.
+        chat: The chat template.
+        step_separator: Written into copies of the tokenizer that are saved later.
 
     Raises:
-        ConfigError: There is no model or no tokenizer, or the model has too few embeddings for the tokenizer.
+        ConfigError: There is no model or no tokenizer, the model has too few embeddings for the tokenizer, or `chat`
+            does not fit.
     """
     from transformers import AutoTokenizer
 
@@ -45,6 +55,7 @@ def load_tokenizer(path: str | Path, step_separator: str | None = None) -> PreTr
         )
     if step_separator is not None:
         tokenizer.init_kwargs[STEP_SEPARATOR] = step_separator
+    with_template(tokenizer, chat.chat_template, chat.chat_template_kwargs)
     return tokenizer
 
 

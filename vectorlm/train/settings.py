@@ -1,4 +1,4 @@
-"""Settings for training: the sections ``train_parameters`` and ``train_parameters.sampler`` of a config."""
+"""Settings for training: the sections ``train_parameters`` and ``evaluation`` of a config."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vectorlm.settings import (
     PositiveFloat,
     PositiveInt,
     ReadIf,
+    RewardWeights,
     SaveFrequency,
     Separator,
     Text,
@@ -59,7 +60,7 @@ WARMS_UP = ReadIf(
 )
 WITH_CHECKPOINTS = ReadIf("train_parameters.checkpointing_enabled")
 WITH_QUESTIONS = ReadIf(
-    "train_parameters.sampler.prompts",
+    "evaluation.prompts",
     fix="Leave it out, or name prompts to evaluate on.",
     also=("rl.sources",),
 )
@@ -220,7 +221,7 @@ class LoopSettings:
     gradient_accumulation_steps: Annotated[PositiveInt, ReadIf("dataset", fix=BY_TOKENS)] = 1
     """Micro-batches per optimizer step on each rank."""
     logging_steps: Annotated[
-        PositiveInt, ReadIf("dataset.eval_ds", fix="Set dataset.eval_ds, or sampler.sample_frequency.")
+        PositiveInt, ReadIf("dataset.eval_ds", fix="Set dataset.eval_ds, or evaluation.every.")
     ] = 50
     """Optimizer steps between evaluations."""
     save_frequency: Annotated[
@@ -243,33 +244,22 @@ class RewardModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandoverSettings:
-    """Settings for the hand-over of the devices between trainer and engine."""
-
-    sleep: Literal["none", "kv_cache", "all"] = "none"
-    """Memory that the engine frees while the trainer works: none, its KV cache, or all, its weights too (CUDA)."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's state on the host while the engine samples (CUDA)."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """Settings for evaluations during training, in which the engine answers prompts and rewards score the answers."""
+    """Evaluations during training: the engine answers prompts, and rewards score the answers."""
 
-    sample_frequency: Annotated[
-        PositiveInt | None, replace(WITH_QUESTIONS, also=("rl.sources", "train_parameters.sampler.tasks"))
-    ] = None
+    every: Annotated[PositiveInt | None, replace(WITH_QUESTIONS, also=("rl.sources", "evaluation.tasks"))] = (
+        None
+    )
     """Optimizer steps between evaluations (with `rl`: steps); null evaluates only before and after training."""
     prompts: PromptSource | None = None
-    """Prompts to evaluate on: texts, or a source like `rl.prompts`. With `rl`, null means no evaluation."""
+    """Prompts to evaluate on: texts, or a source like `rl.prompts`; null evaluates on none."""
+    sampling_params: Annotated[Mapping[str, Any], WITH_QUESTIONS] = field(default_factory=dict)
+    """Arguments of `vllm.SamplingParams` for the answers."""
+    rewards: Annotated[RewardWeights, replace(WITH_QUESTIONS, also=())] = field(default_factory=dict)
+    """Weight of each reward of an answer. The first gives `eval/accuracy` and pass@k, the others
+    `eval/reward/NAME` and `eval/accuracy/NAME`; `eval/reward` is the weighted sum. Empty means `rl.rewards`."""
     output_jsonl_path: Annotated[PathText | None, WITH_QUESTIONS] = None
-    """File for the samples; null means `samples.jsonl` in `output_dir`. A file of an earlier run is kept beside it."""
-    reward: Annotated[Text | None, replace(WITH_QUESTIONS, also=())] = None
-    """Reward that scores each completion, such as `countdown`; logged as `eval/accuracy`."""
-    further_rewards: Annotated[
-        tuple[str, ...], Field(strict=False), ReadIf("train_parameters.sampler.reward")
-    ] = ()
-    """Further rewards of these completions, logged as `eval/reward/NAME` and `eval/accuracy/NAME`."""
+    """File for the answers; null means `samples.jsonl` in `output_dir`. A file of an earlier run is kept beside it."""
     at_k: Annotated[tuple[PositiveInt, ...], Field(strict=False), WITH_QUESTIONS] = ()
     """The k of `eval/pass_at_K` and `eval/maj_at_K`, up to `n` of `sampling_params`; empty means 2, 4, 8 …"""
     tasks: Annotated[tuple[str, ...], Field(strict=False)] = ()

@@ -142,7 +142,7 @@ def test_a_run_on_a_taskset(taskset, tmp_path, world_size):
     files = save_files(tmp_path)
     source = json.dumps({"verifiers": taskset, "config": {"taskset": {"words": list("aeiou")}}})
     overrides = [f"rl.prompts={source}", "rl.rewards={}"]
-    overrides += [f"train_parameters.sampler.prompts={source}", "train_parameters.sampler.reward=null"]
+    overrides += [f"evaluation.prompts={source}", "evaluation.rewards=null"]
     overrides += ["rl.max_steps=2", "rl.prompts_per_step=2"]
     config = config_of(files, tmp_path / "out", overrides=overrides)
     vectorlm.launch(reinforce, config, world_size=world_size)

@@ -29,7 +29,7 @@ def turn_of(folder, model, topology=None, engine=None):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "sampler.prompts"),
+        (None, "evaluation.prompts"),
         ("", "eval.jsonl"),
         ('{"prompt": "a"}\n{"question": "b"}\n', "eval.jsonl:2"),
         ("[1]\n", "eval.jsonl:1"),
@@ -163,7 +163,7 @@ def test_a_reward_is_shown_the_chat_of_an_evaluation():
     reward = RewardFunction(
         lambda text, messages: float(messages == [*chat, {"role": "assistant", "content": text}])
     )
-    assert score_answers(reward, [[rollout_of(chat, "4")]], "sampler.reward") == [[RewardResult(1.0)]]
+    assert score_answers(reward, [[rollout_of(chat, "4")]], "evaluation.rewards") == [[RewardResult(1.0)]]
 
 
 def test_an_environment_says_by_its_metric_acc_or_by_a_sum_of_one_what_is_right():
@@ -230,5 +230,5 @@ def test_a_reward_that_fails_is_named_with_its_prompt(folder):
     evaluator = Evaluator(
         turn, [PromptRecord("a b")], samples_path=None, of_source={"": RewardFunction(reward)}
     )
-    with pytest.raises(RewardError, match=r"sampler\.reward.*'gone'.*'a b'"):
+    with pytest.raises(RewardError, match=r"evaluation\.rewards.*'gone'.*'a b'"):
         evaluator.evaluate(1)

@@ -28,11 +28,12 @@ def test_check_says_what_the_run_would_do(write_complete, capsys, monkeypatch):
         monkeypatch.setattr(f"vectorlm.runs.preflight.{module}.has_gpu", lambda: False)
     Path("models/tiny/config.json").write_text('{"max_position_embeddings": 4096}')
     Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1, 2, 3], "target": 6}\n')
-    here = ["--set", "train_parameters.sampler.prompts=p.jsonl"]
+    here = ["--set", "evaluation.prompts=p.jsonl"]
     assert main(["check", write_complete(FULL), "--world_size", "2", *here]) == 0
     out = capsys.readouterr().out
-    heads = "model ranks training evaluation global micro-batches optimizer sampler checkpoints output"
-    assert " ".join(line.split()[0] for line in out.splitlines()[1:11]) == heads
+    heads = "model ranks training evaluation global micro-batches optimizer answers checkpoints output"
+    summary = out.partition("yaml: ok\n")[2].splitlines()
+    assert " ".join(line.split()[1] for line in summary[:10]) == heads
     for value in (
         "LoRA",
         "2, HYBRID_SHARD, bfloat16",

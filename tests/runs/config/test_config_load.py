@@ -10,7 +10,6 @@ from vectorlm.runs.config.schema import (
     DatasetSettings,
     OptimizerSettings,
     PreprocessSettings,
-    SamplerSettings,
     TrainSettings,
 )
 from vectorlm.sampling.settings import EngineSettings
@@ -49,24 +48,22 @@ def test_every_key_of_a_full_file_arrives(write_config):
             optimizer=OptimizerSettings(lr=2e-5, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5),
             schedule=ScheduleSettings(lr_scheduler_type="plateau-with-warmup", warmup_ratio=0.05),
             checkpointing_enabled=True,
-            sampler=SamplerSettings(
-                evaluation=EvaluationSettings(
-                    sample_frequency=8,
-                    output_jsonl_path="data/samples.jsonl",
-                    prompts=("The capital of France is", "Two plus two is"),
-                    reward="countdown",
-                ),
-                engine=EngineSettings(
-                    gpu_memory_utilization=0.5,
-                    vllm_dtype="float16",
-                    sampling_params={"n": 4, "temperature": 0.1, "logit_bias": {50256: -100}},
-                    engine_args={"max_model_len": 512},
-                    receiver="packed",
-                    transport="bucketed",
-                    verify_updates=False,
-                    timeout_s=60.0,
-                ),
-            ),
+        ),
+        engine=EngineSettings(
+            gpu_memory_utilization=0.5,
+            dtype="float16",
+            engine_args={"max_model_len": 512},
+            receiver="packed",
+            transport="bucketed",
+            verify_updates=False,
+            timeout_s=60.0,
+        ),
+        evaluation=EvaluationSettings(
+            every=8,
+            output_jsonl_path="data/samples.jsonl",
+            prompts=("The capital of France is", "Two plus two is"),
+            sampling_params={"n": 4, "temperature": 0.1, "logit_bias": {50256: -100}},
+            rewards={"countdown": 1.0},
         ),
         dataset=DatasetSettings(
             ignore_index=-100, eval_bs=8, train_bs=16, train_ds="data/train", eval_ds="data/eval"
@@ -101,8 +98,8 @@ def test_a_minimal_file_takes_the_defaults(write_config):
     assert (train.model.low_cpu_mem_usage, train.model.use_flash_attention) == (None, False)
     assert train.checkpointing_enabled is False
     assert train.lora_peft_config is None
-    assert train.sampler is None
-    assert train.samples_path == Path("runs/tiny/samples.jsonl")
+    assert not config.has_engine
+    assert config.samples_path == Path("runs/tiny/samples.jsonl")
 
 
 def test_the_optimizer_left_out_is_torchs_own(write_config):
@@ -126,8 +123,9 @@ def test_a_number_needs_neither_dot_nor_signed_exponent(write_config, written, v
 
 @pytest.mark.parametrize("key", ["sampler", "lora_peft_config"])
 def test_an_optional_section_that_is_commented_out_is_absent(write_config, key):
-    train = load_config(write_config(MINIMAL, with_train_line(f"{key}:"))).train_parameters
-    assert getattr(train, key) is None
+    config = load_config(write_config(MINIMAL, with_train_line(f"{key}:")))
+    assert config.train_parameters.lora_peft_config is None
+    assert not config.has_engine
 
 
 def test_lora_may_stand_at_the_top(write_config):
@@ -150,7 +148,7 @@ def test_separator_is_the_same_setting_as_seperator(write_config):
 )
 def test_dtypes_of_vllm_are_understood(write_config, written, value):
     path = write_config(FULL, ("vllm_dtype: half", f"vllm_dtype: {written}"))
-    assert load_config(path).train_parameters.sampler.engine.vllm_dtype == value
+    assert load_config(path).engine.dtype == value
 
 
 def test_schedules_are_those_of_transformers(write_config):
@@ -165,7 +163,7 @@ def test_schedules_are_those_of_transformers(write_config):
 def test_a_merge_key_is_overridden_by_the_keys_beside_it(write_config):
     anchor = ("sampling_params:\n", "sampling_params: &p\n")
     path = write_config(FULL, anchor, ("    engine:\n", "    engine:\n      <<: *p\n      n: 1\n"))
-    engine = load_config(path).train_parameters.sampler.engine.engine_args
+    engine = load_config(path).engine.engine_args
     assert engine == {"n": 1, "temperature": 0.1, "logit_bias": {50256: -100}, "max_model_len": 512}
 
 
@@ -184,15 +182,15 @@ REFUSED = {
     "train_parameters.optimizer": ["adam"],
     "train_parameters.optimizer.lr": ["-1", ".inf", "'1e-5'"],
     "train_parameters.optimizer.betas": ["0.9", "[0.9]", "[0.9, x]"],
-    "train_parameters.sampler.prompts": ["[]", "5", "[a, 5]", "[a, '']"],
-    "train_parameters.sampler.gpu_memory_utilization": ["35"],
-    "train_parameters.sampler.vllm_dtype": ["float23"],
-    "train_parameters.sampler.receiver": ["pack"],
-    "train_parameters.sampler.transport": ["pul"],
-    "train_parameters.sampler.timeout_s": ["0", ".inf"],
-    "train_parameters.sampler.sample_frequency": ["0"],
+    "evaluation.prompts": ["[]", "5", "[a, 5]", "[a, '']"],
+    "engine.gpu_memory_utilization": ["35"],
+    "engine.dtype": ["float23"],
+    "engine.receiver": ["pack"],
+    "engine.transport": ["pul"],
+    "engine.timeout_s": ["0", ".inf"],
+    "evaluation.every": ["0"],
     "train_parameters.lora_peft_config": ["8"],
-    "train_parameters.sampler.sampling_params": ["[n, 4]"],
+    "evaluation.sampling_params": ["[n, 4]"],
     "dataset.train_bs": ["0"],
     "dataset.ignore_index": ["x"],
     "dataset_preprocess.packing_type": ["partially"],

@@ -38,6 +38,7 @@ def test_an_option_that_peft_may_add_one_day_is_refused_when_it_is_on():
 
 
 def test_the_config_in_the_repository_asks_for_nothing_that_the_engine_cannot_follow():
-    train = load_config(Path(__file__).parents[3] / "configs" / "countdown_lora.yaml").train_parameters
-    assert list(refused_options(train.lora_peft_config, train.sampler.engine.lora_mode)) == []
+    config = load_config(Path(__file__).parents[3] / "configs" / "countdown_lora.yaml")
+    train = config.train_parameters
+    assert list(refused_options(train.lora_peft_config, config.engine.lora_mode)) == []
     assert engine_arguments(train.lora_peft_config)["max_lora_rank"] == 32

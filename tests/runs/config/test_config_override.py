@@ -1,7 +1,8 @@
 import pytest
-from kit.config_texts import FULL, MINIMAL, refusal
+from kit.config_texts import FULL, MINIMAL, RL, refusal
 
 from vectorlm.runs.config.load import load_config
+from vectorlm.train.settings import EvaluationSettings
 
 
 def test_an_override_wins_over_the_file_and_over_those_before_it(write_config):
@@ -17,28 +18,65 @@ def test_an_override_is_read_as_yaml(write_config):
         "train_parameters.use_mp=true",
         "train_parameters.sampler={sample_frequency: 2, prompts: ['a = b']}",
     ]
-    train = load_config(write_config(), overrides).train_parameters
+    config = load_config(write_config(), overrides)
+    train, evaluation = config.train_parameters, config.evaluation
     assert (train.optimizer.lr, train.optimizer.betas, train.model.use_mp) == (1e-5, (0.8, 0.9), True)
-    assert (train.sampler.evaluation.sample_frequency, train.sampler.evaluation.prompts) == (2, ("a = b",))
+    assert (evaluation.every, evaluation.prompts) == (2, ("a = b",))
 
 
 def test_an_override_may_supply_a_setting_or_open_a_section(write_config):
     assert load_config(write_config(MINIMAL, ("model: models/tiny\n", "")), ["model=m"]).model == "m"
-    overrides = ["train_parameters.sampler.sample_frequency=2", "train_parameters.sampler.prompts=p.jsonl"]
-    sampler = load_config(write_config(), overrides).train_parameters.sampler
-    assert (sampler.evaluation.sample_frequency, sampler.evaluation.prompts) == (2, "p.jsonl")
+    overrides = ["evaluation.every=2", "evaluation.prompts=p.jsonl"]
+    evaluation = load_config(write_config(), overrides).evaluation
+    assert (evaluation.every, evaluation.prompts) == (2, "p.jsonl")
     commented_out = write_config("wandb_config:\n" + MINIMAL)
     assert load_config(commented_out, ["wandb_config.name=x"]).wandb_config == {"name": "x"}
 
 
-def test_null_takes_a_section_out(write_config):
-    assert load_config(write_config(FULL), ["train_parameters.sampler=null"]).train_parameters.sampler is None
+@pytest.mark.parametrize("section", ["evaluation", "train_parameters.sampler"])
+def test_null_turns_evaluations_off(write_config, section):
+    config = load_config(write_config(FULL), [f"{section}=null"])
+    assert config.evaluation == EvaluationSettings()
+    assert not config.has_engine
+
+
+def test_an_override_may_write_the_settings_of_an_algorithm(write_config):
+    changed = load_config(write_config(RL), ["rl.algorithm.clip_high=0.28"]).rl.algorithm
+    assert (changed.name, changed.settings.clip_high) == ("grpo", 0.28)
+    replaced = load_config(
+        write_config(RL), ["rl.algorithm.clip_high=0.28", "rl.algorithm=gspo"]
+    ).rl.algorithm
+    assert (replaced.name, replaced.settings.clip_high) == ("gspo", 4e-4)
+    whole = load_config(write_config(RL), ["rl.algorithm={name: dapo, clip_high: 0.5}"]).rl.algorithm
+    assert (whole.name, whole.settings.clip_high) == ("dapo", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights"),
+    [
+        (["reward=a"], {"a": 1.0}),
+        (["reward=a", "further_rewards=[b, c]"], {"a": 1.0, "b": 0.0, "c": 0.0}),
+    ],
+)
+def test_rewards_of_vectorlm_become_weights(write_config, overrides, weights):
+    given = [f"train_parameters.sampler.{override}" for override in overrides]
+    assert load_config(write_config(), given).evaluation.rewards == weights
+    written = "".join(f"    {override.replace('=', ': ')}\n" for override in reversed(overrides))
+    path = write_config(MINIMAL.replace("dataset:", f"  sampler:\n{written}dataset:", 1))
+    assert load_config(path).evaluation.rewards == weights
+
+
+def test_two_places_of_one_setting_are_refused(write_config):
+    text = MINIMAL.replace(
+        "dataset:", "  sampler: {vllm_dtype: float32}\nengine: {dtype: float32}\ndataset:", 1
+    )
+    assert "'engine.dtype'" in refusal(write_config(text))
 
 
 def test_an_override_reaches_into_a_free_mapping(write_config):
-    overrides = ["train_parameters.sampler.sampling_params.n=9", "wandb_config.a.b=1"]
+    overrides = ["evaluation.sampling_params.n=9", "wandb_config.a.b=1"]
     config = load_config(write_config(FULL), overrides)
-    assert config.train_parameters.sampler.engine.sampling_params["n"] == 9
+    assert config.evaluation.sampling_params["n"] == 9
     assert config.wandb_config["a"] == {"b": 1}
 
 

@@ -49,7 +49,7 @@ def test_defaults_and_overrides_are_written_out(write_config):
         lines = [line.strip() for line in file]
     assert "epochs: 9" in lines
     assert "seed: 11" in lines
-    assert "sampler: null" in lines
+    assert "reward_model: null" in lines
     assert not any(line.startswith("origins") for line in lines)
 
 

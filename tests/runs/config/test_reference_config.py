@@ -18,7 +18,7 @@ def test_with_its_comments_taken_away_it_sets_every_setting_of_fine_tuning(tmp_p
     everything.write_text(re.sub(r"(?m)^( *)# ([a-z0-9_]+:.*)$", r"\1\2", TEXT))
     given = set(load_config(everything).origins)
     wanted = {
-        path for path in all_settings() if path.split(".")[0] != "rl" and "sampler.prompts." not in path
+        path for path in all_settings() if path.split(".")[0] != "rl" and "evaluation.prompts." not in path
     }
     assert sorted(wanted - given) == []
 

@@ -49,8 +49,8 @@ def settings_for(name, output):
     if "max_seq_len" not in text:
         replaced["train_parameters.max_seq_len"] = 128
     if name in SAMPLING:
-        replaced["train_parameters.sampler.sample_frequency"] = 1
-        replaced["train_parameters.sampler.output_jsonl_path"] = f"{output}/answers.jsonl"
+        replaced["evaluation.every"] = 1
+        replaced["evaluation.output_jsonl_path"] = f"{output}/answers.jsonl"
     return [word for key, value in replaced.items() for word in ("--set", f"{key}={value}")]
 
 

@@ -23,7 +23,7 @@ train_parameters:
   optimizer: {{lr: 1.0e-3}}
   sampler: {{prompts: {files}/asked.jsonl}}
 """
-RL, SAMPLER = "rl.prompts", "train_parameters.sampler.prompts"
+RL, SAMPLER = "rl.prompts", "evaluation.prompts"
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_messages_and_stop_strings_of_fine_tuning_are_checked_too(files):
     path = files / "text.yaml"
     path.write_text(TEXT.format(files=files))
     (files / "asked.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
-    params = "train_parameters.sampler.sampling_params={max_tokens: 8, ignore_eos: true, stop: %s}"
+    params = "evaluation.sampling_params={max_tokens: 8, ignore_eos: true, stop: %s}"
     preflight(load_config(path, [params % "b"]), 1)
     with pytest.raises(ConfigError, match=r"sampling_params\.stop="):
         preflight(load_config(path, [params % "</s>"]), 1)
@@ -105,7 +105,7 @@ def test_columns_that_rewards_do_not_get_and_answers_that_cannot_be_so_long_are_
     assert notes("rl.sampling_params.max_tokens=63") == []
 
 
-@pytest.mark.parametrize("setting", ["rl.sampling_params", "train_parameters.sampler.sampling_params"])
+@pytest.mark.parametrize("setting", ["rl.sampling_params", "evaluation.sampling_params"])
 @pytest.mark.parametrize(
     ("parameters", "is_refused"),
     [

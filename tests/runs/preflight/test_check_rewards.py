@@ -1,19 +1,22 @@
 """Reward functions of a config whose parameters its prompts cannot fill; evaluation that is left out."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 from kit.config_texts import MINIMAL, RL
 from kit.rank_processes import save_tiny_llama
 
 from vectorlm.cli import main
 from vectorlm.errors import ConfigError
 from vectorlm.runs.config.load import load_config, save_config
-from vectorlm.runs.config.schema import SamplerSettings
 from vectorlm.runs.preflight.checked import preflight
 from vectorlm.runs.preflight.settings import setting_problems
 from vectorlm.runs.preflight.user_code import signature_problems
+from vectorlm.sampling.settings import EngineSettings
+from vectorlm.train.settings import EvaluationSettings
 from vectorlm.types import PromptRecord
 
 CONFIG = RL.replace("[abc]", "questions.jsonl").replace("countdown: 1.0", '"rewards.py:reward": 1.0')
@@ -47,7 +50,19 @@ def found(reward, rows=ROWS):
 def test_trls_signature_passes_the_check_without_a_sampler_section(folder, capsys):
     define("prompts, completions, answer, **kwargs")
     assert main(["check", "my.yaml"]) == 0
-    assert "evaluation   none (set train_parameters.sampler.prompts)\n" in capsys.readouterr().out
+    assert "evaluation   none (set evaluation.prompts)\n" in capsys.readouterr().out
+
+
+def test_check_prints_a_file_that_says_the_same(folder, capsys):
+    define("prompts, completions, answer, **kwargs")
+    changes = ["rl.algorithm={name: dapo, clip_high: 0.3}", "engine.max_num_seqs=4"]
+    assert main(["check", "my.yaml", *(word for change in changes for word in ("--set", change))]) == 0
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    given = load_config("my.yaml", changes)
+    assert load_config("printed.yaml") == given
+    found = yaml.safe_load(Path("printed.yaml").read_text())
+    assert found["rl"]["algorithm"] == {"name": "dapo", **asdict(given.rl.algorithm.settings)}
+    assert (found["engine"]["max_num_seqs"], found["rl"]["algorithm"]["clip_high"]) == (4, 0.3)
 
 
 def test_the_check_shows_the_environment_and_asks_it_for_its_columns(folder, capsys):
@@ -85,8 +100,8 @@ def test_the_check_notes_what_both_a_column_and_the_run_could_fill(folder, capsy
     asked = "train_parameters.sampler={prompts: questions.jsonl, reward: 'rewards.py:reward'}"
     assert main(["check", "my.yaml", "--set", asked]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if "the reward" in line]
-    places = ["rl.prompts", "train_parameters.sampler.prompts"] if winner else []
-    assert [note.removeprefix("  note").lstrip() for note in notes] == [
+    places = ["rl.prompts", "evaluation.prompts"] if winner else []
+    assert [note.removeprefix("#   note").lstrip() for note in notes] == [
         f"{place}: the reward rewards.py:reward gets as {name!r} {winner}. Rename the column if it should get the other"
         for place in places
     ]
@@ -129,13 +144,13 @@ def test_the_reward_of_an_evaluation_is_checked_too(folder):
     with pytest.raises(ConfigError) as caught:
         preflight(load_config("my.yaml", [reward, "rl.rewards={countdown: 1.0}"]), 1)
     assert "rl.rewards.countdown=1.0 asks for 'numbers', which nothing supplies" in str(caught.value)
-    assert "train_parameters.sampler.reward='rewards.py:reward' asks for 'solution'" in str(caught.value)
+    assert "evaluation.rewards='rewards.py:reward' asks for 'solution'" in str(caught.value)
 
 
 @pytest.mark.parametrize("override", [None, "train_parameters.sampler=null", "train_parameters.sampler={}"])
 def test_reinforcement_learning_needs_neither_a_sampler_section_nor_questions(folder, override):
     config = load_config("my.yaml", [override] if override else [])
-    assert config.train_parameters.sampler == SamplerSettings()
+    assert (config.engine, config.evaluation) == (EngineSettings(), EvaluationSettings())
     assert list(setting_problems(config, 1)) == []
     save_config(config, "saved.yaml")
     assert load_config("saved.yaml") == config
@@ -147,12 +162,13 @@ def test_settings_of_an_evaluation_without_questions_are_refused(folder, name):
         preflight(load_config("my.yaml", [f"train_parameters.sampler={{{name}}}"]), 1)
 
 
-def test_a_sampler_of_fine_tuning_still_needs_prompts(tmp_path):
+@pytest.mark.parametrize("given", ["engine.dtype=float32", "train_parameters.sampler.sampling_params={n: 2}"])
+def test_an_engine_of_fine_tuning_needs_prompts(tmp_path, given):
     (tmp_path / "my.yaml").write_text(MINIMAL)
-    with pytest.raises(ConfigError, match=r"train_parameters\.sampler\.prompts"):
-        preflight(load_config(tmp_path / "my.yaml", ["train_parameters.sampler={}"]), 1)
-    config = load_config(tmp_path / "my.yaml", ["train_parameters.sampler={prompts: [a]}"])
-    assert config.train_parameters.sampler.evaluation.sample_frequency is None
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts"):
+        preflight(load_config(tmp_path / "my.yaml", [given]), 1)
+    off = load_config(tmp_path / "my.yaml", [given, "evaluation=null"])
+    assert not any("evaluation" in problem for problem in setting_problems(off, 1))
 
 
 @pytest.mark.parametrize(

@@ -73,14 +73,14 @@ def test_a_larger_teacher_with_the_same_tokenizer_is_accepted_without_rewards(he
             ["rl.teacher.kind=full", "rl.teacher.server='http://a'", "rl.teacher.model=null"],
             "rl.teacher.kind='full'",
         ),
-        (["rl.teacher=null"], "rl.algorithm='on_policy_distillation'"),
+        (["rl.teacher=null"], "rl.algorithm.name='on_policy_distillation'"),
         (["rl.teacher.beta=0.5"], "rl.teacher.beta=0.5 has no effect with rl.teacher.kind='sampled'"),
         (
             ["rl.teacher.kind=full", "rl.teacher.beta=0", "rl.sampling_params={max_tokens: 8, top_p: 0.9}"],
             "rl.teacher.beta=0.0",
         ),
         (["rl.teacher.timeout_s=5"], "rl.teacher.timeout_s=5.0 has no effect with rl.teacher.server=null"),
-        (["rl.group_size=2", "rl.dynamic_sampling=True"], "rl.dynamic_sampling=true"),
+        (["rl.group_size=2", "rl.algorithm.dynamic_sampling=True"], "rl.algorithm.dynamic_sampling=true"),
         (
             [SERVER, "rl.sampling_params={max_tokens: 8, temperature: 0.7}"],
             "rl.sampling_params.temperature=0.7",

@@ -48,7 +48,9 @@ def path(tmp_path, monkeypatch):
 
 
 def demand(path, *overrides, world_size=4, is_cpu=False, **more):
-    config = load_config(path, [f"train_parameters.{override}" for override in overrides])
+    at_top = ("engine", "evaluation")
+    given = [name if name.startswith(at_top) else f"train_parameters.{name}" for name in overrides]
+    config = load_config(path, given)
     return plan_of_config(config, world_size, device_bytes=None if is_cpu else GIB, **more).demand
 
 
@@ -82,7 +84,7 @@ def test_the_training_settings_arrive(path):
     assert demand(path, "context_parallel=2").context_parallel == 2
     assert (found.micro_batch_size, found.sequence_tokens) == (2, 16)
     assert found.num_trainable == found.model.num_parameters
-    lora = demand(path, "lora_peft_config={r: 2, target_modules: [q_proj]}", "sampler=null")
+    lora = demand(path, "lora_peft_config={r: 2, target_modules: [q_proj]}", "evaluation=null")
     assert lora.num_trainable == 3 * 2 * (64 + 64)
     assert lora.engine is None
 
@@ -94,21 +96,23 @@ def test_the_engines_settings_arrive(path):
     assert (plain.max_model_len, plain.sleep, plain.offload_optimizer) == (32, "none", False)
     # vLLM's own sizes of a step on a device below 70 GiB.
     assert (plain.num_engines, plain.step_tokens, plain.step_sequences) == (4, 8192, 256)
-    given = "sampler.engine={max_num_seqs: 64, max_num_batched_tokens: 512, tensor_parallel_size: 2}"
+    given = (
+        "engine={max_model_len: 32, max_num_seqs: 64, max_num_batched_tokens: 512, tensor_parallel_size: 2}"
+    )
     stepping = demand(path, given).engine
     assert (stepping.num_engines, stepping.step_tokens, stepping.step_sequences) == (2, 512, 64)
     set_ = demand(
         path,
-        "sampler.vllm_dtype=float32",
-        "sampler.engine={kv_cache_memory_bytes: 4096}",
-        "sampler.gpu_memory_utilization=0.5",
-        "sampler.sleep=all",
-        "sampler.offload_optimizer=true",
+        "engine={max_model_len: 64, kv_cache_memory_bytes: 4096}",
+        "engine.dtype=float32",
+        "engine.gpu_memory_utilization=0.5",
+        "engine.sleep=all",
+        "engine.offload_optimizer=true",
     ).engine
     assert (set_.bytes_per_weight, set_.kv_cache_bytes, set_.device_share) == (4, 4096, 0.5)
     assert (set_.max_model_len, set_.sleep, set_.offload_optimizer) == (64, "all", True)
     assert not set_.is_packed
-    on_cpu = demand(path, "sampler.receiver=packed", is_cpu=True).engine
+    on_cpu = demand(path, "engine.receiver=packed", is_cpu=True).engine
     assert on_cpu.is_packed
     assert on_cpu.kv_cache_bytes == 512 << 20
     assert not demand(path, is_cpu=True).engine.is_packed  # `auto`, and too small to pay
@@ -119,7 +123,7 @@ SOURCES = (
     "rl={algorithm: grpo, max_steps: 1, prompts_per_step: 2, rewards: {r: 1},"
     " sources: {short: {prompts: [a], held_out: [b]}, long: {prompts: [abcabc]}}}"
 )
-ENGINE = "train_parameters.sampler.engine"
+ENGINE = "engine"
 ENGINES = {
     "fine-tuning": (),
     "fine-tuning within the model's own length": (f"{ENGINE}={{}}",),
@@ -132,14 +136,14 @@ ENGINES = {
         RL,
         f"{ENGINE}={{max_num_seqs: 3, max_num_batched_tokens: 40, kv_cache_memory_bytes: 4096, "
         "tensor_parallel_size: 2}",
-        "train_parameters.sampler.vllm_dtype=half",
+        "engine.dtype=half",
     ),
-    "rl beside transformers": (RL, f"{ENGINE}={{}}", "train_parameters.sampler.inference=transformers"),
-    "fine-tuning beside transformers": (f"{ENGINE}={{}}", "train_parameters.sampler.inference=transformers"),
+    "rl beside transformers": (RL, f"{ENGINE}={{}}", "engine.inference=transformers"),
+    "fine-tuning beside transformers": (f"{ENGINE}={{}}", "engine.inference=transformers"),
     "rl with a server": (
         RL,
         f"{ENGINE}={{url: 'http://127.0.0.1:8000'}}",
-        "train_parameters.sampler.inference=server",
+        "engine.inference=server",
     ),
 }
 
@@ -182,7 +186,7 @@ def test_a_server_holds_its_own_memory_and_workers_on_cpu_add_up(path):
         plan = plan_of_config(load_config(path, overrides), 4)
         return {row.name: row.sampling for row in plan.rows}
 
-    alone, server = rows("train_parameters.sampler=null"), rows("train_parameters.sampler.inference=server")
+    alone, server = rows("train_parameters.sampler=null"), rows("engine.inference=server")
     assert server == alone
     one, four = rows(), rows(f"{ENGINE}={{tensor_parallel_size: 2, data_parallel_size: 2}}")
     assert four["KV cache"] == 4 * one["KV cache"]

@@ -56,7 +56,7 @@ def num_of(error):
     ("world_size", "num_nodes", "overrides"),
     [
         (1, 1, []),
-        (1, 1, [SAMPLER, f"{TRAIN}.sampler.reward='mine.py:score'"]),
+        (1, 1, [SAMPLER, "evaluation.rewards='mine.py:score'"]),
         (2, 1, [SAMPLER, f"{TRAIN}.sharding_strategy=HYBRID_SHARD", f"{TRAIN}.max_seq_len=256"]),
         (4, 2, [SAMPLER, f"{TRAIN}.sharding_strategy=HYBRID_SHARD"]),
         (4, 2, []),
@@ -65,23 +65,23 @@ def num_of(error):
         (1, 1, [f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false", f"{TRAIN}.dtype=bfloat16"]),
         (2, 1, [SAMPLER, f"{LORA}={{r: 4, bias: none, use_dora: false, modules_to_save: null}}"]),
         (2, 1, [f"{LORA}={{use_dora: true, modules_to_save: [lm_head]}}"]),
-        (2, 1, [SAMPLER, f"{TRAIN}.sampler.lora_mode=merged", f"{LORA}={{use_dora: true}}"]),
+        (2, 1, [SAMPLER, "engine.lora_mode=merged", f"{LORA}={{use_dora: true}}"]),
         (1, 1, [f"{LORA}={{init_lora_weights: gaussian}}"]),
         (1, 1, [f"{LORA}={{init_lora_weights: false}}"]),
-        (1, 1, [SAMPLER, f"{TRAIN}.sampler.engine={{tensor_parallel_size: 4}}"]),
+        (1, 1, [SAMPLER, "engine={tensor_parallel_size: 4}"]),
         (
             1,
             1,
             [
                 SAMPLER,
-                f"{TRAIN}.sampler.inference=transformers",
-                f"{TRAIN}.sampler.engine={{dtype: bfloat16}}",
+                "engine.inference=transformers",
+                "engine={dtype: bfloat16}",
             ],
         ),
         (1, 1, ["trackers={tensorboard: }"]),
         (1, 1, ["trackers={'mine.py:score': {}}"]),
         pytest.param(
-            *(1, 1, [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]"]),
+            *(1, 1, [SAMPLER, "evaluation.tasks=[gsm8k]"]),
             marks=pytest.mark.skipif(not is_installed("lm_eval"), reason="needs lm_eval"),
         ),
     ],
@@ -107,12 +107,13 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         ([f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false"], {}, [f"{TRAIN}.use_flash_attention"]),
         ([f"{TRAIN}.optimizer.fused=true", f"{TRAIN}.optimizer.foreach=true"], {}, [f"{TRAIN}.optimizer.foreach"]),
         ([f"{TRAIN}.optimizer.capturable=true", f"{TRAIN}.cpu_offload=true"], {}, [f"{TRAIN}.optimizer.capturable"]),
-        ([f"{TRAIN}.sampler={{prompts: q.jsonl}}"], {}, [f"{TRAIN}.sampler.prompts"]),
-        ([f"{TRAIN}.sampler={{prompts: [a], output_jsonl_path: data}}"], {}, [f"{TRAIN}.sampler.output_jsonl_path"]),
-        ([SAMPLER, f"{TRAIN}.sampler.engine.dtype=half"], {}, [f"{TRAIN}.sampler.engine.dtype"]),
-        ([SAMPLER, f"{TRAIN}.sampler.engine.token=hunter2"], {}, [f"{TRAIN}.sampler.engine.token"]),
+        ([f"{TRAIN}.sampler={{prompts: q.jsonl}}"], {}, ["evaluation.prompts"]),
+        ([f"{TRAIN}.sampler={{prompts: [a], output_jsonl_path: data}}"], {}, ["evaluation.output_jsonl_path"]),
+        ([SAMPLER, "engine.enable_lora=true"], {}, ["engine.enable_lora"]),
+        ([SAMPLER, "engine.slep=all"], {}, ["engine.slep"]),
+        ([SAMPLER, "engine.token=hunter2"], {}, ["engine.token"]),
         (["wandb_config.api_key=hunter2"], {}, ["wandb_config.api_key"]),
-        ([SAMPLER, f"{TRAIN}.sampler.engine.url=http://a:b@localhost:80"], {}, [f"{TRAIN}.sampler.engine.url"]),
+        ([SAMPLER, "engine.inference=server", "engine.url=http://a:b@localhost:80"], {}, ["engine.url"]),
         (["trackers={tensorboard: {hf_token: abc}}"], {}, ["trackers.tensorboard.hf_token"]),
         (["trackers={tensorbord: {}}"], {}, ["trackers.tensorbord"]),
         (["trackers={wandb: {}}"], {}, ["trackers.wandb"]),
@@ -121,33 +122,33 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         (["trackers={'mine.py:score': {unknown: 1}}"], {}, ["trackers.mine.py"]),
         *(
             (
-                [SAMPLER, f"{TRAIN}.sampler.tasks=[gsm8k]", *(f"{TRAIN}.sampler.{change}" for change in how)],
+                [SAMPLER, "evaluation.tasks=[gsm8k]", *(f"{TRAIN}.sampler.{change}" for change in how)],
                 {},
-                [f"{TRAIN}.sampler.tasks"],
+                ["evaluation.tasks"],
             )
             for how in (["inference=transformers"], ["inference=server", "engine.url=http://localhost:80"])
         ),
         ([SAMPLER, f"{LORA}={{use_dora: true}}"], {}, [f"{LORA}.use_dora"]),
         ([SAMPLER, f"{LORA}={{bias: all}}"], {}, [f"{LORA}.bias"]),
         ([SAMPLER, f"{LORA}={{r: 8, rank_pattern: {{q_proj: 600}}}}"], {}, [f"{LORA}.r"]),
-        ([SAMPLER, f"{TRAIN}.sampler.lora_mode=merged", f"{LORA}={{lora_bias: true}}"], {}, [f"{LORA}.lora_bias"]),
+        ([SAMPLER, "engine.lora_mode=merged", f"{LORA}={{lora_bias: true}}"], {}, [f"{LORA}.lora_bias"]),
         ([f"{LORA}={{r: 4, lora_alhpa: null}}"], {}, [f"{LORA}.lora_alhpa"]),
         ([f"{LORA}={{trainable_token_indices: [5, 6]}}"], {}, [f"{LORA}.trainable_token_indices"]),
         ([f"{LORA}={{inference_mode: true}}"], {}, [f"{LORA}.inference_mode"]),
         ([f"{LORA}={{task_type: SEQ_CLS}}"], {}, [f"{LORA}.task_type"]),
         (
-            [SAMPLER, f"{TRAIN}.sampler.sampling_params={{detokenize: false}}"],
+            [SAMPLER, "evaluation.sampling_params={detokenize: false}"],
             {},
-            [f"{TRAIN}.sampler.sampling_params.detokenize"],
+            ["evaluation.sampling_params.detokenize"],
         ),
         *(
             ([f"{LORA}={{init_lora_weights: {start}}}"], {}, [f"{LORA}.init_lora_weights"])
             for start in ("pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "eva", "loftq", "lora_ga", "mica")
         ),
         (
-            [SAMPLER, f"{LORA}={{r: 9}}", f"{TRAIN}.sampler.engine.max_lora_rank=8"],
+            [SAMPLER, f"{LORA}={{r: 9}}", "engine.max_lora_rank=8"],
             {},
-            [f"{TRAIN}.sampler.engine.max_lora_rank"],
+            ["engine.max_lora_rank"],
         ),
         (["dataset.train_ds=data"], {}, ["dataset.train_ds"]),
         (["model=gone", "dataset.train_ds=gone"], {}, ["model", "dataset.train_ds"]),
@@ -163,7 +164,7 @@ def test_what_would_fail_late_or_silently_is_refused(complete, overrides, more, 
     [
         "wandb_config.api_key=hunter2hunter2",
         "rl.rewards={\"judge(url='http://user:hunter2@host/v1', model='m')\": 1}",
-        f"{TRAIN}.sampler.further_rewards=[\"judge(url='http://user:hunter2@host/v1', model='m')\"]",
+        "evaluation.rewards=[\"judge(url='http://user:hunter2@host/v1', model='m')\"]",
     ],
 )
 def test_a_secret_is_found_and_not_repeated(complete, override):
@@ -195,14 +196,12 @@ def test_a_dataset_made_with_another_ignore_index_is_refused(complete):
 @pytest.mark.parametrize("inference", ["vlm", "mine.py:Egnine", "absent.py:Engine"])
 def test_an_engine_that_does_not_exist_is_refused(complete, inference):
     Path("mine.py").write_text("class Engine: ...\n")
-    assert refused(complete, SAMPLER, f"{TRAIN}.sampler.inference='{inference}'") == [
-        f"{TRAIN}.sampler.inference"
-    ]
+    assert refused(complete, SAMPLER, f"engine.inference='{inference}'") == ["engine.inference"]
 
 
 @pytest.mark.skipif(not fields_of("sampling_params.py", "SamplingParams"), reason="needs vLLM's source")
 def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
-    params = f"{TRAIN}.sampler.sampling_params"
+    params = "evaluation.sampling_params"
     assert refused(complete, SAMPLER, f"{params}.temprature=1") == [f"{params}.temprature"]
     assert refused(complete, SAMPLER, f"{params}.top_p=1.5") == [f"{params}.top_p"]
     with pytest.raises(ConfigError, match=rf"Did you mean '{params}.max_tokens'"):
@@ -210,7 +209,7 @@ def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
 
 
 def test_a_sampling_parameter_that_transformers_cannot_honour_is_refused(complete):
-    path, here = f"{TRAIN}.sampler.sampling_params", f"{TRAIN}.sampler.inference=transformers"
+    path, here = "evaluation.sampling_params", "engine.inference=transformers"
     passes(complete, SAMPLER, f"{path}.top_p=0.9", f"{path}.presence_penalty=0", here)
     with pytest.raises(ConfigError, match=f"{path} .*'logit_bias'"):
         passes(complete, SAMPLER, f"{path}.logit_bias={{1: 2.0}}", here)
@@ -218,7 +217,7 @@ def test_a_sampling_parameter_that_transformers_cannot_honour_is_refused(complet
 
 BF16, ADAM = f"{TRAIN}.dtype=bfloat16", f"{TRAIN}.optimizer"
 MADE = "dataset_preprocess={{load_path: a, save_path: b, packing_type: {}, truncate: true}}"
-ENGINE_DTYPE = f"{TRAIN}.sampler={{{{vllm_dtype: {{}}}}}}"
+ENGINE_DTYPE = "engine.dtype={}"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +262,7 @@ def test_bfloat16_rounds_as_the_notes_say():
 
 
 def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete, monkeypatch):
-    override = f"{TRAIN}.sampler.engine.tensor_parallel_size=4"
+    override = "engine.tensor_parallel_size=4"
     monkeypatch.setattr(settings, "has_gpu", lambda: True)
     passes(complete, SAMPLER, override, world_size=4)
     assert refused(complete, SAMPLER, override, world_size=2) == [override.partition("=")[0]]
@@ -275,7 +274,7 @@ def test_an_engine_with_devices_of_its_own_may_have_a_worker_on_each(
 ):
     monkeypatch.setattr(settings, "has_gpu", lambda: True)
     split = f"rl.async={{max_staleness: 1, placement: split, engine_devices: {engine_devices}}}"
-    size = f"{TRAIN}.sampler.engine.tensor_parallel_size"
+    size = "engine.tensor_parallel_size"
     config = load_config(complete, [RL, f"{TRAIN}.epochs=1", split, f"{size}=4"])
     assert any(text.startswith(size) for text in settings.setting_problems(config, 1)) == is_refused
 
@@ -365,7 +364,7 @@ def test_the_prompts_are_read_once(complete, monkeypatch):
     read = Path.read_bytes
     opened = []
     monkeypatch.setattr(Path, "read_bytes", lambda path: opened.append(path.name) or read(path))
-    checked = passes(complete, SAMPLER, f"{TRAIN}.sampler.reward='mine.py:score'")
+    checked = passes(complete, SAMPLER, "evaluation.rewards='mine.py:score'")
     assert [record.prompt for record in checked.evaluation_prompts] == ["a", "b"]
     assert [name for name in opened if not name.endswith(".py")] == ["p.jsonl"]
 
@@ -403,8 +402,8 @@ def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monke
     ("overrides", "is_refused"),
     [
         ([], True),
-        ([SAMPLER], True),
-        ([SAMPLER, f"{TRAIN}.sampler.reward='mine.py:score'"], False),
+        ([SAMPLER], False),
+        ([SAMPLER, "evaluation.rewards='mine.py:score'"], False),
         ([SAMPLER, f"{TRAIN}.best_metric=eval/pass_at_4"], False),
         # Without held-out questions an environment plays none.
         (["rl.environment=mine.py:Game"], True),
@@ -464,14 +463,14 @@ def test_what_becomes_of_the_rows_at_this_length_is_noted(complete):
 
 def test_texts_for_a_model_with_a_chat_template_are_noted_and_long_prompts_refused(complete):
     def notes():
-        return [note for note in passes(complete, SAMPLER).config.notes if "sampler.prompts" in note]
+        return [note for note in passes(complete, SAMPLER).config.notes if "evaluation.prompts" in note]
 
     assert notes() == []
     Path("models/tiny/chat_template.jinja").write_text("{{ messages[0].content }}")
     assert len(notes()) == 1
     letter_tokenizer().save_pretrained("models/tiny")
     Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 256}))
-    with pytest.raises(DatasetError, match=r"prompt 0 of train_parameters\.sampler\.prompts has 256 tokens"):
+    with pytest.raises(DatasetError, match=r"prompt 0 of evaluation\.prompts has 256 tokens"):
         passes(complete, SAMPLER)
     Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 255}))
     passes(complete, SAMPLER)
@@ -479,9 +478,9 @@ def test_texts_for_a_model_with_a_chat_template_are_noted_and_long_prompts_refus
 
 def test_a_stop_token_that_the_model_does_not_have_is_refused(complete):
     Path("models/tiny/config.json").write_text(json.dumps({"vocab_size": 99}))
-    stops = f"{TRAIN}.sampler.sampling_params={{stop_token_ids: [%d]}}"
+    stops = "evaluation.sampling_params={stop_token_ids: [%d]}"
     passes(complete, SAMPLER, stops % 98)
-    assert refused(complete, SAMPLER, stops % 99) == [f"{TRAIN}.sampler.sampling_params.stop_token_ids"]
+    assert refused(complete, SAMPLER, stops % 99) == ["evaluation.sampling_params.stop_token_ids"]
 
 
 def test_what_the_publisher_samples_with_is_said_where_the_run_does_not(complete):
@@ -492,7 +491,7 @@ def test_what_the_publisher_samples_with_is_said_where_the_run_does_not(complete
     Path("models/tiny/generation_config.json").write_text(
         json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": -1, "eos_token_id": [1, 2]})
     )
-    path = "train_parameters.sampler.sampling_params"
+    path = "evaluation.sampling_params"
     assert [note.split(" of ")[0] for note in notes()] == [f"{path}: temperature 0.6, top_p 0.9"]
     assert "top_p" not in notes(f"{path}.top_p=0.8")[0]
     assert notes(f"{path}.temperature=0.0") == []

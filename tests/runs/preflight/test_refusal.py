@@ -119,17 +119,17 @@ LORA = "train_parameters.lora_peft_config={r: 8, target_modules: all-linear}"
 KINDS = {
     "rl": (RL, ()),
     "rl with LoRA": (RL, (LORA,)),
-    "rl beside transformers": (RL, ("train_parameters.sampler.inference=transformers",)),
+    "rl beside transformers": (RL, ("engine.inference=transformers",)),
     "rl beside an engine that never rests": (RL, ("rl.async={max_staleness: 1}",)),
     "rl that compares groups": (RL, ("rl.algorithm=online_dpo", "rl.max_tokens_per_micro_batch=8192")),
     "fine-tuning": (SFT, ()),
     "fine-tuning on replicas": (SFT, ("train_parameters.sharding_strategy=NO_SHARD",)),
     "fine-tuning alone": (SFT, ("train_parameters.sampler=null",)),
     "preferences": (SFT, ("preference={loss: dpo}",)),
-    "a small KV cache": (SFT, ("train_parameters.sampler.engine={kv_cache_memory_bytes: 1000000}",)),
+    "a small KV cache": (SFT, ("engine={kv_cache_memory_bytes: 1000000}",)),
 }
 FIRST = ("rl", "fine-tuning", "a small KV cache")
-NAMED = re.compile(r"(--world_size) (\d+)|((?:train_parameters|dataset|rl)\.[\w.]+): ([\w.]*\w)")
+NAMED = re.compile(r"(--world_size) (\d+)|((?:train_parameters|engine|dataset|rl)\.[\w.]+): ([\w.]*\w)")
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,8 @@ def test_each_changed_setting_is_named_alone(path):
         "train_parameters.use_mp=true (was null)",
     )
     save(path, SAMPLER, RL)
-    changes = found(path, SAMPLER, RL, "rl.clip_high=0.3", "rl.async={max_staleness: 1}").changes
-    assert changes[-1] == "rl.clip_high=0.3 (was 0.2)"
+    changes = found(path, SAMPLER, RL, "rl.algorithm.clip_high=0.3", "rl.async={max_staleness: 1}").changes
+    assert "rl.algorithm.clip_high=0.3 (was 0.2)" in changes
     assert "rl.async.max_staleness=1 (was null)" in changes
 
 
@@ -126,7 +126,7 @@ def test_other_rows_and_ranks(path):
 
 def test_another_algorithm_is_another_run(path):
     save(path, SAMPLER, RL)
-    assert "rl.algorithm='rloo' (was 'grpo')" in refused(path, SAMPLER, RL, "rl.algorithm=rloo")
+    assert "rl.algorithm.name='rloo' (was 'grpo')" in refused(path, SAMPLER, RL, "rl.algorithm=rloo")
 
 
 def test_checkpoints_of_earlier_versions_are_refused_with_what_to_do(path):

@@ -26,7 +26,7 @@ def check(write_config):
     [
         ("rl.critic.lr=0.001", "grpo, which has no critic"),
         ("rl.overlong_penalty=0.5", "rl.overlong_buffer_tokens=0"),
-        ("rl.max_sampling_rounds=2", "rl.dynamic_sampling=false"),
+        ("rl.max_sampling_rounds=2", "rl.algorithm.dynamic_sampling=false"),
         ("rl.max_kl=0.1", "one optimizer step per batch"),
         ("rl.correction.gate_high=2.0", "rl.correction.gate=null"),
         ("rl.kl_in='reward'", "rl.kl_coef=0.0"),
@@ -60,7 +60,7 @@ def test_a_constant_schedule_warms_nothing_up(check):
 
 def test_a_file_may_turn_a_thing_off_and_keep_its_settings(check):
     check("rl.kl_coef=0", "rl.kl_in=reward", "rl.environment=null", "rl.max_turns=3")
-    check("rl.dynamic_sampling=False", "rl.max_sampling_rounds=2")
+    check("rl.algorithm.dynamic_sampling=False", "rl.max_sampling_rounds=2")
     check("rl.correction={preset: off, gate_high: 2.0}")
 
 

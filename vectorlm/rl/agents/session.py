@@ -187,7 +187,7 @@ class Session:
             raise RolloutError(
                 f"the agent ended without an answer of the policy: its prompt has {self._num_refused} tokens, and the "
                 f"model's length of {self.max_model_len} leaves no room for one (prompt {str(record.prompt)[:80]!r}). "
-                "Shorten the prompt, or raise max_seq_len (sampler.engine.engine_args.max_model_len where it is set)."
+                "Shorten the prompt, or raise max_seq_len (engine.max_model_len where it is set)."
             )
         if not turns:
             raise RolloutError(

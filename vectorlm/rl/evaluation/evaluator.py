@@ -64,6 +64,7 @@ class Evaluator:
         samples_path: Path | None,
         resume_step: int | None = None,
         of_source: Mapping[str, RewardFunction] | None = None,
+        weights: Mapping[str, Any] | None = None,
         further: Mapping[str, RewardFunction] | None = None,
         at_k: Sequence[int] = (),
         play: Mapping[str, Play] | None = None,
@@ -79,7 +80,9 @@ class Evaluator:
             samples_path: The file for the answers.
             resume_step: The step that the run resumes from; None starts a new file.
             of_source: The reward that decides which answers are correct, by the prompts' source (``""``: no source).
-            further: More rewards of the prompts without a source, by name.
+            weights: Weight in ``eval/reward`` of each reward of the prompts without a source; the first is that of
+                `of_source`, the others those of `further`. None counts the first alone.
+            further: More rewards of these prompts, by name.
             at_k: The k of pass@k and maj@k.
             play: Functions that play the prompts of a source with their environment. Without a reward, an answer is
                 correct if the metric `acc` is 1, or if its rewards add up to 1.
@@ -99,6 +102,7 @@ class Evaluator:
         self._rewards = {
             name: reward for name, reward in rewards.items() if reward is not None or name in self._play
         }
+        self._weights = list((weights or {}).values()) or [1.0]
         self._further, self._at_k = further or {}, at_k
         self._max_tokens, self._run_tasks = max_tokens, run_tasks
         self._say = say
@@ -144,7 +148,8 @@ class Evaluator:
             for source in filter(None, self._rewards):
                 metrics |= _graded(source, [rewards[place] for place in self._places[source]])
             if (found := grade(rewards, self._at_k)).num_questions:
-                metrics |= {"eval/accuracy": found.accuracy, "eval/reward": found.mean}
+                total = self._weighted(rewards, list(of_further.values()))
+                metrics |= {"eval/accuracy": found.accuracy, "eval/reward": grade(total).mean}
                 metrics |= {f"eval/pass_at_{k}": value for k, value in found.pass_at.items()}
                 metrics |= {f"eval/maj_at_{k}": value for k, value in found.majority_at.items()}
         if self._lines is not None:
@@ -162,11 +167,23 @@ class Evaluator:
             found = score_answers(
                 reward,
                 [answers[place] for place in places],
-                f"rl.sources.{source}.rewards" if source else "sampler.reward",
+                f"rl.sources.{source}.rewards" if source else "evaluation.rewards",
             )
             for place, scored in zip(places, found, strict=True):
                 results[place] = scored
         return results
+
+    def _weighted(self, rewards: Results, further: Sequence[Results]) -> Results:
+        """Return `rewards` with the weighted sum of the rewards of prompts without a source."""
+        total = list(rewards)
+        for place in self._places.get("", []) if self._rewards.get("") is not None else ():
+            options = zip(*(results[place] for results in (rewards, *further)), strict=False)
+            pairs = (zip(self._weights, option, strict=False) for option in options)
+            total[place] = [
+                RewardResult(sum(weight * result.reward for weight, result in pair if weight))
+                for pair in pairs
+            ]
+        return total
 
     def _samples(
         self,

@@ -93,7 +93,7 @@ class RolloutLogger:
             self._say(
                 f"warning: step {step}: the effective sample size of the tokens is {ess:.0%} of their number, because "
                 "the engine and the trainer compute different probabilities. Train on fresher rollouts, set "
-                "train_parameters.sampler.vllm_dtype to the trainer's, or choose an rl.correction.preset "
+                "engine.dtype to the trainer's, or choose an rl.correction.preset "
                 "(docs/correction.md); correction.png shows where."
             )
         self._has_warned = is_low

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,15 @@ from pydantic import PydanticSchemaGenerationError
 
 from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.errors import ConfigError
-from vectorlm.runs.config.schema import ALIASES, Config, RLSettings, SamplerSettings
-from vectorlm.runs.config.setting import Setting, all_settings, build_section, settings_of, to_plain
+from vectorlm.runs.config.schema import ALIASES, OLD_SECTION, AlgorithmChoice, Config
+from vectorlm.runs.config.setting import (
+    Setting,
+    all_settings,
+    build_section,
+    other_keys_of,
+    settings_of,
+    to_plain,
+)
 from vectorlm.runs.config.value import (
     FOREIGN,
     Dumper,
@@ -64,19 +71,22 @@ def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
     Args:
         settings: Sections, and settings by the last part of their path. Of several such settings the one nearest the
             top is meant, outside the section ``rl`` unless that is `section`.
-        section: The section for names that the schema does not have: settings of an algorithm, or unknown names.
+        section: The section for names that the schema does not have and that are no settings of the algorithm.
 
     Raises:
         ConfigError: As `load_config`.
     """
     tree: dict[str, Any] = {}
+    settings = {name: _algorithm_in_full(name, value) for name, value in settings.items()}
     # Other kinds of training have settings of the same name: `beta` of an algorithm and of a preference loss.
     others = ("preference", "reward_model") if section == "rl" else ("rl",)
     known = [path for path in all_settings() if path.split(".")[0] not in others]
+    known.sort(key=lambda path: (path.count("."), not path.startswith((section, "train_parameters"))))
+    known += [f"rl.algorithm.{name}" for name in _own_settings(settings)]
     # Single settings override sections.
     for name, value in sorted(settings.items(), key=lambda item: not isinstance(item[1], Mapping)):
-        paths = [path for path in known if path.rpartition(".")[2] == name]
-        *parents, last = min(paths, key=lambda path: path.count("."), default=f"{section}.{name}").split(".")
+        paths = (path for path in known if path.rpartition(".")[2] == name)
+        *parents, last = next(paths, f"{section}.{name}").split(".")
         place = tree
         for parent in parents:
             place = place.setdefault(parent, {})
@@ -85,6 +95,22 @@ def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
     entry = _entry_of(tree, ARGUMENT)
     _resolve_aliases(entry)
     return _read_tree(entry)
+
+
+def _algorithm_in_full(name: str, value: Any) -> Any:
+    """Change the name of an algorithm into a section."""
+    if name == "rl" and isinstance(value, Mapping):
+        return {key: _algorithm_in_full(key, item) for key, item in value.items()}
+    return {"name": value} if name == "algorithm" and isinstance(value, str) else value
+
+
+def _own_settings(settings: Mapping[str, Any]) -> Iterable[str]:
+    """Return the names of the settings of an algorithm of the user."""
+    section = settings["rl"] if isinstance(settings.get("rl"), Mapping) else settings
+    name = section["algorithm"].get("name") if isinstance(section.get("algorithm"), Mapping) else None
+    with suppress(ConfigError):  # reported later
+        return asdict(get_algorithm(name).settings) if isinstance(name, str) else ()
+    return ()
 
 
 def _entry_of(value: Any, origin: str) -> Entry:
@@ -99,18 +125,17 @@ def _read_tree(tree: Entry) -> Config:
     problems: list[str] = []
     config = _read_section(Config, tree, "", problems)
     raise_problems(problems)
-    config = replace(config, origins=_origins(tree))
-    train = config.train_parameters
-    if config.rl is not None and train.sampler is None:
-        # Reinforcement learning needs an engine.
-        config = replace(config, train_parameters=replace(train, sampler=SamplerSettings()))
-    return config
+    return replace(config, origins=_origins(tree))
+
+
+def config_text(config: Config) -> str:
+    """Return every setting as YAML, defaults included; `load_config` reads an equal config back."""
+    return str(yaml.dump(to_plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110))
 
 
 def save_config(config: Config, path: str | PathLike[str]) -> None:
-    """Write every setting, defaults included, so that `load_config` reads an equal config back."""
-    text = yaml.dump(to_plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
-    Path(path).write_text(text, encoding="utf-8")
+    """Write `config_text` to a file."""
+    Path(path).write_text(config_text(config), encoding="utf-8")
 
 
 def _read_file(path: str) -> Entry:
@@ -131,28 +156,59 @@ def _read_file(path: str) -> Entry:
 
 def _resolve_aliases(tree: Entry) -> None:
     """Move settings from their older places."""
-    for alias, place in ALIASES.items():
-        source = _section_of(tree, alias)
-        entry = source.pop(alias.rpartition(".")[2], None)
-        if entry is None or entry.value is None:
-            continue
-        section_name, _, key = place.rpartition(".")
-        section = tree.value.setdefault(section_name, Entry({}, entry.origin))
-        if not isinstance(section.value, dict):
-            continue  # reported as a wrong section later
-        other = section.value.get(key)
-        if other is not None and other.value is not None:
-            raise ConfigError(
-                f"'{alias}' ({entry.origin}) and '{place}' ({other.origin}) are the same setting. "
-                "Remove one of the two."
-            )
-        section.value[key] = entry
+    for alias in ALIASES:
+        parents, _, key = alias.rpartition(".")
+        entry = _section_at(tree, parents).pop(key, None)
+        if entry is not None and entry.value is not None:
+            _place(tree, alias, entry)
 
 
-def _section_of(tree: Entry, path: str) -> dict[str, Entry]:
-    section_name = path.rpartition(".")[0]
-    section = tree.value.get(section_name) if section_name else tree
-    return section.value if section is not None and isinstance(section.value, dict) else {}
+def _section_at(tree: Entry, path: str) -> dict[str, Entry]:
+    """Return the keys of a section; an empty dictionary if there is none."""
+    for name in filter(None, path.split(".")):
+        tree = (tree.value.get(name) if isinstance(tree.value, dict) else None) or Entry({}, "")
+    return tree.value if isinstance(tree.value, dict) else {}
+
+
+def _place(tree: Entry, alias: str, entry: Entry, *, replaces: bool = False) -> None:
+    """Put a setting from an older place where it belongs.
+
+    Raises:
+        ConfigError: It has a value there already, and `replaces` is false.
+    """
+    place = _canonical_path(alias)
+    if "." not in place and isinstance(entry.value, dict):  # a section
+        for name, child in entry.value.items():
+            _place(tree, f"{alias}.{name}", child, replaces=replaces)
+        return
+    *sections, key = place.split(".")
+    for name in sections:
+        child = tree.value.get(name)
+        if child is None or child.value is None:
+            child = tree.value[name] = Entry({}, entry.origin)
+        elif not isinstance(child.value, dict):
+            return  # reported as a wrong section later
+        tree = child
+    other = tree.value.get(key)
+    further = alias.endswith(".further_rewards")
+    if other is not None and other.value is not None and not (replaces or further):
+        raise ConfigError(
+            f"'{alias}' ({entry.origin}) and '{place}' ({other.origin}) are the same setting. "
+            "Remove one of the two."
+        )
+    tree.value[key] = _with_further(entry, other) if further else entry
+
+
+def _with_further(further: Entry, first: Entry | None) -> Entry:
+    """Return VectorLM's rewards as weights: `eval/reward` is the first alone."""
+    if not isinstance(further.value, list):
+        return further
+    names = [item.value for item in further.value]
+    given = [] if first is None else first.value
+    names = [*([given] if isinstance(given, str) else given)][:1] + names
+    return Entry(
+        {name: Entry(float(not place), further.origin) for place, name in enumerate(names)}, further.origin
+    )
 
 
 def _read_section(section: type, entry: Entry, prefix: str, problems: list[str]) -> Any:
@@ -162,13 +218,15 @@ def _read_section(section: type, entry: Entry, prefix: str, problems: list[str])
     beside: dict[str, Any] = {}
     own = _arguments_of_optimizer(entry, problems) if section is OptimizerSettings else set[str]()
     known = settings_of(section)
-    if section is RLSettings:
+    if section is AlgorithmChoice:
         known = {**known, **_settings_of_algorithm(entry, prefix, known, problems)}
     for key, child in entry.value.items():
         if key in known:
             values[key] = _read_setting(known[key], child, prefix + key, problems)
         elif key in own:
             beside[key] = child.plain()
+        elif other_keys_of(section) is not None:
+            values[key] = child.plain()
         else:
             problems.append(_describe_unknown(prefix, key, child.origin, [*known, *sorted(own)]))
     if beside:
@@ -195,7 +253,7 @@ def _settings_of_algorithm(
     entry: Entry, prefix: str, known: Mapping[str, Setting], problems: list[str]
 ) -> dict[str, Setting]:
     """Return the settings of the section's algorithm; refuse settings of other algorithms."""
-    algorithm = entry.value.get("algorithm")
+    algorithm = entry.value.get("name")
     if algorithm is None or not isinstance(algorithm.value, str):
         return {}
     try:
@@ -214,7 +272,7 @@ def _settings_of_algorithm(
     # The schema has the settings of all algorithms too; there they may be null.
     for key in [key for key in own if key in known and not known[key].null]:
         problems.append(
-            f"{algorithm.value} declares '{prefix}{key}', which rl has already. Rename it. ({algorithm.origin})"
+            f"{algorithm.value} cannot declare a setting '{key}'. Rename it. ({algorithm.origin})"
         )
     for key, child in list(entry.value.items()):
         owners = [name for name, start in SETTINGS.items() if key in asdict(start)]
@@ -227,7 +285,9 @@ def _settings_of_algorithm(
 
 
 def _read_setting(setting: Setting, entry: Entry, path: str, problems: list[str]) -> Any:
-    if setting.section is not None and isinstance(entry.value, dict):
+    if setting.section is not None and entry.value is None and is_dataclass(setting.default):
+        return setting.default
+    if setting.section is not None and isinstance(_in_full(entry, path).value, dict):
         return _read_section(setting.section, entry, f"{path}.", problems)
     if (item := setting.item_section) is not None and isinstance(entry.value, dict):
         return {
@@ -256,25 +316,36 @@ def _apply_override(tree: Entry, text: str) -> None:
     name, equals, written = text.partition("=")
     if not equals or not name:
         raise ConfigError(f"{origin!r} must name a setting and its value. Write --set name=value.")
+    value = parse_yaml(written, lambda line: origin)
+    if name == OLD_SECTION and value.value is None:  # no evaluations
+        name = "evaluation"
+    elif name in ALIASES:
+        _place(tree, name, value, replaces=True)
+        return
     parts = _canonical_path(name).split(".")
     entry = tree
     for depth, part in enumerate(parts[:-1], start=1):
         child = entry.value.get(part)
         if child is None or child.value is None:
             child = entry.value[part] = Entry({}, origin)
-        elif not isinstance(child.value, dict):
-            path = ".".join(parts[:depth])
+        elif not isinstance(_in_full(child, path := ".".join(parts[:depth])).value, dict):
             raise ConfigError(describe_refusal(path, child.plain(), "must be a mapping", "", child.origin))
         entry = child
-    value = parse_yaml(written, lambda line: origin)
     entry.value[parts[-1]] = value
+
+
+def _in_full(entry: Entry, path: str) -> Entry:
+    """Change the name of an algorithm into a section."""
+    if path == "rl.algorithm" and isinstance(entry.value, str):
+        entry.value = {"name": Entry(entry.value, entry.origin)}
+    return entry
 
 
 def _canonical_path(path: str) -> str:
     """Return the path of a setting, with aliases replaced."""
-    for alias, place in ALIASES.items():
+    for alias in sorted(ALIASES, key=len, reverse=True):
         if path == alias or path.startswith(alias + "."):
-            return place + path.removeprefix(alias)
+            return ALIASES[alias] + path.removeprefix(alias)
     return path
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, is_dataclass
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, is_dataclass
 from typing import Any
 
-from vectorlm.runs.config.schema import ALIASES, Config
+from vectorlm.algorithms.registry import SETTINGS
+from vectorlm.runs.config.schema import ALIASES, AlgorithmChoice, Config
 from vectorlm.runs.config.setting import Setting, settings_of
 from vectorlm.runs.config.value import describe, show
 
@@ -14,11 +16,12 @@ _INTRODUCTION = """# Configuration
 A run is described by one YAML file. Every key below may be given in the file or overridden on the command
 line with `--set`, which may be repeated and reads its value as YAML:
 
-    vectorlm check my.yaml --world_size 2 --set train_parameters.epochs=3 --set train_parameters.sampler=null
+    vectorlm check my.yaml --world_size 2 --set train_parameters.epochs=3 --set evaluation=null
 
-`vectorlm check` reads the file, checks it against the number of ranks and the files on disk, and prints what
-the run would do. An unknown key, a wrong type or an impossible value is an error that names the line, the
-rule and a fix; so is a setting that has no effect, unless the file itself turns off what it belongs to.
+`vectorlm check` reads the file, checks it against the number of ranks and the files on disk, and prints every
+setting with its value, and what the run would do. An unknown key, a wrong type or an impossible value is an error
+that names the line, the rule and a fix; so is a setting that has no effect, unless the file itself turns off what it
+belongs to.
 Relative paths start at the working directory. `1e-5` is a number.
 
 [from_vectorlm.md](from_vectorlm.md) says what differs for files of VectorLM; `configs/config.yaml` has every
@@ -33,26 +36,52 @@ def render_reference() -> str:
     """Return docs/config.md: one table per section, one row per key."""
     aliases = [f"`{alias}` is another place for `{place}`" for alias, place in ALIASES.items()]
     ending = "Accepted from existing files: " + "; ".join(aliases) + ".\n"
-    return "\n".join([_INTRODUCTION, *_section_tables(Config, ""), ending])
+    tables = [_table(section, places) for section, places in _places(Config, "").items()]
+    return "\n".join([_INTRODUCTION, *tables, ending])
 
 
-def _section_tables(section: type, prefix: str) -> list[str]:
-    settings = settings_of(section)
-    title = f"## `{prefix.removesuffix('.')}`" if prefix else "## Top level"
-    head = "| Key | Must be | Default | Meaning |\n|---|---|---|---|"
-    rows = "\n".join(_row(setting) for setting in settings.values())
-    tables = [f"{title}\n\n{section.__doc__}\n\n{head}\n{rows}\n"]
-    for name, setting in settings.items():
-        if setting.section is not None:
-            tables += _section_tables(setting.section, f"{prefix}{name}.")
-        if setting.item_section is not None:
-            tables += _section_tables(setting.item_section, f"{prefix}{name}.NAME.")
-    return tables
+def _places(section: type, place: str) -> dict[type, list[str]]:
+    """Return the sections with all their places in a config."""
+    found = {section: [place]}
+    for name, setting in settings_of(section).items():
+        path = f"{place}.{name}" if place else name
+        for child, child_path in ((setting.section, path), (setting.item_section, f"{path}.NAME")):
+            for kind, places in ({} if child is None else _places(child, child_path)).items():
+                found.setdefault(kind, []).extend(places)
+    return found
+
+
+def _table(section: type, places: Sequence[str]) -> str:
+    title = f"## `{places[0]}`" if places[0] else "## Top level"
+    also = f"\n\nAlso: {', '.join(f'`{place}`' for place in places[1:])}." if places[1:] else ""
+    if section is AlgorithmChoice:
+        head, rows = (
+            "| Key | Must be | Default by algorithm | Meaning |",
+            map(_row_of_algorithms, *zip(*settings_of(section).items(), strict=True)),
+        )
+    else:
+        head, rows = "| Key | Must be | Default | Meaning |", map(_row, settings_of(section).values())
+    return f"{title}\n\n{section.__doc__}{also}\n\n{head}\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
 def _row(setting: Setting) -> str:
-    cells = [f"`{setting.name}`", describe(setting.hint), _default(setting.default), setting.doc]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return _cells(setting.name, describe(setting.hint), _default(setting.default), setting.doc)
+
+
+def _row_of_algorithms(name: str, setting: Setting) -> str:
+    defaults: dict[Any, list[str]] = {}
+    for algorithm, start in SETTINGS.items():
+        if name in asdict(start):
+            defaults.setdefault(getattr(start, name), []).append(algorithm)
+    if not defaults:
+        return _row(setting)
+    doc = setting.doc.replace(f"; null means {setting.null}", "")
+    listed = (f"`{show(value)}`: {', '.join(names)}" for value, names in defaults.items())
+    return _cells(name, describe(setting.hint).removesuffix(", or null"), "; ".join(listed), doc)
+
+
+def _cells(name: str, *others: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", *others)) + " |"
 
 
 def _default(default: Any) -> str:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.algorithms.settings import AlgorithmSettings, PreferenceSettings
-from vectorlm.data.settings import DatasetSettings, PreprocessSettings
+from vectorlm.data.settings import ChatSettings, DatasetSettings, PreprocessSettings
 from vectorlm.errors import ConfigError
 from vectorlm.rl.settings import (
     AsyncSettings,
@@ -45,7 +45,6 @@ from vectorlm.settings import (
 from vectorlm.train.settings import (
     WITH_CHECKPOINTS,
     EvaluationSettings,
-    HandoverSettings,
     KeepSettings,
     LoopSettings,
     ModelSettings,
@@ -56,21 +55,23 @@ from vectorlm.train.settings import (
     ScheduleSettings,
 )
 
+OLD_SECTION = "train_parameters.sampler"
+"""VectorLM's section for what are two sections now."""
+_OF_EVALUATION = ("prompts", "sampling_params", "output_jsonl_path", "at_k", "tasks")
 ALIASES: Mapping[str, str] = {
     "lora_peft_config": "train_parameters.lora_peft_config",
     "rl.device_peak_tflops": "train_parameters.device_peak_tflops",
     "dataset_preprocess.separator": "dataset_preprocess.seperator",
+    "engine.vllm_dtype": "engine.dtype",
+    **{f"{OLD_SECTION}.{name}": f"evaluation.{name}" for name in _OF_EVALUATION},
+    f"{OLD_SECTION}.sample_frequency": "evaluation.every",
+    f"{OLD_SECTION}.reward": "evaluation.rewards",
+    f"{OLD_SECTION}.further_rewards": "evaluation.rewards",
+    f"{OLD_SECTION}.vllm_dtype": "engine.dtype",
+    f"{OLD_SECTION}.engine": "engine",
+    OLD_SECTION: "engine",
 }
-"""Older places of settings, and the places in the resolved config."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplerSettings:
-    """Sampling with vLLM during training. Left out, `rl` samples with the defaults and fine-tuning does not sample."""
-
-    evaluation: EvaluationSettings = inline(EvaluationSettings)
-    engine: EngineSettings = inline(EngineSettings)
-    turn: HandoverSettings = inline(HandoverSettings)
+"""Older places of settings and sections, and their places in the resolved config; of several, the longest counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,45 +103,31 @@ class TrainSettings:
     checkpointing_enabled: bool = False
     """Save checkpoints during training, and resume from the latest one."""
     keep: KeepSettings = inline(KeepSettings)
-    sampler: SamplerSettings | None = None
-    """How the engine samples; null means the defaults with `rl`, and no sampling in fine-tuning."""
 
-    def engine_dtype(self, is_cuda: bool) -> str:
-        """Return the dtype of vLLM's engine on this kind of device; on CUDA `auto` leaves the choice to vLLM."""
-        given = "auto" if self.sampler is None else self.sampler.engine.vllm_dtype
-        if given != "auto" or is_cuda:
-            return given
-        return self.model.dtype_on(is_cuda)
 
-    @property
-    def longest_rollout(self) -> int:
-        """The most tokens of a prompt with its completion, in reinforcement learning."""
-        engine_args = {} if self.sampler is None else self.sampler.engine.engine_args
-        return int(engine_args.get("max_model_len") or self.max_seq_len)
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmChoice:
+    """An algorithm and its settings. The name alone may stand in place of the section: `algorithm: grpo`."""
 
-    @property
-    def samples_path(self) -> Path:
-        """The file that samples are appended to."""
-        if self.sampler is not None and self.sampler.evaluation.output_jsonl_path is not None:
-            return Path(self.sampler.evaluation.output_jsonl_path)
-        return Path(self.output_dir) / "samples.jsonl"
+    name: Text
+    """A registered algorithm, or `file.py:NAME` of an `AlgorithmSpec`."""
+    settings: AlgorithmSettings = partial(
+        *(type(start) for start in SETTINGS.values()), null="the algorithm's own value"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLSettings:
     """Reinforcement learning on completions that the engine samples; with it, `dataset` is not needed."""
 
-    algorithm: Text
-    """A registered algorithm, or `file.py:NAME` of an `AlgorithmSpec`."""
+    algorithm: AlgorithmChoice
+    """The algorithm: its name, or a section with `name` and settings of its own."""
     max_steps: PositiveInt
     """Batches of rollouts to train on."""
     collect: CollectSettings = inline()
     reward: RewardSettings = inline(RewardSettings)
     update: UpdateSettings = inline(UpdateSettings)
     kl: KLSettings = inline(KLSettings)
-    hyperparameters: AlgorithmSettings = partial(
-        *(type(start) for start in SETTINGS.values()), null="the algorithm's own value"
-    )
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     """Where completions come from."""
     critic: CriticSettings = field(default_factory=CriticSettings)
@@ -182,7 +169,7 @@ class RLSettings:
     @property
     def has_reference(self) -> bool:
         """Whether training needs a reference: the algorithm's loss reads it, or there is a KL penalty."""
-        return self.kl.kl_coef > 0 or get_algorithm(self.algorithm).needs_reference
+        return self.kl.kl_coef > 0 or get_algorithm(self.algorithm.name).needs_reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,10 +192,15 @@ class Config:
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Classes `file.py:NAME`, made without arguments, whose methods `on_step`, `on_rollouts`, `on_evaluation` and
     `on_checkpoint` the run calls."""
+    chat: ChatSettings = inline(ChatSettings)
     ignore_memory_plan: bool = False
     """Start although the memory plan does not fit: print its numbers and go on (`--ignore_memory_plan`)."""
     train_parameters: TrainSettings
     """How the model is trained."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    """The engine that samples, in reinforcement learning and for evaluations."""
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    """Evaluations during training, in which the engine answers prompts."""
     dataset: DatasetSettings | None = None
     """The preprocessed datasets; needed for supervised fine-tuning."""
     reward_model: RewardModelSettings | None = None
@@ -246,25 +238,48 @@ class Config:
         num_shares = world_size // train.model.context_parallel
         return num_shares * self.text.train_bs * train.loop.gradient_accumulation_steps
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether the run samples: in reinforcement learning, and for evaluations."""
+        return self.rl is not None or self.evaluation.prompts is not None or bool(self.evaluation.tasks)
+
+    def engine_dtype(self, is_cuda: bool) -> str:
+        """Return the dtype of vLLM's engine on this kind of device; on CUDA `auto` leaves the choice to vLLM."""
+        if self.engine.dtype != "auto" or is_cuda:
+            return self.engine.dtype
+        return self.train_parameters.model.dtype_on(is_cuda)
+
+    @property
+    def longest_rollout(self) -> int:
+        """The most tokens of a prompt with its completion, in reinforcement learning."""
+        return int(self.engine.engine_args.get("max_model_len") or self.train_parameters.max_seq_len)
+
+    @property
+    def samples_path(self) -> Path:
+        """The file that answers of evaluations are appended to."""
+        given = self.evaluation.output_jsonl_path
+        return Path(self.train_parameters.output_dir) / "samples.jsonl" if given is None else Path(given)
+
     def engine_arguments(self, is_cuda: bool) -> dict[str, Any]:
         """Return the arguments of the run's engine; the memory plan reads them too."""
-        train = self.train_parameters
-        sampler = train.sampler or SamplerSettings()
+        train, engine = self.train_parameters, self.engine
         found: dict[str, Any] = {}
-        if sampler.engine.inference == "vllm":
-            found["dtype"] = train.engine_dtype(is_cuda)
-            found["gpu_memory_utilization"] = sampler.engine.gpu_memory_utilization
-            found["enable_sleep_mode"] = sampler.turn.sleep != "none"
+        if engine.inference == "vllm":
+            found["dtype"] = self.engine_dtype(is_cuda)
+            found["gpu_memory_utilization"] = engine.gpu_memory_utilization
+            found["enable_sleep_mode"] = engine.turn.sleep != "none"
             if self.rl is not None and self.rl.collect.sampling.get("structured_outputs"):
                 # The trainer computes the masks of xgrammar; vLLM could fall back to another backend.
                 found["structured_outputs_config"] = {"backend": "xgrammar"}
-            if train.lora_peft_config is not None and sampler.engine.lora_mode_of_run == "adapter":
+            if train.lora_peft_config is not None and engine.lora_mode_of_run == "adapter":
                 found |= engine_arguments(train.lora_peft_config)
-        if train.model.fp32_head and sampler.engine.inference in ("vllm", "transformers"):
+        elif engine.dtype != "auto":
+            found["dtype"] = engine.dtype
+        if train.model.fp32_head and engine.inference in ("vllm", "transformers"):
             found["fp32_head"] = True
         if self.rl is not None:
-            found["max_model_len"] = train.longest_rollout
-        return {**found, **sampler.engine.engine_args}
+            found["max_model_len"] = self.longest_rollout
+        return {**found, **engine.engine_args}
 
     @property
     def overlap(self) -> AsyncSettings | None:
@@ -274,26 +289,30 @@ class Config:
     @property
     def sampling_params(self) -> Mapping[str, Mapping[str, Any]]:
         """The sampling parameters by their setting: for held-out questions, and for training."""
-        sampler = self.train_parameters.sampler
         found: dict[str, Mapping[str, Any]] = {}
-        if sampler is not None:
-            found["train_parameters.sampler.sampling_params"] = sampler.engine.sampling_params
+        sources = {} if self.rl is None else self.rl.collect.sources
+        if self.evaluation.prompts is not None or any(source.held_out for source in sources.values()):
+            found["evaluation.sampling_params"] = self.evaluation.sampling_params
         if self.rl is not None:
             found["rl.sampling_params"] = self.rl.collect.sampling_params
         return found
 
     @property
+    def evaluation_rewards(self) -> Mapping[str, Any]:
+        """The weights of the rewards for `evaluation.prompts`; those for training if the section has none."""
+        if self.evaluation.rewards or self.evaluation.prompts is None or self.rl is None:
+            return self.evaluation.rewards
+        return {} if self.rl.collect.environment_of("") else self.rl.reward.rewards
+
+    @property
     def held_out_rewards(self) -> Mapping[str, str]:
-        """The reward for held-out questions by source; the name "" stands for the sampler's prompts."""
-        sampler = self.train_parameters.sampler
+        """The reward that decides what is right, by source; the name "" stands for `evaluation.prompts`."""
         sources = {} if self.rl is None else self.rl.by_source
-        found = {
-            name: next(iter(source.rewards))
-            for name, source in sources.items()
-            if source.held_out and source.rewards
-        }
-        reward = None if sampler is None else sampler.evaluation.reward
-        return found if reward is None else {"": reward, **found}
+        found = {"": next(iter(self.evaluation_rewards))} if self.evaluation_rewards else {}
+        for name, source in sources.items():
+            if source.held_out and source.rewards:
+                found[name] = next(iter(source.rewards))
+        return found
 
     @property
     def text(self) -> DatasetSettings:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.settings import AlgorithmSettings
-from vectorlm.runs.config.schema import Config, RLSettings
+from vectorlm.runs.config.schema import AlgorithmChoice, Config
 from vectorlm.runs.config.value import describe_refusal
 from vectorlm.settings import ReadIf
 
@@ -83,7 +83,7 @@ def _kinds_of(hint: Any) -> Iterator[Any]:
 def settings_of(cls: type, algorithm: type | None = None) -> dict[str, Setting]:
     """Return the settings of a section, by key, in the order of the schema.
 
-    The section ``rl`` has the settings of the class `algorithm`, or of all algorithms if it is None.
+    The section ``rl.algorithm`` has the settings of the class `algorithm`, or of all algorithms if it is None.
     """
     found = list(_settings_in(cls, algorithm))
     settings = {setting.name: setting for setting in found}
@@ -106,7 +106,7 @@ def _settings_in(cls: type, algorithm: type | None, above: tuple[str, ...] = ())
             yield from optional.values()
         elif "inline" in metadata:
             yield from _settings_in(hints[entry.name], None, place)
-        elif metadata.get("is_setting", True):
+        elif metadata.get("is_setting", "other_keys" not in metadata):
             default = entry.default if entry.default_factory is MISSING else entry.default_factory()
             yield Setting(metadata.get("key", entry.name), hints[entry.name], default, cls, place)
 
@@ -120,13 +120,16 @@ def build_section(cls: type, values: Mapping[str, Any]) -> Any:
         if "inline" in entry.metadata:
             arguments[entry.name] = build_section(hints[entry.name], values)
         elif hints[entry.name] is AlgorithmSettings:
-            start = get_algorithm(values["algorithm"]).settings
+            start = get_algorithm(values["name"]).settings
             own = {declared.name for declared in fields(start) if values.get(declared.name) is not None}
             arguments[entry.name] = replace(start, **{name: values[name] for name in own})
         elif "partial" in entry.metadata:
             names = [name for section in entry.metadata["partial"] for name in settings_of(section)]
             arguments[entry.name] = {name: values[name] for name in names if values.get(name) is not None}
-        elif key in values:
+        elif "other_keys" in entry.metadata:
+            others = {name: item for name, item in values.items() if name not in settings_of(cls)}
+            arguments[entry.name] = {name: item for name, item in others.items() if item is not None}
+        elif key in values and entry.metadata.get("is_setting", True):
             arguments[entry.name] = values[key]
     return cls(**arguments)
 
@@ -138,8 +141,15 @@ def to_plain(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     kind: Any = type(value)
-    algorithm: Any = type(value.hyperparameters) if isinstance(value, RLSettings) else None
-    return {name: to_plain(_at(value, item.place)) for name, item in settings_of(kind, algorithm).items()}
+    algorithm: Any = type(value.settings) if isinstance(value, AlgorithmChoice) else None
+    plain = {name: to_plain(_at(value, item.place)) for name, item in settings_of(kind, algorithm).items()}
+    others = other_keys_of(kind)
+    return plain if others is None else {**plain, **getattr(value, others)}
+
+
+def other_keys_of(cls: type) -> str | None:
+    """Return the field that holds the keys of a section that it does not declare; None if it refuses them."""
+    return next((entry.name for entry in fields(cls) if "other_keys" in entry.metadata), None)
 
 
 def _at(section: Any, place: Sequence[str]) -> Any:
@@ -174,6 +184,10 @@ def with_value(section: Any, path: str, value: Any) -> Any:
     if isinstance(section, Mapping):
         return {**section, key: value}
     kind: Any = type(section)
+    if key not in settings_of(kind):
+        name = other_keys_of(kind)
+        assert name is not None
+        return replace(section, **{name: {**getattr(section, name), key: value}})
     place = settings_of(kind)[key].place
     changed = with_value(_at(section, place), rest, value) if rest else value
     for depth in reversed(range(len(place))):

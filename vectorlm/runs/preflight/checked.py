@@ -51,7 +51,7 @@ class CheckedConfig:
     prompts: Mapping[str, Sequence[PromptRecord]] = field(default_factory=dict)
     """Prompts by source; ``rl.prompts`` has the name "". Every prompt leaves room for an answer."""
     evaluation_prompts: Sequence[PromptRecord] = ()
-    """The held-out prompts: ``train_parameters.sampler.prompts``, and ``held_out`` of ``rl.sources``."""
+    """The held-out prompts: ``evaluation.prompts``, and ``held_out`` of ``rl.sources``."""
     resumption: Resumption | None = None
     """How the run resumes from its output folder; None starts from the beginning."""
 
@@ -78,11 +78,11 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         *callback_problems(config),
         *file_problems(config),
     ]
-    rl, sampler, max_tokens = config.rl, config.train_parameters.sampler, math.inf
+    rl, max_tokens = config.rl, math.inf
     # These cost more than a minute: they are needed after models are loaded.
     sources = {} if rl is None else rl.by_source
     asked: list[tuple[str, bool, Any]] = [(name, False, source.prompts) for name, source in sources.items()]
-    asked.append(("", True, None if sampler is None else sampler.evaluation.prompts))
+    asked.append(("", True, config.evaluation.prompts))
     asked += [(name, True, source.held_out) for name, source in sources.items() if name]
     prompts = [_read(config, *source, problems) for source in asked if source[2] is not None]
     problems += _overlaps(config, prompts)
@@ -96,15 +96,15 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
 
         problems += [*rl_problems(config, rl), *environment_problems(rl, prompts)]
         raise_problems(problems)
-        max_tokens = config.train_parameters.longest_rollout - 1
+        max_tokens = config.longest_rollout - 1
         check_teacher(config)
     raise_problems(problems)
     notes = list(config.notes)
     if rl is None:
         notes += _data_notes(config, world_size)
-        if sampler is not None:
+        if config.has_engine:
             limit = own_length(description_of(Path(config.model)) or {})
-            max_tokens = (sampler.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
+            max_tokens = (config.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
     notes += _prompt_notes(config, prompts)
     notes += reward_notes(config, prompts)
     trained = {source.source: source.records for source in prompts if not source.is_held_out}
@@ -139,7 +139,7 @@ def _rendered_notes(config: Config, prompts: Sequence[SourcePrompts], max_tokens
         return []
     from vectorlm.train.load import load_tokenizer
 
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, config.chat)
     # Silent: answers would go on to their longest.
     raise_problems(list(stop_problems(config, tokenizer)))
     size = vocab_size(Path(config.model))
@@ -169,11 +169,10 @@ def _generation_notes(config: Config, max_tokens: float, is_evaluated: bool) -> 
         if left and parameters.get("temperature") != 0:
             listed = ", ".join(f"{name} {value}" for name, value in left.items())
             yield f"{path}: {listed} of the model's generation_config.json are not used; write them here to use them"
-    sampler = config.train_parameters.sampler
     # Silent: half an answer is a wrong one.
-    if is_evaluated and sampler is not None and "max_tokens" not in sampler.engine.sampling_params:
+    if is_evaluated and "max_tokens" not in config.evaluation.sampling_params:
         yield (
-            "train_parameters.sampler.sampling_params: answers to held-out prompts end after 16 tokens, vLLM's "
+            "evaluation.sampling_params: answers to held-out prompts end after 16 tokens, vLLM's "
             "default. Write max_tokens for another length"
         )
 
@@ -197,7 +196,8 @@ def _end_notes(tokenizer: Any) -> Iterator[str]:
 
 def _prompt_notes(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
     """Yield notes on prompts without the chat template, and on columns that rewards do not get."""
-    for source in prompts if has_chat_template(config.model) else ():
+    has_template = config.chat.chat_template is not None or has_chat_template(config.model)
+    for source in prompts if has_template else ():
         if any(isinstance(record.prompt, str) for record in source.shown):
             yield (
                 f"{source.setting}: the model continues these texts without its chat template. Write them as "

@@ -47,7 +47,7 @@ def dry_run(config: Config) -> list[str]:
     existing = next(folder for folder in (output, *output.parents) if folder.exists())
     disable_progress_bar()
     with _errors_as_config(config), warnings.catch_warnings(action="ignore"), ExitStack() as stack:
-        tokenizer = load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model, config.chat)
 
         def load() -> Any:
             if config.reward_model is not None:
@@ -84,7 +84,7 @@ def dry_run(config: Config) -> list[str]:
 def _length_problems(config: Config, policy: Any) -> Iterator[str]:
     """Refuse models whose results for a short row depend on longer rows of the batch; only a note for texts."""
     rl, train = config.rl, config.train_parameters
-    longest = train.max_seq_len if rl is None else train.longest_rollout
+    longest = train.max_seq_len if rl is None else config.longest_rollout
     models = {"model": policy}
     if rl is not None:
         teacher = None if rl.teacher is None else rl.teacher.model
@@ -96,7 +96,7 @@ def _length_problems(config: Config, policy: Any) -> Iterator[str]:
     for name, model in models.items():
         if (border := rows_apart(model, longest)) is None:
             continue
-        setting = "max_seq_len" if longest == train.max_seq_len else "sampler.engine_args.max_model_len"
+        setting = "max_seq_len" if longest == train.max_seq_len else "engine.max_model_len"
         rule = (
             f"must be at most {border}: beyond that, the rotary position embeddings of {name} change for all rows of a "
             "batch"

@@ -43,7 +43,7 @@ def file_problems(config: Config) -> Iterator[str]:
             fix = "Download or save the model again."
             yield refuse(config, "model", f"must have complete weights ({what})", fix)
         # Silent: the engine would start from other weights than the trainer.
-        samples = train.sampler is not None and train.sampler.engine.inference == "vllm"
+        samples = config.has_engine and config.engine.inference == "vllm"
         if samples and not wrong and (rule := two_sets_of_weights(folder)) is not None:
             yield refuse(config, "model", rule, "Delete one of them.")
         # Silent: the model produces noise beyond its limit.
@@ -51,14 +51,17 @@ def file_problems(config: Config) -> Iterator[str]:
         if limit is not None and train.max_seq_len > limit:
             rule = f"must be at most {limit}, the model's own limit"
             yield refuse(config, "train_parameters.max_seq_len", rule, f"Use {limit} or less.")
+    # Costs more than a minute: the tokenizer is read after the engine has started.
+    if (template := config.chat.chat_template) is not None and not Path(template).is_file():
+        yield refuse(config, "chat_template", "must be a file", "Correct the path.")
     # Costs more than a minute: the first step compiles, after models are loaded and completions sampled.
     if train.model.compile and not (has_gpu() or which(os.environ.get("CXX", "g++"))):
         rule = "needs a C++ compiler on CPU"
         yield refuse(config, "train_parameters.compile", rule, "Install g++, or set it to false.")
     # Costs more than a minute: the first evaluation writes it.
-    if train.sampler is not None and train.samples_path.is_dir():
-        path = "train_parameters.sampler.output_jsonl_path"
-        yield refuse(config, path, "must be a file", "Name a file in this folder.", str(train.samples_path))
+    if config.has_engine and config.samples_path.is_dir():
+        path = "evaluation.output_jsonl_path"
+        yield refuse(config, path, "must be a file", "Name a file in this folder.", str(config.samples_path))
     # Costs more than a minute: the job has waited in a queue, and its engine is loading.
     data, folders = config.dataset, []
     if data is not None and config.rl is None:
@@ -104,10 +107,9 @@ def _dataset_problem(folder: Path, examples: str, ignore_index: int) -> tuple[st
 def package_problems(config: Config) -> Iterator[str]:
     """Yield packages that are not installed, and trackers that cannot be opened."""
     # All of these cost more than a minute: tasks are read and trackers opened after models are loaded.
-    sampler = config.train_parameters.sampler
-    if sampler is not None and sampler.evaluation.tasks and not is_installed("lm_eval"):
+    if config.evaluation.tasks and not is_installed("lm_eval"):
         fix = "Run `pip install 'vectorlm[eval]'`."
-        yield refuse(config, "train_parameters.sampler.tasks", "needs the package lm_eval", fix)
+        yield refuse(config, "evaluation.tasks", "needs the package lm_eval", fix)
     if config.enable_wandb_logging and not is_installed("wandb"):
         yield refuse(config, "enable_wandb_logging", "needs the package wandb", "Run `pip install wandb`.")
     elif config.enable_wandb_logging and (host := _host_without_key(config)) is not None:

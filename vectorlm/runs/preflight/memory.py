@@ -12,7 +12,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import has_gpu, tensor_parallel_size
 from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.settings import CPU_PASS_TOKENS
-from vectorlm.runs.config.schema import Config, SamplerSettings, TrainSettings
+from vectorlm.runs.config.schema import Config, TrainSettings
 from vectorlm.runs.config.setting import to_plain, value_at, with_value
 from vectorlm.runs.preflight.memory_plan import (
     GIB,
@@ -104,9 +104,7 @@ def plan_of_config(
         logit_bytes=_logit_bytes(config),
         learns_distributions=teacher is not None and teacher.kind == "full",
         sequence_tokens=train.max_seq_len,
-        engine=_engine_demand(config, train.sampler, model, device_bytes, near)
-        if train.sampler and is_shared
-        else None,
+        engine=_engine_demand(config, model, device_bytes, near) if config.has_engine and is_shared else None,
         device_bytes=host_memory_bytes() if device_bytes is None else device_bytes,
         is_cpu=is_cpu,
         host_bytes=host_memory_bytes() if device_bytes == device_memory_bytes() else None,
@@ -149,7 +147,7 @@ def _micro_batch_size(config: Config, is_cpu: bool, num_shares: int) -> int:
     if any(environment.startswith(AGENT) for environment in environments):
         # An agent can produce any number of rows per rollout.
         return max(tokens // longest, 1)
-    of_row = train.longest_rollout
+    of_row = config.longest_rollout
     of_group = size * of_row
     if train.model.pack_rows and not environments:
         # The group's prompt is computed once.
@@ -170,15 +168,15 @@ def _other_models(config: Config, model: ModelSize) -> tuple[int, float]:
     frozen: float = int(has_reference) + len(rl.reward.reward_models)
     if rl.teacher is not None and rl.teacher.model is not None:
         frozen += read_model_size(rl.teacher.model).num_parameters / model.num_parameters
-    return int(get_algorithm(rl.algorithm).needs_critic), frozen
+    return int(get_algorithm(rl.algorithm.name).needs_critic), frozen
 
 
 def _engine_demand(
-    config: Config, sampler: SamplerSettings, model: ModelSize, device_bytes: int | None, num_devices: int
+    config: Config, model: ModelSize, device_bytes: int | None, num_devices: int
 ) -> EngineDemand:
-    is_cpu, is_vllm = device_bytes is None, sampler.engine.inference == "vllm"
+    is_cpu, is_vllm = device_bytes is None, config.engine.inference == "vllm"
     arguments = config.engine_arguments(not is_cpu)
-    share = sampler.engine.gpu_memory_utilization
+    share = config.engine.gpu_memory_utilization
     # By default, vLLM computes in bf16 on CUDA with weights that were saved in fp32.
     per_weight = 4 if arguments.get("dtype", "float32") in ("float32", "float") else 2
     size = arguments.get("tensor_parallel_size") or 1
@@ -195,12 +193,10 @@ def _engine_demand(
     if is_vllm and kv_cache is None and is_cpu:
         kv_cache = CPU_KV_CACHE_BYTES
     if not is_vllm:
-        kv_cache = (
-            2 * model.num_layers * model.kv_size * per_weight * _tokens_at_once(config, sampler, context)
-        )
-    staged = {"push": None, "pull": 0}.get(sampler.engine.transport, BUCKET_BYTES)
-    packs = sampler.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
-    is_server = sampler.engine.inference == "server"
+        kv_cache = 2 * model.num_layers * model.kv_size * per_weight * _tokens_at_once(config, context)
+    staged = {"push": None, "pull": 0}.get(config.engine.transport, BUCKET_BYTES)
+    packs = config.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
+    is_server = config.engine.inference == "server"
     return EngineDemand(
         bytes_per_weight=per_weight,
         tensor_parallel=size,
@@ -211,18 +207,20 @@ def _engine_demand(
         reserves_kv_cache=is_vllm,
         device_share=share,
         max_model_len=context,
-        is_packed=is_cpu and is_vllm and sampler.engine.receiver != "live" and packs,
+        is_packed=is_cpu and is_vllm and config.engine.receiver != "live" and packs,
         staged_bytes=staged if is_vllm else None,
-        sleep=sampler.turn.sleep,
-        offload_optimizer=sampler.turn.offload_optimizer,
+        sleep=config.engine.turn.sleep,
+        offload_optimizer=config.engine.turn.offload_optimizer,
     )
 
 
-def _tokens_at_once(config: Config, sampler: SamplerSettings, context: int) -> int:
+def _tokens_at_once(config: Config, context: int) -> int:
     """Return the most tokens in the KV cache of an engine that does not reserve one."""
-    rl, num_sequences = config.rl, sampler.engine.engine_args.get("max_num_seqs") or MAX_NUM_SEQS
+    rl, num_sequences = config.rl, config.engine.engine_args.get("max_num_seqs") or MAX_NUM_SEQS
     if rl is None:
-        return num_sequences * min(sampler.engine.sampling_params.get("max_tokens", 16) or context, context)
+        return num_sequences * min(
+            config.evaluation.sampling_params.get("max_tokens", 16) or context, context
+        )
     return min(num_sequences, rl.collect.prompts_per_step * rl.collect.group_size) * context
 
 
@@ -259,20 +257,19 @@ def _settings_to_change(config: Config, plan: MemoryPlan) -> Iterator[tuple[str,
     """Yield settings with values that may save memory; slow ones and those that change results come last."""
     train, demand, engine = "train_parameters", plan.demand, plan.demand.engine
     if engine is not None:
-        path = f"{train}.sampler"
-        yield f"{path}.sleep", "all"
-        yield f"{path}.offload_optimizer", not engine.offload_optimizer
-        yield f"{path}.transport", "auto"
+        yield "engine.sleep", "all"
+        yield "engine.offload_optimizer", not engine.offload_optimizer
+        yield "engine.transport", "auto"
         needed = sequence_kv_bytes(demand, engine)
         if not engine.reserves_kv_cache:
-            yield f"{path}.engine.max_num_seqs", max((engine.step_sequences or MAX_NUM_SEQS) // 2, 1)
+            yield "engine.max_num_seqs", max((engine.step_sequences or MAX_NUM_SEQS) // 2, 1)
         elif engine.kv_cache_bytes is None:
-            yield f"{path}.gpu_memory_utilization", engine.device_share / 2
-            yield f"{path}.gpu_memory_utilization", min(2 * engine.device_share, 0.95)
+            yield "engine.gpu_memory_utilization", engine.device_share / 2
+            yield "engine.gpu_memory_utilization", min(2 * engine.device_share, 0.95)
         else:
-            yield f"{path}.engine.kv_cache_memory_bytes", max(engine.kv_cache_bytes // 2, needed)
+            yield "engine.kv_cache_memory_bytes", max(engine.kv_cache_bytes // 2, needed)
         if engine.reserves_kv_cache and 0 < plan.kv_cache_bytes < needed:
-            yield f"{path}.engine.max_model_len", engine.max_model_len * plan.kv_cache_bytes // needed
+            yield "engine.max_model_len", engine.max_model_len * plan.kv_cache_bytes // needed
     recomputes = "offload" if demand.recomputes and not demand.is_cpu else True
     yield f"{train}.use_activation_checkpointing", recomputes
     if demand.recomputes == "offload":

@@ -33,7 +33,7 @@ FIXED = (
     "train_parameters.optimizer.name",
     "train_parameters.quantization",
     "preference.loss",
-    "rl.algorithm",
+    "rl.algorithm.name",
     "rl.critic.model",
     "rl.num_epochs",
     "rl.num_mini_batches",
@@ -42,7 +42,7 @@ FIXED = (
 )
 """Settings that decide the tensors of a checkpoint, the order of the data, or the count of optimizer steps."""
 OUTPUTS = (
-    "train_parameters.sampler.output_jsonl_path",
+    "evaluation.output_jsonl_path",
     "trackers.",
     "wandb_config.",
     "callbacks",

@@ -42,7 +42,7 @@ _SET_ELSEWHERE = {"n": "rl.group_size", "seed": "train_parameters.seed"}
 
 def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     """Yield the problems of the section ``rl``; imports its algorithm."""
-    spec = get_algorithm(rl.algorithm)
+    spec = get_algorithm(rl.algorithm.name)
     yield from _group_problems(config, rl, spec)
     yield from _sampling_problems(config, rl, spec)
     for name, value, rule, fix in correction_problems(rl.correction, spec):
@@ -64,17 +64,17 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
         rule = f"must be larger: {spec.name} compares completions of one prompt"
         yield refuse(config, "rl.group_size", rule, f"Use {spec.min_group_size} or more.")
     # A critic's advantages differ within a completion; others that are whitened do not.
-    hparams = rl.hyperparameters
+    hparams = rl.algorithm.settings
     whitens = isinstance(hparams, WhiteningSettings) and hparams.whiten_advantages and not spec.needs_critic
     num_completions = collect.prompts_per_step * collect.group_size
     least = 2 if whitens else spec.min_completions
     if num_completions < least:
-        what = "rl.whiten_advantages" if whitens else spec.name
+        what = "rl.algorithm.whiten_advantages" if whitens else spec.name
         rule = f"makes a step of {num_completions} completions, which is too few for {what}"
         yield refuse(config, "rl.prompts_per_step", rule, f"Use {least} or more.")
     # Silent: the run would sample on and on.
-    if collect.group_size < 2 and rl.hyperparameters.dynamic_sampling:
-        rule = "must be larger with rl.dynamic_sampling, which drops groups of equal rewards"
+    if collect.group_size < 2 and rl.algorithm.settings.dynamic_sampling:
+        rule = "must be larger with rl.algorithm.dynamic_sampling, which drops groups of equal rewards"
         yield refuse(config, "rl.group_size", rule, "Use 2 or more.")
     # Costs more than a minute: the first batch is split after its completions are sampled.
     if rl.update.num_mini_batches > collect.prompts_per_step:
@@ -83,7 +83,7 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
     # Silent: the baseline would be one turn, without what environments say and give.
     if spec.needs_greedy and _has_environment(rl):
         rule = "uses a single-turn greedy completion as its baseline, which does not work with environments or agents"
-        yield refuse(config, "rl.algorithm", rule, "Use rloo, for example.")
+        yield refuse(config, "rl.algorithm.name", rule, "Use rloo, for example.")
 
 
 def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
@@ -105,12 +105,11 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
             rule = "cannot be used: the engine would sample from another distribution than the one that is trained"
             fix = "Use only temperature, top_p, top_k and min_p; online_dpo, best_of_k and copg may use it."
             yield refuse(config, f"rl.sampling_params.{name}", rule, fix)
-    sampler = config.train_parameters.sampler
-    engine_args = {} if sampler is None else sampler.engine.engine_args
+    engine_args = config.engine.engine_args
     for name, harmless in _RESHAPING_ENGINE.items():
         if spec.samples_from_policy and name in engine_args and engine_args[name] not in harmless:
             rule = "makes the engine report log-probabilities of another distribution than the policy's"
-            path = f"train_parameters.sampler.engine.{name}"
+            path = f"engine.{name}"
             yield refuse(config, path, rule, "Leave it out.", engine_args[name])
     if spec.samples_from_policy and (asked := given.get("structured_outputs")):
         # The trainer would follow another grammar than the engine.
@@ -120,7 +119,7 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
         for name in ("structured_outputs_config", "reasoning_parser"):
             if name in engine_args:
                 rule = "cannot be used with structured_outputs: the trainer does not know where the grammar begins"
-                yield refuse(config, f"train_parameters.sampler.engine.{name}", rule, "Leave it out.")
+                yield refuse(config, f"engine.{name}", rule, "Leave it out.")
 
 
 def correction_problems(
@@ -169,7 +168,7 @@ def _has_environment(rl: RLSettings) -> bool:
 
 
 def _source_problems(config: Config, rl: RLSettings) -> Iterator[str]:
-    source, path, sampler = rl.rollout.source, rl.rollout.path, config.train_parameters.sampler
+    source, path = rl.rollout.source, rl.rollout.path
     # Costs more than a minute: the file is opened after models are loaded.
     if source == "file" and (path is None or not Path(path).is_file()):
         rule = "must be set with source: file" if path is None else "must be a file"
@@ -193,10 +192,10 @@ def _source_problems(config: Config, rl: RLSettings) -> Iterator[str]:
         rule = "cannot be file with rl.async: nothing is sampled that could overlap with training"
         yield refuse(config, "rl.rollout.source", rule, "Leave rl.async out.")
     # Costs more than a minute: the engine would be asked while it sleeps.
-    if sampler is not None and (sampler.turn.sleep != "none" or sampler.turn.offload_optimizer):
-        turn = sampler.turn
+    if config.engine.turn.sleep != "none" or config.engine.turn.offload_optimizer:
+        turn = config.engine.turn
         yield (
-            f"train_parameters.sampler.sleep={turn.sleep!r} and offload_optimizer={turn.offload_optimizer} cannot be "
+            f"engine.sleep={turn.sleep!r} and offload_optimizer={turn.offload_optimizer} cannot be "
             "used with rl.async, where engine and trainer work at the same time. Use sleep: none and "
             "offload_optimizer: false."
         )
@@ -307,18 +306,22 @@ def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
 
 
 def _hyperparameter_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
-    hparams, size = rl.hyperparameters, rl.collect.group_size
+    hparams, size = rl.algorithm.settings, rl.collect.group_size
     if isinstance(hparams, OnlineDPOSettings) and hparams.preference == "ipo" and hparams.label_smoothing:
-        yield refuse(config, "rl.label_smoothing", "cannot be used with preference: ipo", "Leave it out.")
+        yield refuse(
+            config, "rl.algorithm.label_smoothing", "cannot be used with preference: ipo", "Leave it out."
+        )
     if isinstance(hparams, PassAtKSettings) and hparams.pass_k >= size:
         rule = f"must be below rl.group_size={size}"
-        yield refuse(config, "rl.pass_k", rule, "Use a smaller one, or larger groups.", hparams.pass_k)
+        yield refuse(
+            config, "rl.algorithm.pass_k", rule, "Use a smaller one, or larger groups.", hparams.pass_k
+        )
     if spec.needs_parts and hparams.dynamic_sampling:
         rule = f"cannot be used with {spec.name}, which also learns from groups with equal sums of rewards"
-        yield refuse(config, "rl.dynamic_sampling", rule, "Leave it out.", True)
+        yield refuse(config, "rl.algorithm.dynamic_sampling", rule, "Leave it out.", True)
     if isinstance(hparams, ClipCovSettings) and hparams.covariance_low >= hparams.covariance_high:
-        rule = f"must be below rl.covariance_high={hparams.covariance_high}"
-        yield refuse(config, "rl.covariance_low", rule, "Use 1.0 and 5.0.", hparams.covariance_low)
+        rule = f"must be below rl.algorithm.covariance_high={hparams.covariance_high}"
+        yield refuse(config, "rl.algorithm.covariance_low", rule, "Use 1.0 and 5.0.", hparams.covariance_low)
     if rl.update.top_entropy_quantile < 1 and spec.level != "token":
         rule = f"cannot choose tokens: {spec.name} has one loss per {spec.level}"
         yield refuse(config, "rl.top_entropy_quantile", rule, "Leave it out.")
@@ -363,7 +366,7 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
 
 
 def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
-    longest, sampled = config.train_parameters.max_seq_len, config.train_parameters.longest_rollout
+    longest, sampled = config.train_parameters.max_seq_len, config.longest_rollout
     unit = spec.rows_per_loss(rl.collect.group_size)
     # Costs more than a minute: only the longest completions show it.
     if rl.update.max_tokens_per_micro_batch < longest * unit:
@@ -372,7 +375,7 @@ def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         yield refuse(config, "rl.max_tokens_per_micro_batch", rule, f"Use {longest * unit} or more.")
     if sampled > longest:
         rule = f"must be at most train_parameters.max_seq_len={longest}, or rollouts are too long to train on"
-        path = "train_parameters.sampler.engine.max_model_len"
+        path = "engine.max_model_len"
         yield refuse(config, path, rule, f"Leave it out, or use {longest} or less.")
     # Silent: the policy would never change.
     if spec.needs_critic and rl.critic.warmup_steps >= rl.max_steps:
@@ -388,13 +391,13 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
     """Yield the problems of the teacher's settings."""
     # All are silent, except folders and servers, which are opened after models are loaded.
     teacher = rl.teacher
-    if spec.needs_teacher and rl.hyperparameters.dynamic_sampling:
+    if spec.needs_teacher and rl.algorithm.settings.dynamic_sampling:
         rule = f"cannot be used with {spec.name}, which also learns from groups of equal rewards"
-        yield refuse(config, "rl.dynamic_sampling", rule, "Leave it out.", True)
+        yield refuse(config, "rl.algorithm.dynamic_sampling", rule, "Leave it out.", True)
     if teacher is None:
         if spec.needs_teacher:
             fix = "Add the section rl.teacher with a model or a server, or choose another algorithm."
-            yield refuse(config, "rl.algorithm", "needs a teacher", fix)
+            yield refuse(config, "rl.algorithm.name", "needs a teacher", fix)
         return
     if (teacher.model is None) == (teacher.server is None):
         yield "the section 'rl.teacher' must name either a model or a server. Add one, or remove one."

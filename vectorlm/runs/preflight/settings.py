@@ -21,6 +21,7 @@ from vectorlm.runs.config.value import describe_refusal, show
 from vectorlm.runs.preflight.local_model import HEADS, description_of, number_in, vocab_size
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.sampling.contract import BACKENDS
+from vectorlm.sampling.settings import EngineSettings
 from vectorlm.sampling.weights.lora_factors import (
     SCORES,
     WRITES,
@@ -32,12 +33,11 @@ from vectorlm.settings import nearest
 from vectorlm.train.optimizers import OPTIMIZERS, accepted, make_optimizer
 from vectorlm.train.settings import BY_LOSS, OptimizerSettings
 
-_SAMPLER, _LORA = "train_parameters.sampler", "train_parameters.lora_peft_config"
+_LORA = "train_parameters.lora_peft_config"
 _ENGINE_SETTINGS_ELSEWHERE = {
     "model": "model",
-    "dtype": f"{_SAMPLER}.vllm_dtype",
-    "gpu_memory_utilization": f"{_SAMPLER}.gpu_memory_utilization",
-    "enable_lora": f"{_SAMPLER}.lora_mode",
+    "enable_lora": "engine.lora_mode",
+    "sampling_params": "evaluation.sampling_params",
 }
 
 _SECRETS = {"token": "VECTORLM_SERVER_TOKEN", "hf_token": "HF_TOKEN", "api_key": "WANDB_API_KEY"}
@@ -58,7 +58,7 @@ def setting_problems(config: Config, world_size: int, num_nodes: int = 1) -> Ite
     """Yield settings that contradict each other or the number of ranks."""
     yield from _rank_problems(config, world_size, num_nodes)
     yield from _training_problems(config)
-    yield from _sampler_problems(config, world_size // max(num_nodes, 1))
+    yield from _engine_problems(config, world_size // max(num_nodes, 1))
     yield from _lora_problems(config)
     if config.train_parameters.model.quantization is not None:
         yield from _quantization_problems(config)
@@ -92,7 +92,7 @@ def _rank_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[
         yield refuse(config, "rl.sft.rows_per_step", rule, fix)
     # Costs more than a minute: weights are sent after the model has been loaded.
     is_spread = num_nodes > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
-    if is_spread and config.train_parameters.sampler is not None:
+    if is_spread and config.has_engine:
         rule = f"cannot shard over {num_nodes} nodes: the engine of a node needs all weights on that node"
         fix = "Use HYBRID_SHARD: it shards within each node."
         yield refuse(config, "train_parameters.sharding_strategy", rule, fix)
@@ -108,7 +108,11 @@ def _training_problems(config: Config) -> Iterator[str]:
     # Silent: only one section would train, and an engine would not sample from a reward model.
     alone: dict[str, Any] = {"rl": config.rl}
     if config.reward_model is not None:
-        alone |= {_SAMPLER: train.sampler, "train_parameters.adapters": train.adapters}
+        alone |= {
+            "evaluation.prompts": config.evaluation.prompts,
+            "evaluation.tasks": config.evaluation.tasks or None,
+        }
+        alone |= {"train_parameters.adapters": train.adapters}
         alone |= {"preference": config.preference}
     section = "preference" if config.reward_model is None else "reward_model"
     for name, value in alone.items() if getattr(config, section) is not None else ():
@@ -124,10 +128,10 @@ def _training_problems(config: Config) -> Iterator[str]:
     if preprocess is not None and config.step_separator not in (None, preprocess.step_separator):
         rule = f"must equal reward_model.step_separator={config.step_separator!r}"
         yield refuse(config, "dataset_preprocess.step_separator", rule, "Use the same text.")
-    inference = "vllm" if train.sampler is None else train.sampler.engine.inference
+    inference = config.engine.inference
     # Silent: the engine would round its logits.
     if train.model.fp32_head and inference not in ("vllm", "transformers"):
-        rule = f"does not reach an engine of sampler.inference={inference}"
+        rule = f"does not reach an engine with engine.inference={inference}"
         fix = 'Leave it out. A server of vLLM takes --hf-overrides \'{"head_dtype": "float32"}\' itself.'
         yield refuse(config, "train_parameters.fp32_head", rule, fix)
     # Silent: a reward model has no logits.
@@ -159,15 +163,14 @@ def _evaluation_problems(config: Config) -> Iterator[str]:
     train, data = config.train_parameters, config.dataset
     if config.rl is None and data is None:
         return  # Another rule reports that there is nothing to train on.
-    evaluation = None if train.sampler is None else train.sampler.evaluation
-    has_answers = evaluation is not None and evaluation.prompts is not None
+    has_answers = config.evaluation.prompts is not None
     has_loss = config.rl is None and data is not None and data.eval_ds is not None
     # Silent: the learning rate would never change.
     if train.schedule.lr_scheduler_type in BY_LOSS and not has_loss:
         rule = "needs an evaluation loss, and there is none"
         yield refuse(config, "train_parameters.lr_scheduler_type", rule, "Use constant, linear or cosine.")
     if config.rl is None:
-        is_evaluated = has_answers or (evaluation is not None and bool(evaluation.tasks))
+        is_evaluated = has_answers or bool(config.evaluation.tasks)
         has_best = has_loss or (is_evaluated and train.keep.best_metric is not None)
         rule, fix = "needs held-out text, where the lowest eval/loss is the best", "Set dataset.eval_ds."
     else:
@@ -176,7 +179,7 @@ def _evaluation_problems(config: Config) -> Iterator[str]:
         is_scored = config.held_out_rewards or any(map(config.rl.collect.environment_of, asked))
         has_best = bool(is_scored) or train.keep.best_metric is not None
         rule = "needs held-out prompts with a reward or an environment"
-        fix = f"Set {_SAMPLER}.prompts and {_SAMPLER}.reward, or held_out of a source."
+        fix = "Set evaluation.prompts and evaluation.rewards, or held_out of a source."
     # Silent: no weights would ever be the best.
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(train.keep, name) and not has_best:
@@ -193,7 +196,7 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
         fix = nearest(name, OPTIMIZERS) or f"Use one of {', '.join(OPTIMIZERS)}, or file.py:NAME."
         if name.startswith("paged_"):
             rule = "cannot be used: it is an optimizer of bitsandbytes, which does not take sharded weights"
-            fix = "Use adamw8bit; with an engine also train_parameters.sampler.offload_optimizer: true."
+            fix = "Use adamw8bit; with an engine also engine.offload_optimizer: true."
         yield refuse(config, f"{path}.name", rule, fix)
         return
     if row is not None and not is_installed(row.package):
@@ -226,69 +229,83 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
         yield refuse(config, f"{path}.name", rule, "Correct its arguments.")
 
 
-def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
-    sampler = config.train_parameters.sampler
-    if sampler is None:
-        return
-    # Silent: an engine would take memory and never sample.
-    if config.rl is None and sampler.evaluation.prompts is None and not sampler.evaluation.tasks:
+def _unused_engine(config: Config) -> Iterator[str]:
+    given = [path for path in config.origins if path.startswith(("engine.", "evaluation."))]
+    is_off = "evaluation" in config.origins and not any(path.startswith("evaluation.") for path in given)
+    # Silent: nothing would be sampled.
+    if given and not is_off and "evaluation.prompts" not in given:
         yield (
-            f"missing setting '{_SAMPLER}.prompts' (the prompts to answer during fine-tuning). Add it, or leave the "
-            f"section '{_SAMPLER}' out to train without sampling."
+            f"missing setting 'evaluation.prompts' (the prompts to answer during fine-tuning), which '{given[0]}' "
+            f"({config.origins[given[0]]}) is for. Add it, or leave the sections 'engine' and 'evaluation' out."
         )
+
+
+def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
+    engine, evaluation = config.engine, config.evaluation
+    if not config.has_engine:
+        yield from _unused_engine(config)
+        return
     # Costs more than a minute: the ranks wait for the engine after models are loaded.
-    if sampler.engine.inference not in BACKENDS:
+    if engine.inference not in BACKENDS:
         from vectorlm.sampling.sampler.scheduler import backend_class
 
         try:
-            backend_class(sampler.engine.inference)
+            backend_class(engine.inference)
         except (ConfigError, EngineError) as error:
-            yield f"{_SAMPLER}.inference: {error}"
+            yield f"engine.inference: {error}"
     # Costs more than a minute: the first evaluation comes after models are loaded.
-    if sampler.evaluation.tasks and (inference := sampler.engine.inference) in ("transformers", "server"):
+    if evaluation.tasks and (inference := engine.inference) in ("transformers", "server"):
         rule = f"needs vLLM's outputs, which inference: {inference} does not have"
         fix = "Use inference: vllm, or `vectorlm evaluate --tasks` on the final model."
-        yield refuse(config, f"{_SAMPLER}.tasks", rule, fix)
+        yield refuse(config, "evaluation.tasks", rule, fix)
     # Silent: these metrics would not be logged.
-    evaluation, num = sampler.evaluation, sampler.engine.sampling_params.get("n") or 1
+    num = evaluation.sampling_params.get("n") or 1
     if (largest := max(evaluation.at_k, default=1)) > num:
         rule = f"must be at most sampling_params.n={num}, the number of answers per question"
-        yield refuse(config, f"{_SAMPLER}.at_k", rule, f"Set n to {largest}.")
+        yield refuse(config, "evaluation.at_k", rule, f"Set n to {largest}.")
     # Silent: one would overwrite the other.
-    taken = [short_name(name) for name in evaluation.further_rewards] + list(config.held_out_rewards)
+    taken = [short_name(name) for name in [*config.evaluation_rewards][1:]] + list(config.held_out_rewards)
     if len(set(taken)) < len(taken):
         rule = "must have unique names in metrics, which also hold the names of sources"
-        yield refuse(config, f"{_SAMPLER}.further_rewards", rule, "Rename one.")
-    # Silent: it overrides the other setting.
-    for name, value in sampler.engine.engine_args.items():
-        if name in _ENGINE_SETTINGS_ELSEWHERE and (name == "model" or sampler.engine.inference == "vllm"):
-            fix = f"Set '{_ENGINE_SETTINGS_ELSEWHERE[name]}' instead."
-            yield refuse(config, f"{_SAMPLER}.engine.{name}", "must be set elsewhere", fix, value)
+        yield refuse(config, "evaluation.rewards", rule, "Rename one.")
+    known = fields_of("engine/arg_utils.py", "EngineArgs") if engine.inference == "vllm" else ()
+    for name, value in engine.engine_args.items():
+        # Silent: it overrides the other setting.
+        if (place := _ENGINE_SETTINGS_ELSEWHERE.get(name)) and (
+            known or name in ("model", "sampling_params")
+        ):
+            yield refuse(config, f"engine.{name}", "must be set elsewhere", f"Set '{place}' instead.", value)
+        # Costs more than a minute: the engine starts after models are loaded.
+        elif known and name not in known and name not in _SECRETS:
+            fix = nearest(name, [*settings_of(EngineSettings), *known]) or "Leave it out."
+            yield refuse(
+                config, f"engine.{name}", "is no setting, and no argument of vLLM's engine", fix, value
+            )
     # Silent: the engine would take devices that belong to no rank of this run.
-    size = sampler.engine.engine_args.get("tensor_parallel_size", 1)
+    size = engine.engine_args.get("tensor_parallel_size", 1)
     most, rule = ranks_per_node, f"must be at most the number of ranks on a node, {ranks_per_node}"
     fix = "Use less, or start more ranks."
     if config.overlap is not None and config.overlap.placement == "split":
         most = config.overlap.engine_devices or 1
         rule, fix = f"must be at most rl.async.engine_devices, {most}", "Use less, or give it more devices."
     if isinstance(size, int) and size > max(most, 1) and has_gpu():
-        yield refuse(config, f"{_SAMPLER}.engine.tensor_parallel_size", rule, fix)
+        yield refuse(config, "engine.tensor_parallel_size", rule, fix)
     # Costs more than a minute: the engine reads them at its first prompt.
-    given = config.sampling_params
-    for path, parameters in given.items() if sampler.engine.inference in ("vllm", "server") else ():
+    asked = config.sampling_params
+    for path, parameters in asked.items() if engine.inference in ("vllm", "server") else ():
         yield from sampling_problems(parameters, path, config.origins)
-    if sampler.engine.inference == "transformers":
+    if engine.inference == "transformers":
         # This imports torch, which other engines do not need here.
         from vectorlm.sampling.backends.generation import read_parameters
 
-        for path, parameters in given.items():
+        for path, parameters in asked.items():
             try:
                 read_parameters(parameters)
             except EngineError as error:
                 yield f"{path} cannot be used with inference: transformers: {error}"
     # Costs more than a minute: vLLM looks at them at the first prompt, and other engines never stop there.
     size = vocab_size(Path(config.model))
-    for path, parameters in given.items():
+    for path, parameters in asked.items():
         # Silent: rewards would read empty texts.
         if parameters.get("detokenize") is False:
             fix = "Leave it out."
@@ -302,7 +319,7 @@ def _sampler_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
 
 
 def _lora_problems(config: Config) -> Iterator[str]:
-    sampler, options = config.train_parameters.sampler, config.train_parameters.lora_peft_config
+    options = config.train_parameters.lora_peft_config
     if options is None:
         return
     # Silent: the exported adapters would belong to a base that is saved nowhere.
@@ -317,18 +334,18 @@ def _lora_problems(config: Config) -> Iterator[str]:
             fix = nearest(str(option), known) or "Leave it out."
             yield refuse(config, f"{_LORA}.{option}", "must be an argument of peft.LoraConfig", fix, value)
     # Silent: an engine would sample from different weights than the trained ones.
-    mode = "merged" if sampler is None else sampler.engine.lora_mode_of_run
+    mode = config.engine.lora_mode_of_run if config.has_engine else "merged"
     kind = WRITES if config.reward_model is None else SCORES
     for option, value, rule, fix in (*refused_options(options, mode), *refused_starts(options, kind)):
         yield refuse(config, f"{_LORA}.{option}", rule, fix, value)
-    if sampler is None:
+    if not config.has_engine:
         return
     # Costs more than a minute: vLLM refuses the adapters at the first update.
-    rank, limit = largest_rank(options), sampler.engine.engine_args.get("max_lora_rank")
+    rank, limit = largest_rank(options), config.engine.engine_args.get("max_lora_rank")
     if isinstance(limit, int) and rank > limit:
         rule = f"must be at least the largest rank of the adapters, {rank}"
         fix = "Leave it out: it follows from lora_peft_config."
-        yield refuse(config, f"{_SAMPLER}.engine.max_lora_rank", rule, fix)
+        yield refuse(config, "engine.max_lora_rank", rule, fix)
 
 
 def _quantization_problems(config: Config) -> Iterator[str]:
@@ -350,10 +367,10 @@ def _quantization_problems(config: Config) -> Iterator[str]:
         rule = f"cannot be used with {path}, where every rank holds the whole model"
         yield refuse(config, "train_parameters.low_cpu_mem_usage", rule, fix)
     # The base is sent once. Merged weights would be sent at every update, and would differ from the trainer's.
-    if train.sampler is not None and train.sampler.engine.lora_mode_of_run != "adapter":
+    if config.has_engine and config.engine.lora_mode_of_run != "adapter":
         fix = "Use inference: vllm with lora_mode: adapter."
-        yield refuse(config, f"{_SAMPLER}.lora_mode", f"must be adapter with {path}", fix)
-    elif train.sampler is None:
+        yield refuse(config, "engine.lora_mode", f"must be adapter with {path}", fix)
+    elif not config.has_engine:
         for option, value, _, _ in refused_options(train.lora_peft_config or {}, "adapter"):
             rule = f"cannot be used with {path}: it reads or trains the base"
             yield refuse(config, f"{_LORA}.{option}", rule, "Leave it out.", value)
@@ -362,9 +379,8 @@ def _quantization_problems(config: Config) -> Iterator[str]:
 def _secret_problems(config: Config) -> Iterator[str]:
     """Yield secrets, found by their names or in an address."""
     # Silent: a run saves its config where others may read it, and sends it to its trackers.
-    sampler = config.train_parameters.sampler
     places: dict[str, Any] = {"wandb_config": config.wandb_config}
-    places[f"{_SAMPLER}.engine"] = {} if sampler is None else sampler.engine.engine_args
+    places["engine"] = config.engine.engine_args
     places |= {f"trackers.{name}": arguments for name, arguments in config.trackers.items()}
     for path, given in places.items():
         for name in given if isinstance(given, Mapping) else ():

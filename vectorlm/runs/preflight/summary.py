@@ -32,7 +32,7 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes
         **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train.max_seq_len)),
         "optimizer": f"{train.optimizer.name}, lr {train.optimizer.lr:g}, {train.schedule.lr_scheduler_type}, "
         f"warmup {train.schedule.warmup_ratio:.0%} of the steps",
-        "sampler" if config.rl is None else "evaluation": _sampler_row(config),
+        "answers" if config.rl is None else "evaluation": _answers_row(config),
         "checkpoints": _checkpoint_row(config),
     }
     if (patience := train.keep.early_stopping_patience) is not None:
@@ -70,11 +70,11 @@ def notes_of(config: Config) -> Iterator[str]:
     dropout = (train.lora_peft_config or {}).get("lora_dropout")
     if dropout and (config.rl is not None or config.examples != "texts"):
         yield f"lora_dropout {dropout:g}: not used; only fine-tuning on texts has dropout"
-    if config.rl is not None and train.sampler is not None and train.sampler.engine.inference == "vllm":
+    if config.rl is not None and config.engine.inference == "vllm":
         trainer = train.model.dtype_on(is_cuda)
-        engine = train.engine_dtype(is_cuda).replace("auto", "bfloat16")
+        engine = config.engine_dtype(is_cuda).replace("auto", "bfloat16")
         if engine != trainer:
-            yield f"engine in {engine}, trainer in {trainer}: their log-probabilities differ (sampler.vllm_dtype)"
+            yield f"engine in {engine}, trainer in {trainer}: their log-probabilities differ (engine.dtype)"
 
 
 def _text_rows(config: Config, world_size: int) -> dict[str, str]:
@@ -93,8 +93,8 @@ def _text_rows(config: Config, world_size: int) -> dict[str, str]:
     }
     if num > 1:
         every = {"logging_steps": train.loop.logging_steps} if held_out else {}
-        if train.sampler is not None and (frequency := train.sampler.evaluation.sample_frequency) is not None:
-            every["sample_frequency"] = frequency
+        if config.has_engine and (frequency := config.evaluation.every) is not None:
+            every["evaluation.every"] = frequency
         here = ", ".join(f"{name} {steps} is every {steps * num}" for name, steps in every.items())
         there = ", ".join(f"{name} every {steps / num:g}" for name, steps in every.items())
         if every:
@@ -120,7 +120,7 @@ def _rl_rows(rl: RLSettings, max_seq_len: int) -> dict[str, str]:
     )
     completions = collect.prompts_per_step * collect.group_size
     rows = {
-        "training": f"{rl.algorithm}, {_count(rl.max_steps, 'step')} on {prompts}",
+        "training": f"{rl.algorithm.name}, {_count(rl.max_steps, 'step')} on {prompts}",
         "rollouts": f"{_count(completions, 'completion')} a step ({_count(collect.prompts_per_step, 'prompt')} x group "
         f"{collect.group_size}), up to {max_seq_len} tokens with their prompts",
         "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()) or "none",
@@ -165,11 +165,8 @@ def _checkpoint_row(config: Config) -> str:
     return text if keep.keep_checkpoints == 2 else f"{text}; the newest {keep.keep_checkpoints} stay"
 
 
-def _sampler_row(config: Config) -> str:
-    train = config.train_parameters
-    if train.sampler is None:
-        return "none"
-    evaluation = train.sampler.evaluation
+def _answers_row(config: Config) -> str:
+    evaluation = config.evaluation
     sources = {} if config.rl is None else config.rl.by_source
     asked = [
         prompts
@@ -177,11 +174,11 @@ def _sampler_row(config: Config) -> str:
         if prompts is not None
     ]
     if not asked:
-        return "none (set train_parameters.sampler.prompts)"
-    reward = f", scored by {evaluation.reward}" if evaluation.reward else ""
-    every, step = evaluation.sample_frequency, "optimizer step" if config.rl is None else "step"
+        return "none (set evaluation.prompts)"
+    reward = f", scored by {', '.join(config.evaluation_rewards)}" if config.evaluation_rewards else ""
+    every, step = evaluation.every, "optimizer step" if config.rl is None else "step"
     when = "before and after training" if every is None else f"every {_count(every, step)}"
-    return f"{', '.join(map(_prompts, asked))} {when}{reward}, into {train.samples_path}"
+    return f"{', '.join(map(_prompts, asked))} {when}{reward}, into {config.samples_path}"
 
 
 def _prompts(source: str | tuple[str, ...] | PromptSettings) -> str:

@@ -46,7 +46,7 @@ class SourcePrompts(NamedTuple):
     """The prompts that a source trains on, or its held-out prompts."""
 
     source: str
-    """Name of the source; empty for ``rl.prompts`` and for the sampler's prompts."""
+    """Name of the source; empty for ``rl.prompts`` and ``evaluation.prompts``."""
     is_held_out: bool
     records: Sequence[PromptRecord]
     """All prompts, as they were read."""
@@ -63,7 +63,7 @@ def setting_of(source: str, is_held_out: bool) -> str:
     """Return the setting of a source's prompts or held-out prompts."""
     if source:
         return f"rl.sources.{source}.{'held_out' if is_held_out else 'prompts'}"
-    return "train_parameters.sampler.prompts" if is_held_out else "rl.prompts"
+    return "evaluation.prompts" if is_held_out else "rl.prompts"
 
 
 def environment_problems(rl: RLSettings, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
@@ -265,8 +265,7 @@ def reward_notes(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[s
 
 def _uses(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[tuple[str, Any, str, SourcePrompts]]:
     """Yield setting, value and name of every reward, and its prompts."""
-    rl, sampler = config.rl, config.train_parameters.sampler
-    further = () if sampler is None else sampler.evaluation.further_rewards
+    rl = config.rl
     for source in prompts:
         if rl is not None and not source.is_held_out:
             has_own = source.source and rl.collect.sources[source.source].rewards
@@ -274,9 +273,14 @@ def _uses(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[tuple[st
             for name, weight in rl.by_source[source.source].rewards.items() if source.shown else ():
                 yield f"{path}.{name}", weight, name, source
         elif source.shown:
-            path = source.setting if source.source else "train_parameters.sampler.reward"
-            reward = config.held_out_rewards.get(source.source)
-            names = [*([] if reward is None else [reward]), *(() if source.source else further)]
+            path = source.setting if source.source else "evaluation.rewards"
+            names = [*config.evaluation_rewards]
+            if source.source:
+                names = (
+                    [config.held_out_rewards[source.source]]
+                    if source.source in config.held_out_rewards
+                    else []
+                )
             yield from ((path, name, name, source) for name in names)
 
 

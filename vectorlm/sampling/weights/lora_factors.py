@@ -107,7 +107,7 @@ WRITES, SCORES = "CAUSAL_LM", "SEQ_CLS"
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for ``max_lora_rank`` (0.26 to 0.32)."""
 
-MERGED = 'train_parameters.sampler.lora_mode: merged (in Python SamplingEngine(..., lora_mode="merged"))'
+MERGED = 'engine.lora_mode: merged (in Python SamplingEngine(..., lora_mode="merged"))'
 """The advice in error messages to use merged weights."""
 
 Refusal = tuple[str, Any, str, str]
