@@ -144,6 +144,8 @@ class PromptRecord:
     """The other columns of its row in the dataset, passed to the reward by name."""
     source: str = ""
     """Name of the prompt's source, if there are several."""
+    token_ids: tuple[int, ...] | None = None
+    """The tokens that the engine gets instead of `prompt`, whose beginning was cut off; None for all of it."""
 
 
 ENVIRONMENT = "environment"

@@ -197,7 +197,7 @@ def test_a_run_s_config_brings_questions_rewards_and_sampling_parameters(files, 
     ("overrides", "fewest", "most"),
     [
         ({"train_parameters.max_seq_len": "12", "engine.max_model_len": "null"}, 1, 9),
-        ({"engine.inference": "transformers", "engine.max_model_len": "10", "engine.kv_cache_memory_bytes": "null"}, 1, 7),
+        ({"engine": "{inference: transformers, max_model_len: 10}"}, 1, 7),
         ({"train_parameters.max_seq_len": "-1", "engine.max_model_len": "null"}, 10, 30),
     ],
 )  # fmt: skip

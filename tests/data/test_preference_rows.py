@@ -126,6 +126,27 @@ def test_pairs_that_teach_nothing_are_left_out_counted_and_named(row, reason):
     assert (summary.rows_in, summary.rows_out, summary.texts) == (3, 1, 2)
 
 
+@pytest.mark.parametrize("examples", ["pairs", "labels"])
+def test_the_beginning_of_a_long_prompt_is_cut_off_or_the_row_refused(examples):
+    long = {"prompt": "abcdef", "chosen": "gh", "rejected": "i"}
+    if examples == "labels":
+        long = {"prompt": "abcdef", "completion": "gh", "label": True}
+    other = {**long, "prompt": "x"}
+    whole, _ = rows_of([long, other], examples, max_seq_len=10, overlong_prompts="error")
+    assert [row[0] for row in whole] == ["^abcdefgh$", "^xgh$"]
+    cut, summary = rows_of([long, other], examples, max_seq_len=7, overlong_prompts="truncate_left")
+    assert (cut[0][0], cut[0][2]) == ("^defgh$", "....gh$")
+    assert cut[0][1].startswith("^def")
+    assert cut[1] == whole[1]
+    assert (summary.truncated, summary.lost_tokens) == (2, 6)
+    with pytest.raises(DatasetError, match=r"raw\.jsonl:1 .* 10 tokens"):
+        rows_of([long, other], examples, max_seq_len=7, overlong_prompts="error")
+    # Nothing of the prompt would be left.
+    longer = {**long, "chosen": "ghij"} if examples == "pairs" else {**long, "completion": "ghij"}
+    rows, summary = rows_of([longer, other], examples, max_seq_len=5, overlong_prompts="truncate_left")
+    assert summary.skipped == {"a text longer than max_seq_len=5": (1, "raw.jsonl:1")}
+
+
 @pytest.mark.parametrize(
     ("examples", "row", "column"),
     [

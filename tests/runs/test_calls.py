@@ -104,7 +104,8 @@ def test_the_short_call_takes_sampling_parameters_and_fills_in_lengths_and_steps
     vectorlm.reinforce(folder, prompts, len, max_tokens=20, temperature=0.8, top_p=0.9, seed=5)
     rl, train = found[0].rl, found[0].train_parameters
     assert rl.collect.sampling_params == {"max_tokens": 20, "temperature": 0.8, "top_p": 0.9}
-    assert (rl.max_steps, rl.collect.group_size, train.max_seq_len, train.seed) == (2, 8, 28, 5)
+    assert (rl.max_steps, rl.num_epochs_over_prompts, rl.collect.group_size) == (None, 1, 8)
+    assert (train.max_seq_len, train.seed) == (28, 5)
     limit = 64
     vectorlm.reinforce(folder, prompts, len, max_tokens=200, max_steps=9)
     assert (found[1].rl.max_steps, found[1].train_parameters.max_seq_len) == (9, limit)

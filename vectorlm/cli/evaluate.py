@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,8 +25,8 @@ from vectorlm.cli.sample import (
     sampling_params,
 )
 from vectorlm.data.encoding import is_messages, split_unfinished
-from vectorlm.data.prompts import read_prompts
-from vectorlm.data.settings import PLAIN_CHAT, ChatSettings
+from vectorlm.data.prompts import fit_prompts, read_prompts
+from vectorlm.data.settings import PLAIN_CHAT, ChatSettings, Overlong
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.topology import has_gpu
@@ -282,6 +283,12 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
     engine_args = {**exam.engine_args, **({} if longest == -1 else {"max_model_len": longest})}
     with open_engine(args.engine, model, adapter, engine_args, exam.chat) as engine, ExitStack() as stack:
         engine.wait_until_ready()
+        if exam.overlong_prompts != "error" and longest != -1:
+            room = longest - (exam.sampling_params.get("max_tokens") or 16)
+            exam.prompt_records, note = fit_prompts(
+                exam.prompt_records, engine.tokenizer, room, "evaluation.prompts", exam.overlong_prompts
+            )
+            print(note, file=sys.stderr, end="\n" if note else "")
         play = {}
         if exam.environment is not None and exam.collect is not None:
             environments = SamplerBuilder(
@@ -326,6 +333,7 @@ class Exam:
     """Weight of each reward function, by its name."""
     sampling_params: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": MAX_TOKENS})
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    overlong_prompts: Overlong = "error"
     chat: ChatSettings = PLAIN_CHAT
     timeout_s: float | None = 300.0
     """Seconds to wait for a call of a reward function; None waits forever."""
@@ -406,6 +414,7 @@ def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
         timeout_s=settings.timeout_s,
         at_k=evaluation.at_k,
         chat=config.chat,
+        overlong_prompts=evaluation.overlong_prompts,
         environment=environment,
         collect=None if rl is None else rl.collect,
         seed=config.train_parameters.seed,

@@ -138,7 +138,7 @@ def _replay(run: Path, step: int) -> int:
             rl,
             collect=replace(rl.collect, sources=sources),
             async_=None,
-            save_every=rl.max_steps,
+            save_every=rl.num_steps,
             show_every=0,
         )
         config = replace(config, train_parameters=train, evaluation=EvaluationSettings(), rl=rl)

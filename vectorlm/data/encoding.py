@@ -250,6 +250,8 @@ def tools_of(columns: Mapping[str, Any]) -> Any:
 
 def asked(record: PromptRecord, own_tools: Sequence[Any] = ()) -> Any:
     """Return the prompt for a model; for messages with the tools of their row and their environment."""
+    if record.token_ids is not None:
+        return record.token_ids
     tools = [*(tools_of(record.columns) or ()), *own_tools] if is_messages(record.prompt) else None
     return {"prompt": record.prompt, "tools": tools} if tools else record.prompt
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from vectorlm.data.settings import Overlong
 from vectorlm.data.summary import Summary, add_row
 from vectorlm.errors import ConfigError, DatasetError
 
@@ -245,9 +246,9 @@ def value_of(name: str, row: Mapping[str, Any], examples: str) -> float:
 
 
 def rows_of_two(
-    rows: Iterable[Mapping[str, Any]], tokens: Dataset, frame: Frame, summary: Summary
+    rows: Iterable[Mapping[str, Any]], tokens: Dataset, frame: Frame, summary: Summary, overlong: Overlong
 ) -> Iterator[TokenisedText]:
-    """Yield rows of two texts, each with its own BOS and EOS; rows with a text over `max_seq_len` are skipped.
+    """Yield rows of two texts, each with its own BOS and EOS; `overlong` decides about texts over `max_seq_len`.
 
     A pair has the texts chosen and rejected. A labelled completion has its own text, and its prompt with the completion
     of the next row that has another prompt, from which KTO estimates a KL divergence.
@@ -267,7 +268,22 @@ def rows_of_two(
             if stranger is None:
                 add_row(summary.skipped, "no row of another prompt beside it", row["name"])
                 continue
-            texts = [text, (prompt + stranger)[: frame.capacity]]
+            texts = [text, prompt + stranger]
+        longest = max(
+            map(len, frame_texts(texts if num_first else texts[:1], frame, summary, truncate=False))
+        )
+        excess = max(longest - frame.max_seq_len, 0)
+        if excess and overlong == "error":
+            raise DatasetError(
+                f"{row['name']} holds a text of {longest} tokens: it must have at most "
+                f"max_seq_len={frame.max_seq_len}. Raise max_seq_len, or set overlong_prompts to drop or truncate_left."
+            )
+        if excess and overlong == "truncate_left" and excess < min(len(_parts(side)[0]) for side in texts):
+            summary.truncated += 2
+            summary.lost_tokens += 2 * excess
+            texts = [side[excess:] for side in texts]
+        if not num_first:
+            texts[1] = texts[1][: frame.capacity]
         framed = list(frame_texts(texts, frame, summary, truncate=False))
         if max(map(len, framed)) > frame.max_seq_len:
             add_row(summary.skipped, f"a text longer than max_seq_len={frame.max_seq_len}", row["name"])

@@ -89,7 +89,7 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
         if settings.examples == "steps":
             rows = rows_of_steps(kept, frame, summary)
         elif settings.examples != "texts":
-            rows = rows_of_two(kept, tokens.with_format(None), frame, summary)
+            rows = rows_of_two(kept, tokens.with_format(None), frame, summary, settings.overlong_prompts)
         elif packing is None or (fits and settings.truncate):
             rows = frame_texts(texts, frame, summary, truncate=settings.truncate)
         else:

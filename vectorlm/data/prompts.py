@@ -6,18 +6,26 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
 from vectorlm.data.chat import chat_in
-from vectorlm.data.encoding import asked, encode, plain_message, require_whole_characters, without_nulls
-from vectorlm.data.settings import SHORT_FORMS, PromptSettings, in_full
+from vectorlm.data.encoding import (
+    asked,
+    encode,
+    plain_message,
+    require_whole_characters,
+    shown_prompt,
+    without_nulls,
+)
+from vectorlm.data.settings import SHORT_FORMS, Overlong, PromptSettings, in_full
 from vectorlm.data.source import is_hub_name, load_hub, splits_of, take_split
 from vectorlm.data.tasks import Tasks, read_taskset
 from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.ranks.wait import count_rows
 from vectorlm.types import Prompt, PromptRecord
 
 if TYPE_CHECKING:
@@ -230,7 +238,7 @@ def _prompt_record_of(columns: Any) -> PromptRecord:
 def check_lengths(
     prompt_records: Sequence[PromptRecord],
     tokenizer: PreTrainedTokenizerBase,
-    max_tokens: float,
+    room: float,
     setting: str,
     vocab_size: float = math.inf,
     tools: Sequence[Any] = (),
@@ -239,30 +247,81 @@ def check_lengths(
 
     Raises:
         ConfigError: The tokenizer has no chat template, or the template refuses the messages.
-        DatasetError: A prompt is longer than `max_tokens`, or holds a token beyond `vocab_size`.
+        DatasetError: A prompt is longer than `room`, or holds a token beyond `vocab_size`.
     """
     longest = 0
     for index, prompt_record in enumerate(prompt_records):
-        try:
-            token_ids = encode(asked(prompt_record, tools), lambda: tokenizer)
-        except Exception as error:  # Templates may raise any exception.
-            name = tokenizer.name_or_path
-            raise ConfigError(
-                f"prompt {index} of {setting} cannot be encoded with the tokenizer of {name!r} "
-                f"({type(error).__name__}: {error}). Correct the prompt, or the template in {name}/chat_template.jinja."
-            ) from error
+        token_ids = _encoded(prompt_record, index, tokenizer, setting, tools)
         if (largest := max(token_ids, default=0)) >= vocab_size:
             raise DatasetError(
                 f"prompt {index} of {setting} holds the token {largest}, but the model has {vocab_size} tokens. Encode "
                 "it with the model's own tokenizer."
             )
-        if len(token_ids) > max_tokens:
+        if len(token_ids) > room:
             raise DatasetError(
-                f"prompt {index} of {setting} has {len(token_ids)} tokens, but at most {max_tokens} leave room for an "
-                "answer. Leave it out, or raise train_parameters.max_seq_len and engine.max_model_len."
+                f"prompt {index} of {setting} has {len(token_ids)} tokens, but at most {room} leave room for "
+                "max_tokens. Raise train_parameters.max_seq_len and engine.max_model_len, or set overlong_prompts."
             )
         longest = max(longest, len(token_ids))
     return longest
+
+
+def _encoded(
+    record: PromptRecord, index: int, tokenizer: PreTrainedTokenizerBase, setting: str, tools: Sequence[Any]
+) -> list[int]:
+    try:
+        return encode(asked(record, tools), lambda: tokenizer)
+    except Exception as error:  # Templates may raise any exception.
+        name = tokenizer.name_or_path
+        raise ConfigError(
+            f"prompt {index} of {setting} cannot be encoded with the tokenizer of {name!r} "
+            f"({type(error).__name__}: {error}). Correct the prompt, or the template in {name}/chat_template.jinja."
+        ) from error
+
+
+def fit_prompts(
+    prompt_records: Sequence[PromptRecord],
+    tokenizer: PreTrainedTokenizerBase,
+    room: float,
+    setting: str,
+    overlong: Overlong,
+    tools: Sequence[Any] = (),
+) -> tuple[Sequence[PromptRecord], str]:
+    """Drop prompts longer than `room`, or cut their beginnings off; return the prompts, and a note ("" if all fit).
+
+    Raises:
+        ConfigError: See `check_lengths`.
+        DatasetError: No prompt fits.
+    """
+    kept, cut, example = [], dict[int, tuple[int, ...]](), ""
+    for index, record in enumerate(count_rows(prompt_records, len(prompt_records), f"measuring {setting}")):
+        token_ids = _encoded(record, index, tokenizer, setting, tools)
+        if len(token_ids) <= room or overlong == "truncate_left":
+            kept.append(index)
+        if len(token_ids) > room:
+            example = (
+                example or f"prompt {index}, {len(token_ids)} tokens: {shown_prompt(record.prompt)[:60]!r}"
+            )
+            cut[index] = tuple(token_ids[len(token_ids) - int(room) :])
+    if not cut:
+        return prompt_records, ""
+    if not kept or room < 1:
+        raise DatasetError(
+            f"{setting}: none of {len(prompt_records)} prompts leaves room for max_tokens ({example}). Raise "
+            "train_parameters.max_seq_len and engine.max_model_len, or lower max_tokens."
+        )
+    what = "are dropped" if overlong == "drop" else f"lose all but their last {room} tokens"
+    note = f"{setting}: {len(cut)} of {len(prompt_records)} prompts {what}, to leave room for max_tokens ({example})"
+    read = functools.partial(_fitted, prompt_records, np.array(kept), cut)
+    fitted = LazyPrompts(len(kept), read)
+    return list(fitted) if isinstance(prompt_records, list) else fitted, note
+
+
+def _fitted(
+    records: Sequence[PromptRecord], kept: np.ndarray, cut: Mapping[int, tuple[int, ...]], place: int
+) -> PromptRecord:
+    index = int(kept[place])
+    return replace(records[index], token_ids=cut[index]) if index in cut else records[index]
 
 
 def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:

@@ -24,13 +24,12 @@ from vectorlm.ranks.launcher import launch
 from vectorlm.ranks.topology import Topology, without_gc
 from vectorlm.report.runs import read_lines
 from vectorlm.runs.config.load import config_from_keywords
-from vectorlm.runs.config.schema import Config, RLSettings
+from vectorlm.runs.config.schema import Config
 from vectorlm.runs.preflight.checked import preflight
 from vectorlm.runs.preflight.local_model import description_of, own_length, with_download
 from vectorlm.runs.preflight.resume import content_of, find_resumption, say_finished
 from vectorlm.settings import as_path
 from vectorlm.train.checkpoint.folder import steps_in
-from vectorlm.types import PromptRecord
 
 HELD_OUT = 0.05
 """Share of the rows that `finetune` evaluates on without an `eval_dataset`."""
@@ -105,7 +104,7 @@ def reinforce(
         RankFailed: Training failed on a rank.
     """
     folder = _folder(output_dir, algorithm)
-    given = {
+    given: dict[str, Any] = {
         "model": os.fspath(model),
         "output_dir": str(folder),
         "algorithm": algorithm,
@@ -122,34 +121,27 @@ def reinforce(
     if sampling := {name: settings.pop(name) for name in sorted(known & settings.keys())}:
         given["sampling_params"] = {**settings.pop("sampling_params", {}), **sampling}
     sections = given["rl"], settings.get("train_parameters", {})
-    has_steps, has_length = (
-        name in settings or name in section
-        for name, section in zip(("max_steps", "max_seq_len"), sections, strict=True)
+    has_steps = any(
+        name in settings or name in sections[0] for name in ("max_steps", "num_epochs_over_prompts")
     )
-    # Placeholders that a config accepts; the prompts are read below.
-    defaults = ({} if has_steps else {"max_steps": 1}) | ({} if has_length else {"max_seq_len": 1})
+    has_length = "max_seq_len" in settings or "max_seq_len" in sections[1]
+    # The length is a placeholder that a config accepts.
+    defaults = ({} if has_steps else {"num_epochs_over_prompts": 1}) | (
+        {} if has_length else {"max_seq_len": 1}
+    )
     config = with_download(config_from_keywords({**settings, **given, **defaults}, "rl"))
-    if defaults:
-        config = _fit_to_prompts(config, sets_steps=not has_steps, sets_length=not has_length)
+    if not has_length:
+        config = _with_length(config, _tokens_needed(config))
     start(config, world_size, callbacks)
     return FinishedRun(folder)
 
 
-def _fit_to_prompts(config: Config, *, sets_steps: bool, sets_length: bool) -> Config:
-    """Set `rl.max_steps` to one pass over the prompts, and `max_seq_len` to the longest prompt plus `max_tokens`."""
+def _tokens_needed(config: Config) -> int:
+    """Return the tokens of the longest prompt and its completion, in training and in evaluation."""
     rl = config.rl
     assert rl is not None
     assert rl.collect.prompts is not None
     records = read_prompts(rl.collect.prompts, "prompts", is_held_out=False)
-    if sets_steps:
-        config = replace(config, rl=replace(rl, max_steps=-(-len(records) // rl.collect.prompts_per_step)))
-    if sets_length:
-        config = _with_length(config, _tokens_needed(config, rl, records))
-    return config
-
-
-def _tokens_needed(config: Config, rl: RLSettings, records: Sequence[PromptRecord]) -> int:
-    """Return the tokens of the longest prompt and its completion, in training and in evaluation."""
     prompts, max_tokens = in_full(rl.collect.prompts), rl.collect.sampling["max_tokens"]
     if rl.collect.environment_of("") is not None or getattr(prompts, "curriculum", None) is not None:
         raise ConfigError(

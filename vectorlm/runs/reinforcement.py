@@ -125,7 +125,7 @@ def _build(
         run,
         turn,
         models.policy.model,
-        num_steps=rl.max_steps,
+        num_steps=rl.num_steps,
         save_every=rl.save_every,
         play=dict.fromkeys(environments.names, play),
         callbacks=callbacks,
@@ -174,7 +174,7 @@ def _demonstrations(run: Run, rl: RLSettings, policy: LanguageModel) -> Demonstr
     loader = run.make_loader(
         sft.dataset, NextTokens.ignore_index, per_pass, num_rows // per_pass, shuffle=True
     )
-    return Demonstrations(policy.untruncated(temperature=1.0), loader, sft, rl.max_steps)
+    return Demonstrations(policy.untruncated(temperature=1.0), loader, sft, rl.num_steps)
 
 
 def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
@@ -205,7 +205,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         context=run.context,
     )
     require_quiet("policy", model, policy.untruncated())
-    num_batches = max(rl.max_steps - warmup_steps, 1)
+    num_batches = max(rl.num_steps - warmup_steps, 1)
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
     reference = critic = critic_step = None
     if rl.has_reference:
@@ -218,7 +218,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         critic = Critic(critic_model, policy)
         require_quiet("critic", critic_model, critic)
         critic_step = optimizer_step(
-            critic.model, rl.max_steps, rl.critic.max_grad_norm, "critic", rl.critic.lr
+            critic.model, rl.num_steps, rl.critic.max_grad_norm, "critic", rl.critic.lr
         )
     teacher: Teacher | ServerTeacher | None = None
     if rl.teacher is not None and rl.teacher.model is not None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Predicate
 from pydantic import Field
 
-from vectorlm.data.settings import PromptSource
+from vectorlm.data.settings import Overlong, PromptSource
 from vectorlm.settings import (
     Betas,
     ClippingNorm,
@@ -253,6 +253,8 @@ class EvaluationSettings:
     """Optimizer steps between evaluations (with `rl`: steps); null evaluates only before and after training."""
     prompts: PromptSource | None = None
     """Prompts to evaluate on: texts, or a source like `rl.prompts`; null evaluates on none."""
+    overlong_prompts: Annotated[Overlong, WITH_QUESTIONS] = "error"
+    """What to do with a prompt that leaves no room for `max_tokens`, as `rl.overlong_prompts`."""
     sampling_params: Annotated[Mapping[str, Any], WITH_QUESTIONS] = field(default_factory=dict)
     """Arguments of `vllm.SamplingParams` for the answers."""
     rewards: Annotated[RewardWeights, replace(WITH_QUESTIONS, also=())] = field(default_factory=dict)

@@ -1,14 +1,17 @@
 """Prompts that cannot be encoded, or leave no room for an answer, are found before models are loaded."""
 
 import json
+import pickle
 
 import pytest
 from kit.letters import letter_tokenizer
 from kit.rl_runs import config_of, save_files
 from transformers import AutoTokenizer
 
+from vectorlm.data.encoding import asked
+from vectorlm.data.prompts import LazyPrompts, fit_prompts, read_prompts
 from vectorlm.errors import ConfigError, DatasetError
-from vectorlm.runs.config.load import load_config
+from vectorlm.runs.config.load import load_config, save_config
 from vectorlm.runs.preflight.checked import preflight
 
 CHAT = [{"role": "user", "content": "abc"}]
@@ -91,7 +94,7 @@ def test_a_prompt_that_leaves_no_room_or_has_unknown_tokens_is_refused(files, se
         ask(files, setting, ["abc", prompt], None)
 
 
-def test_columns_that_rewards_do_not_get_and_answers_that_cannot_be_so_long_are_noted(files):
+def test_columns_that_rewards_do_not_get_are_noted_and_answers_that_cannot_be_so_long_refused(files):
     rows = [{"prompt": "a", "wanted": "a"}, {"prompt": "b", "wanted": "b", "completion": "c", "prompts": 1}]
     (files / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -99,10 +102,75 @@ def test_columns_that_rewards_do_not_get_and_answers_that_cannot_be_so_long_are_
         found = preflight(config_of(files, files / "out", overrides=overrides), 1).config.notes
         return [note for note in found if not note.startswith(SAMPLER) and "chat template" not in note]
 
-    about_columns, about_length = notes(f"{RL}={files / 'asked.jsonl'}", "rl.sampling_params.max_tokens=64")
+    (about_columns,) = notes(f"{RL}={files / 'asked.jsonl'}", "rl.sampling_params.max_tokens=63")
     assert about_columns.startswith(f"{RL}: rewards do not get the column completion, prompts")
-    assert about_length.startswith("rl.sampling_params.max_tokens=64: ")
-    assert notes("rl.sampling_params.max_tokens=63") == []
+    with pytest.raises(DatasetError, match=f"prompt 0 of {RL}"):
+        notes(f"{RL}={files / 'asked.jsonl'}", "rl.sampling_params.max_tokens=64")
+
+
+# Each letter is a token; 64 tokens have room for 56 and 8 of the answer.
+LONG = [
+    {"prompt": letter * count, "wanted": "a"} for letter, count in (("a", 3), ("b", 60), ("c", 56), ("d", 57))
+]
+
+
+@pytest.mark.parametrize("setting", [RL, SAMPLER])
+def test_prompts_that_leave_no_room_for_max_tokens_are_refused_dropped_or_cut(files, setting):
+    section = setting.partition(".")[0]
+
+    def prompts(how):
+        checked = check(files, setting, LONG, None, [f"{section}.overlong_prompts={how}"])
+        return checked, checked.prompts[""] if setting == RL else checked.evaluation_prompts
+
+    with pytest.raises(DatasetError, match=f"prompt 1 of {setting}"):
+        prompts("error")
+    checked, found = prompts("drop")
+    assert [record.prompt[0] for record in found] == ["a", "c"]
+    (note,) = [note for note in checked.config.notes if "2 of 4 prompts" in note]
+    assert all(part in note for part in (setting, "prompt 1, 60 tokens", "bbb"))
+    checked, found = prompts("truncate_left")
+    assert any("2 of 4 prompts" in note for note in checked.config.notes)
+    assert [len(asked(record)) for record in found] == [3, 56, 56, 56]
+    assert [record.prompt for record in found] == [row["prompt"] for row in LONG]
+    with pytest.raises(DatasetError, match="none of 4 prompts"):
+        check(
+            files,
+            setting,
+            LONG,
+            None,
+            [f"{section}.overlong_prompts=drop", f"{section}.sampling_params={{max_tokens: 62}}"],
+        )
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "steps"), [(2, "null", 6), (0.2, "null", 1), (2, 4, 4), (1, 4, 3), ("null", 4, 4)]
+)
+@pytest.mark.parametrize("two_sources", [False, True])
+def test_steps_follow_from_epochs_and_the_earlier_of_both_ends_the_run(
+    files, epochs, max_steps, steps, two_sources
+):
+    how = ["rl.prompts=[a, b, c, d, e]"]
+    if two_sources:
+        how = ["rl.prompts=null", "rl.sources={one: {prompts: [a, b]}, two: {prompts: [c, d, e]}}"]
+    how += [f"rl.num_epochs_over_prompts={epochs}", f"rl.max_steps={max_steps}", "rl.prompts_per_step=2"]
+    how += [f"rl.rewards={{'{files}/rewards.py:vowels': 1.0}}", "evaluation=null"]
+    checked = preflight(config_of(files, files / "out", overrides=how), 1).config
+    assert (checked.rl.max_steps, checked.rl.num_steps) == (steps, steps)
+    save_config(checked, files / "again.yaml")
+    assert preflight(load_config(files / "again.yaml"), 1).config.rl.max_steps == steps
+
+
+def test_prompts_on_the_disk_are_dropped_by_their_numbers_and_read_when_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr("vectorlm.data.prompts.MAX_BYTES_IN_MEMORY", 10)
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LONG))
+    records = read_prompts(str(tmp_path / "long.jsonl"))
+    for how, lengths in (("drop", [3, 56]), ("truncate_left", [3, 56, 56, 56])):
+        found, note = fit_prompts(records, letter_tokenizer(), 56, "here", how)
+        found = pickle.loads(pickle.dumps(found))
+        assert isinstance(found, LazyPrompts)
+        assert [len(asked(record)) for record in found] == lengths
+        assert "here: 2 of 4 prompts" in note
+    assert fit_prompts(records, letter_tokenizer(), 60, "here", "drop") == (records, "")
 
 
 @pytest.mark.parametrize("setting", ["rl.sampling_params", "evaluation.sampling_params"])
@@ -272,11 +340,11 @@ def test_a_call_and_its_result_are_rendered_before_the_run(files, environment, t
 def test_the_tools_of_an_environment_count_in_the_length_of_a_prompt(files):
     (files / "tools.py").write_text(TOOLS)
     chosen = [f"rl.environment={files}/tools.py:AddsAlways"]
-    fits, too_long = ({"prompt": [{"role": "user", "content": "a" * number}]} for number in (60, 61))
+    fits, too_long = ({"prompt": [{"role": "user", "content": "a" * number}]} for number in (53, 54))
     (files / "other.jsonl").write_text(json.dumps({**fits, "wanted": "a"}) + "\n")
     chosen.append(f"{SAMPLER}={files / 'other.jsonl'}")
     check(files, RL, [fits], TELLS, chosen)
-    with pytest.raises(DatasetError, match=f"prompt 0 of {RL} has 64 tokens"):
+    with pytest.raises(DatasetError, match=f"prompt 0 of {RL} has 57 tokens"):
         check(files, RL, [too_long], TELLS, chosen)
 
 

@@ -469,11 +469,16 @@ def test_texts_for_a_model_with_a_chat_template_are_noted_and_long_prompts_refus
     Path("models/tiny/chat_template.jinja").write_text("{{ messages[0].content }}")
     assert len(notes()) == 1
     letter_tokenizer().save_pretrained("models/tiny")
-    Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 256}))
-    with pytest.raises(DatasetError, match=r"prompt 0 of evaluation\.prompts has 256 tokens"):
+    Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 241}))
+    with pytest.raises(DatasetError, match=r"prompt 0 of evaluation\.prompts has 241 tokens"):
         passes(complete, SAMPLER)
-    Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 255}))
+    Path("p.jsonl").write_text(json.dumps({"prompt": "a" * 240}))
     passes(complete, SAMPLER)
+
+
+def test_a_run_without_an_end_is_refused(complete):
+    with pytest.raises(ConfigError, match=r"rl\.max_steps"):
+        passes(complete, RL.replace("max_steps: 2, ", ""))
 
 
 def test_a_stop_token_that_the_model_does_not_have_is_refused(complete):

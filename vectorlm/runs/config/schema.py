@@ -35,6 +35,7 @@ from vectorlm.settings import (
     Length,
     NonNegativeInt,
     PathText,
+    PositiveFloat,
     PositiveInt,
     ReadIf,
     Seed,
@@ -122,8 +123,11 @@ class RLSettings:
 
     algorithm: AlgorithmChoice
     """The algorithm: its name, or a section with `name` and settings of its own."""
-    max_steps: PositiveInt
-    """Batches of rollouts to train on."""
+    max_steps: PositiveInt | None = None
+    """Batches of rollouts to train on; null means those of `num_epochs_over_prompts`."""
+    num_epochs_over_prompts: PositiveFloat | None = None
+    """Passes over the prompts of all sources together. With `max_steps` too, the earlier one ends the run. Groups that
+    `dynamic_sampling` samples in place of others do not count."""
     collect: CollectSettings = inline()
     reward: RewardSettings = inline(RewardSettings)
     update: UpdateSettings = inline(UpdateSettings)
@@ -144,6 +148,12 @@ class RLSettings:
     """Steps between two checkpoints, with `train_parameters.checkpointing_enabled`."""
     show_every: NonNegativeInt = 10
     """Steps between two tables of rollouts on the console; 0 shows none."""
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of a checked config, whose `max_steps` is filled in."""
+        assert self.max_steps is not None
+        return self.max_steps
 
     @property
     def by_source(self) -> Mapping[str, SourceSettings]:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.data.encoding import end_tokens, has_chat_template, is_messages, render_chat
-from vectorlm.data.prompts import check_lengths, read_prompts
+from vectorlm.data.prompts import check_lengths, fit_prompts, read_prompts
 from vectorlm.data.source import load_saved
 from vectorlm.data.summary import Summary, steps_per_epoch
 from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.ranks.topology import without_gc
 from vectorlm.rl.rewards.registry import RESERVED
-from vectorlm.runs.config.schema import Config
+from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.config.value import raise_problems
 from vectorlm.runs.preflight.files import callback_problems, file_problems, package_problems
@@ -107,13 +107,17 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
             max_tokens = (config.engine.engine_args.get("max_model_len") or limit or math.inf) - 1
     notes += _prompt_notes(config, prompts)
     notes += reward_notes(config, prompts)
+    prompts, more = _fitted(config, prompts, max_tokens + 1)
+    notes += more
     trained = {source.source: source.records for source in prompts if not source.is_held_out}
+    if rl is not None:
+        config = replace(config, rl=_with_steps(rl, sum(map(len, trained.values()))))
     evaluation_prompts = [
         replace(record, source=source.source) if source.source else record
         for source in prompts
         for record in (source.records if source.is_held_out else ())
     ]
-    notes += _generation_notes(config, max_tokens, bool(evaluation_prompts))
+    notes += _generation_notes(config, bool(evaluation_prompts))
     notes += _rendered_notes(config, prompts, max_tokens)
     config = replace(config, notes=tuple(notes))
     # Costs more than a minute: checkpoints are looked for after models are loaded.
@@ -130,7 +134,8 @@ def _rendered_notes(config: Config, prompts: Sequence[SourcePrompts], max_tokens
     notes: list[str] = []
     # Costs more than a minute: the prompt may be one of the last, and models are loaded first.
     is_long = any(
-        not isinstance(record.prompt, str) or len(record.prompt.encode()) + 2 > max_tokens
+        not isinstance(record.prompt, str)
+        or len(record.prompt.encode()) + 2 > _room(config, True, max_tokens + 1)
         for source in prompts
         for record in (source.records if source.is_held_out else ())
     )
@@ -145,7 +150,8 @@ def _rendered_notes(config: Config, prompts: Sequence[SourcePrompts], max_tokens
     size = vocab_size(Path(config.model))
     for source in prompts:
         tools, _ = source_tools(rl, source.source)
-        check_lengths(source.shown, tokenizer, max_tokens, source.setting, size, tools)
+        room = _room(config, source.is_held_out, max_tokens + 1)
+        check_lengths(source.shown, tokenizer, room, source.setting, size, tools)
         notes += tool_notes(rl, source, tokenizer)
         if rl is not None and not source.is_held_out:
             notes += call_notes(rl, source, tokenizer)
@@ -154,12 +160,48 @@ def _rendered_notes(config: Config, prompts: Sequence[SourcePrompts], max_tokens
     return notes
 
 
-def _generation_notes(config: Config, max_tokens: float, is_evaluated: bool) -> Iterator[str]:
+def _with_steps(rl: RLSettings, num_prompts: int) -> RLSettings:
+    """Return the settings with the steps of the run."""
+    if rl.num_epochs_over_prompts is None:
+        return rl
+    steps = math.ceil(rl.num_epochs_over_prompts * num_prompts / rl.collect.prompts_per_step)
+    return replace(rl, max_steps=min(rl.max_steps or steps, max(steps, 1)))
+
+
+def _room(config: Config, is_held_out: bool, longest: float) -> float:
+    """Return the most tokens of a prompt that leave room for `max_tokens`."""
+    rl = config.rl
+    parameters = config.evaluation.sampling_params if is_held_out or rl is None else rl.collect.sampling
+    asked = parameters.get("max_tokens", 16)
+    return longest - (asked if type(asked) is int else 1)
+
+
+def _fitted(
+    config: Config, prompts: Sequence[SourcePrompts], longest: float
+) -> tuple[list[SourcePrompts], list[str]]:
+    """Drop or truncate prompts that are too long, as the settings say; return the prompts and notes."""
+    rl, found, notes = config.rl, list[SourcePrompts](), list[str]()
+    for source in prompts:
+        how = "error" if rl is None else rl.collect.overlong_prompts
+        how = config.evaluation.overlong_prompts if source.is_held_out else how
+        if how != "error":
+            from vectorlm.train.load import load_tokenizer
+
+            room, (tools, _) = _room(config, source.is_held_out, longest), source_tools(rl, source.source)
+            tokenizer = load_tokenizer(config.model, config.chat)
+            records, note = fit_prompts(source.records, tokenizer, room, source.setting, how, tools)
+            notes += [note] if note else []
+            source = source._replace(
+                records=records, shown=records if source.shown is source.records else source.shown
+            )
+        found.append(source)
+    return found, notes
+
+
+def _generation_notes(config: Config, is_evaluated: bool) -> Iterator[str]:
     """Yield notes where sampling differs from the settings or from the model's generation_config.json."""
     advice = description_of(Path(config.model), "generation_config.json") or {}
     for path, parameters in config.sampling_params.items():
-        if isinstance(asked := parameters.get("max_tokens"), int) and asked > max_tokens:
-            yield f"{path}.max_tokens={asked}: the context ends answers after {max_tokens} at most"
         left = {
             name: advice[name]
             for name in ADVISED

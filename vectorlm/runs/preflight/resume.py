@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -140,7 +141,8 @@ def find_resumption(config: Config, world_size: int, num_examples: int | None = 
     # A longer run would stop again at its next evaluation.
     decisive = STOPS_EARLY if found.stopped_early else ()
     before = found.identity["settings"]
-    is_over = found.stopped_early or now["settings"][length] <= before[length]
+    # Steps of epochs are not known before the prompts are read.
+    is_over = found.stopped_early or (now["settings"][length] or math.inf) <= before[length]
     is_over &= all(now["settings"].get(name) == before.get(name) for name in decisive)
     return Resumption(found.step, tuple(changes), found.is_finished and is_over, found.stopped_early)
 

@@ -222,9 +222,17 @@ def _mixture_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> It
         rule = f"must have the same rewards and environments: {spec.name} compares each reward over the whole batch"
         yield refuse(config, "rl.sources", rule, "Make them equal.", list(sources))
     for name, source in rl.by_source.items():
-        path = f"rl.sources.{name}" if name else "rl"
+        path, overlong = f"rl.sources.{name}" if name else "rl", rl.collect.overlong_prompts
+        # Silent: an agent writes its own prompts.
+        if overlong == "truncate_left" and (source.environment or "").startswith(AGENT):
+            rule = f"cannot be used with the agent {source.environment}, which writes its own prompts"
+            yield refuse(config, "rl.overlong_prompts", rule, "Use drop, or shorten them in the agent.")
         if (curriculum := source.curriculum) is None:
             continue
+        # Silent: the items of the other levels would not be measured.
+        if overlong != "error":
+            rule = f"cannot be used with {path}.prompts.curriculum"
+            yield refuse(config, "rl.overlong_prompts", rule, "Leave it out.")
         # Costs more than a minute: the first batch is scored.
         if SCORE not in source.rewards:
             rule = f"needs the reward {SCORE} in {path}.rewards"
@@ -377,8 +385,13 @@ def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         rule = f"must be at most train_parameters.max_seq_len={longest}, or rollouts are too long to train on"
         path = "engine.max_model_len"
         yield refuse(config, path, rule, f"Leave it out, or use {longest} or less.")
+    if rl.max_steps is None and rl.num_epochs_over_prompts is None:
+        yield (
+            "missing setting 'rl.max_steps' (the batches of rollouts to train on). Add it, or "
+            "'rl.num_epochs_over_prompts'."
+        )
     # Silent: the policy would never change.
-    if spec.needs_critic and rl.critic.warmup_steps >= rl.max_steps:
+    if rl.max_steps is not None and spec.needs_critic and rl.critic.warmup_steps >= rl.max_steps:
         rule = f"must be below rl.max_steps={rl.max_steps}, or the policy is never trained"
         yield refuse(config, "rl.critic.warmup_steps", rule, "Use fewer.")
 

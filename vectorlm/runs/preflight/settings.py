@@ -151,7 +151,7 @@ def _training_problems(config: Config) -> Iterator[str]:
         yield refuse(config, f"{path}.capturable", f"needs a CUDA device, {why}", "Leave it out.")
     yield from _optimizer_problems(config)
     yield from _evaluation_problems(config)
-    if config.rl is None:
+    if config.rl is None or config.rl.max_steps is None:
         return
     # Costs more than a minute: the profile is opened after models are loaded.
     if (problem := short_run(train.profile.profile_steps, config.rl.max_steps)) is not None:

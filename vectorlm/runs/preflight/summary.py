@@ -120,7 +120,7 @@ def _rl_rows(rl: RLSettings, max_seq_len: int) -> dict[str, str]:
     )
     completions = collect.prompts_per_step * collect.group_size
     rows = {
-        "training": f"{rl.algorithm.name}, {_count(rl.max_steps, 'step')} on {prompts}",
+        "training": f"{rl.algorithm.name}, {_count(rl.num_steps, 'step')} on {prompts}",
         "rollouts": f"{_count(completions, 'completion')} a step ({_count(collect.prompts_per_step, 'prompt')} x group "
         f"{collect.group_size}), up to {max_seq_len} tokens with their prompts",
         "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()) or "none",
