@@ -143,7 +143,7 @@ def test_the_beginning_of_a_long_prompt_is_cut_off_or_the_row_refused(examples):
         rows_of([long, other], examples, max_seq_len=7, overlong_prompts="error")
     # Nothing of the prompt would be left.
     longer = {**long, "chosen": "ghij"} if examples == "pairs" else {**long, "completion": "ghij"}
-    rows, summary = rows_of([longer, other], examples, max_seq_len=5, overlong_prompts="truncate_left")
+    _, summary = rows_of([longer, other], examples, max_seq_len=5, overlong_prompts="truncate_left")
     assert summary.skipped == {"a text longer than max_seq_len=5": (1, "raw.jsonl:1")}
 
 
