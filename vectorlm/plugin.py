@@ -40,6 +40,8 @@ def load_plugin(name: str) -> Any:
         ConfigError: The file or the attribute does not exist, or importing it raises or exits.
     """
     where, _, what = name.rpartition(":")
+    if not where:
+        raise ConfigError(f"{name!r} must be file.py:NAME or module:NAME.")
     load = _load_file if where.endswith(".py") else _load_pickle if where.endswith(".pkl") else _load_module
     try:
         module = load(where, name)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from vectorlm.errors import VectorLMError
 from vectorlm.rl.agents.session import RequestError, Session, Turn, spoken
 from vectorlm.rl.environments.tools import CALL_ID_LENGTH
 from vectorlm.sampling.backends.generation import DEFAULTS, NEUTRAL
@@ -29,6 +30,7 @@ CHANGES_NOTHING = {
         "modalities": ["text"],
         "length_penalty": 1,
         "use_beam_search": False,
+        "thinking": {"type": "disabled"},
     },
     **{"best_of": 1, "echo": False, "top_logprobs": 0, "stream": False, "max_tokens": None},
 }
@@ -42,6 +44,14 @@ NOT_TAKEN = {
     "tool_choice": f"{OTHER_DISTRIBUTION}: the policy must be free to call no tool. Use auto or none.",
     "max_tokens": "must be a whole number from 1 on, or null for the run's limit, which caps it.",
 }
+
+
+def answer_with_ids(turn: Turn, tools: Sequence[Any] | None) -> dict[str, Any]:
+    """Return an answer as a message; the ids of its calls follow from its tokens, so a repeated run has the same."""
+    message = spoken(turn.completion.text, tools)
+    for place, call in enumerate(message.get("tool_calls", ())):
+        call["id"] = hashlib.blake2b(repr((turn.token_ids, place)).encode()).hexdigest()[:CALL_ID_LENGTH]
+    return message
 
 
 class StreamOptions(BaseModel):
@@ -68,6 +78,17 @@ class Strict(BaseModel):
                 value in (None, {}, [], "") or (name in CHANGES_NOTHING and value == CHANGES_NOTHING[name])
             )
         }
+
+    @classmethod
+    def refusal(cls, error: RequestError | VectorLMError) -> dict[str, Any]:
+        """Return the body of an error, in OpenAI's form."""
+        fields = {name: getattr(error, name, None) for name in ("param", "code")}
+        return {"error": {"message": str(error), "type": "invalid_request_error", **fields}}
+
+    @classmethod
+    def refusal_event(cls, error: RequestError | VectorLMError) -> str:
+        """Return an error as an event of a stream."""
+        return _event(cls.refusal(error))
 
 
 class Sampling(Strict):
@@ -107,6 +128,11 @@ class Request(Sampling):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     parallel_tool_calls: Any = None
+
+    def events(self, form: Form) -> Events:
+        """Return the stream of the answer."""
+        assert isinstance(self, ChatRequest | TextRequest)
+        return Events(self, form)
 
     @property
     def is_streamed(self) -> bool:
@@ -173,11 +199,8 @@ class ChatRequest(Request):
         """Return the body of the answer."""
         choices = []
         for index, turn in enumerate(turns):
-            message = spoken(turn.completion.text, self.offered)
-            for place, call in enumerate(message.get("tool_calls", ())):
-                # Of what the tokens are: a run that is repeated gives templates that show it the same.
-                told = repr((turn.token_ids, place)).encode()
-                call["id"] = hashlib.blake2b(told).hexdigest()[:CALL_ID_LENGTH]
+            message = answer_with_ids(turn, self.offered)
+            for call in message.get("tool_calls", ()):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
             reason = "tool_calls" if "tool_calls" in message else turn.completion.finish_reason
             choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
@@ -294,6 +317,13 @@ class Form:
             text = f"token_id:{token}" if as_ids else self._tokenizer.decode([token])
             found.append({"token": text, "logprob": logprob, "bytes": None, "top_logprobs": []})
         return found
+
+    def stopped_by(self, turn: Turn, stops: Sequence[str]) -> str | None:
+        """Return the stop string that ended an answer, which its text is without; None if none did."""
+        if turn.completion.finish_reason != "stop":
+            return None
+        end = self._tokenizer.decode(list(turn.completion.token_ids))[len(turn.completion.text) :]
+        return next((stop for stop in stops if stop in end), None)
 
     def ids(self, turn: Turn, is_asked: bool) -> dict[str, Any]:
         """Return a choice's tokens and, for every token, the version of the weights that sampled it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import socket
 import threading
@@ -22,7 +21,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from vectorlm.errors import VectorLMError
 from vectorlm.ranks.topology import LOOPBACK
-from vectorlm.rl.agents.forms import ChatRequest, Events, Form, TextRequest, TokenRequest, explained
+from vectorlm.rl.agents.forms import ChatRequest, Form, TextRequest, TokenRequest, explained
+from vectorlm.rl.agents.messages import MessagesRequest
 from vectorlm.rl.agents.session import RequestError, Session, Turn
 from vectorlm.types import Completion
 
@@ -37,15 +37,16 @@ CLOSE_S = 5.0
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Asked = ChatRequest | TextRequest | TokenRequest
+Streamable = ChatRequest | TextRequest | MessagesRequest
+Asked = Streamable | TokenRequest
 Result = TypeVar("Result")
 
 
 class Gateway:
     """Serves sessions from a background thread; a context manager.
 
-    Every session has a key. ``/v1/chat/completions``, ``/v1/completions``, ``/inference/v1/generate`` and
-    ``/v1/models`` need ``Authorization: Bearer KEY``; ``/health`` does not.
+    Every session has a key. ``/v1/chat/completions``, ``/v1/completions``, ``/v1/messages``, ``/inference/v1/generate``
+    and ``/v1/models`` need ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; ``/health`` does not.
     """
 
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
@@ -61,6 +62,9 @@ class Gateway:
             Route("/v1/models", self._models),
             Route("/v1/chat/completions", _Endpoint(self, ChatRequest), methods=["POST"]),
             Route("/v1/completions", _Endpoint(self, TextRequest), methods=["POST"]),
+            Route("/v1/messages", _Endpoint(self, MessagesRequest), methods=["POST"]),
+            # Anthropic's client appends /v1 to its base_url.
+            Route("/v1/v1/messages", _Endpoint(self, MessagesRequest), methods=["POST"]),
             # Beside /v1, as in vLLM.
             Route("/inference/v1/generate", _Endpoint(self, TokenRequest), methods=["POST"]),
         ]
@@ -106,9 +110,8 @@ class Gateway:
 
     def session_of(self, request: Request) -> Session:
         """Return the session of a request's key; raise `RequestError` if there is none."""
-        session = self._sessions.get(
-            _digest(request.headers.get("authorization", "").removeprefix("Bearer "))
-        )
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        session = self._sessions.get(_digest(request.headers.get("x-api-key", bearer)))
         if session is None:
             raise RequestError("the key must belong to an open session.", status=401, code="invalid_api_key")
         return session
@@ -130,12 +133,12 @@ class Gateway:
             return await self._streamed(request, session, asked)
         turns = await _unless_gone(request, asked.answer(session))
         if not isinstance(asked, TokenRequest) and asked.stream:
-            text = "".join(Events(asked, self._form).rest(turns))
+            text = "".join(asked.events(self._form).rest(turns))
             return Response(text, media_type="text/event-stream"), turns
         return JSONResponse(asked.shown(turns, self._form)), turns
 
     async def _streamed(
-        self, request: Request, session: Session, asked: ChatRequest | TextRequest
+        self, request: Request, session: Session, asked: Streamable
     ) -> tuple[_EventStream, list[Turn]]:
         """Return a stream that sends an answer while it is sampled, and a list that receives its turn at the end."""
         loop, parts, turns = asyncio.get_running_loop(), asyncio.Queue[Completion | None](), list[Turn]()
@@ -156,7 +159,7 @@ class Gateway:
             raise
 
         async def events() -> AsyncIterator[str]:
-            found, part = Events(asked, self._form), first
+            found, part = asked.events(self._form), first
             try:
                 while part is not None:
                     yield found.part(part)
@@ -165,7 +168,7 @@ class Gateway:
                     raise ClientDisconnect  # The session has ended.
                 turns.extend(work.result())
             except (RequestError, VectorLMError) as error:
-                yield f"data: {json.dumps(_shown(error))}\n\n"
+                yield asked.refusal_event(error)
                 return
             for event in found.rest(turns):
                 yield event
@@ -176,7 +179,7 @@ class Gateway:
         try:
             self.session_of(request)
         except RequestError as error:
-            return _refusal(error)
+            return _refusal(error, ChatRequest)
         card = {
             "id": MODEL,
             "object": "model",
@@ -204,7 +207,7 @@ class _Endpoint:
             refused = _refused(error)
             with contextlib.suppress(RequestError):
                 self._gateway.session_of(request).refusal = str(refused)
-            response = _refusal(refused)
+            response = _refusal(refused, self._form)
 
         async def send_in_time(message: MutableMapping[str, Any]) -> None:
             async with asyncio.timeout(ARRIVES_WITHIN_S):
@@ -292,12 +295,7 @@ def _refused(error: Exception) -> RequestError:
     return RequestError(f"{type(error).__name__}: {error}", status=500)
 
 
-def _refusal(error: RequestError) -> Response:
+def _refusal(error: RequestError, form: type[Asked]) -> Response:
     # Clients read the answer after they sent their body, so a large body is read and dropped, but a late one is not.
     headers = {"connection": "close"} if error.status == 408 else None
-    return JSONResponse(_shown(error), error.status, headers=headers)
-
-
-def _shown(error: RequestError | VectorLMError) -> dict[str, Any]:
-    fields = {name: getattr(error, name, None) for name in ("param", "code")}
-    return {"error": {"message": str(error), "type": "invalid_request_error", **fields}}
+    return JSONResponse(form.refusal(error), error.status, headers=headers)
