@@ -165,13 +165,20 @@ class RewardResult:
     """Whether to count the error. A call with a list fails once for many completions, and counts once."""
     logged: Mapping[str, Any] = field(default_factory=dict)
     """Values that the function logged for the completion."""
+    right_from: float | None = None
+    """The lowest reward of a correct answer; None means a reward of exactly 1."""
 
     @property
     def is_right(self) -> bool:
-        """Whether the answer is correct: by the logged `acc`, as in verl's functions, else by a reward of 1."""
+        """Whether the answer is correct: by the logged `acc`, as in verl's functions, else by its reward."""
         value = self.logged.get("acc", self.reward)
+        if not isinstance(value, int | float):
+            return False
         # Rounded to float32 like the rewards of training: 0.6 + 0.3 + 0.1 is 1. Workers have no numpy.
-        return isinstance(value, int | float) and ctypes.c_float(value).value == 1
+        rounded = ctypes.c_float(value).value
+        if self.right_from is None or "acc" in self.logged:
+            return rounded == 1
+        return rounded >= ctypes.c_float(self.right_from).value
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -194,9 +194,13 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         for rule, fix in signature_problems(get_reward(name), records, "the questions"):
             raise ConfigError(f"the reward {name!r} {rule}. {fix}")
     answers = _answers(args, exam)
+    records = exam.prompt_records
     with WorkerPool(WorkerPool.auto_size()) as pool:
         functions = [
-            RewardFunction(name, pool, timeout_s=exam.timeout_s, stops_at_error=True) for name in exam.rewards
+            RewardFunction(
+                name, pool, timeout_s=exam.timeout_s, stops_at_error=True, right_from=exam.threshold_of(name)
+            )
+            for name in exam.rewards
         ]
         scored = {
             label: score_answers(function, answers, f"the reward {name!r}")
@@ -331,6 +335,8 @@ class Exam:
     prompt_records: Sequence[PromptRecord] = ()
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Weight of each reward function, by its name."""
+    threshold_of: Callable[[str], float | None] = lambda reward: None
+    """Returns the lowest reward of a right answer; None means exactly 1."""
     sampling_params: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": MAX_TOKENS})
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     overlong_prompts: Overlong = "error"
@@ -414,6 +420,7 @@ def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
         timeout_s=settings.timeout_s,
         at_k=evaluation.at_k,
         chat=config.chat,
+        threshold_of=config.threshold_of,
         overlong_prompts=evaluation.overlong_prompts,
         environment=environment,
         collect=None if rl is None else rl.collect,

@@ -159,7 +159,10 @@ def _make_evaluator(
         return None
 
     def function(name: str) -> RewardFunction:
-        return RewardFunction(name, run.reward_workers, timeout_s=timeout_s, stops_at_error=True)
+        right_from = run.config.threshold_of(name)
+        return RewardFunction(
+            name, run.reward_workers, timeout_s=timeout_s, stops_at_error=True, right_from=right_from
+        )
 
     return Evaluator(
         turn,

@@ -260,6 +260,11 @@ class EvaluationSettings:
     rewards: Annotated[RewardWeights, replace(WITH_QUESTIONS, also=())] = field(default_factory=dict)
     """Weight of each reward of an answer. The first gives `eval/accuracy` and pass@k, the others
     `eval/reward/NAME` and `eval/accuracy/NAME`; `eval/reward` is the weighted sum. Empty means `rl.rewards`."""
+    thresholds: Annotated[Mapping[str, float], Field(strict=False), WITH_QUESTIONS] = field(
+        default_factory=dict
+    )
+    """Lowest reward of a right answer, by the name of a reward of `evaluation` or `rl`: `{judge: 0.7}`. A reward that
+    is not named counts as right at exactly 1."""
     output_jsonl_path: Annotated[PathText | None, WITH_QUESTIONS] = None
     """File for the answers; null means `samples.jsonl` in `output_dir`. A file of an earlier run is kept beside it."""
     at_k: Annotated[tuple[PositiveInt, ...], Field(strict=False), WITH_QUESTIONS] = ()

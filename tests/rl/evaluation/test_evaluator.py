@@ -111,6 +111,35 @@ def test_answers_that_the_context_cuts_off_before_max_tokens_are_counted(folder,
     assert ["1 answers reached the engine's max_model_len" in text for text in said] == [False, True]
 
 
+def test_a_threshold_decides_what_is_right_and_weights_what_the_reward_is(folder, tmp_path):
+    given, said = {"a": 0.7, "b": 0.69, "c": 1.0, "d": 0.9}, []
+    acc = {"d": 0}
+
+    def judge(prompt, completion, log):
+        if prompt in acc:
+            log("acc", acc[prompt])
+        return given[prompt]
+
+    evaluator = Evaluator(
+        turn_of(folder, load_model(folder)),
+        [PromptRecord(prompt) for prompt in "abcd"],
+        samples_path=tmp_path / "samples.jsonl",
+        of_source={"": RewardFunction(judge, right_from=0.7)},
+        weights={"judge": 2.0, "size": 1.0},
+        further={"size": RewardFunction(lambda text: 0.25)},
+        say=said.append,
+    )
+    metrics = evaluator.evaluate(1)
+    # A logged acc says by itself what is right.
+    assert metrics["eval/accuracy"] == 0.5
+    assert metrics["eval/reward"] == pytest.approx(2 * sum(given.values()) / 4 + 0.25)
+    assert (metrics["eval/accuracy/size"], metrics["eval/reward/size"]) == (0.0, 0.25)
+    assert said[0].startswith("step 1: 2/4 right")
+    assert [line["rewards"] for line in lines(tmp_path / "samples.jsonl")] == [
+        [value] for value in given.values()
+    ]
+
+
 def test_further_rewards_and_what_most_answers_say_are_logged(folder, tmp_path):
     given, letters = iter([1.0, 0.0, 0.0, 1.0]), iter("abba")
 

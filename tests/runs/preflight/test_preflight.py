@@ -110,6 +110,11 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         ([f"{TRAIN}.sampler={{prompts: q.jsonl}}"], {}, ["evaluation.prompts"]),
         ([f"{TRAIN}.sampler={{prompts: [a], output_jsonl_path: data}}"], {}, ["evaluation.output_jsonl_path"]),
         ([SAMPLER, "engine.enable_lora=true"], {}, ["engine.enable_lora"]),
+        (
+            [SAMPLER, "evaluation.rewards={'mine.py:score': 1}", "evaluation.thresholds={scor: 0.5}"],
+            {},
+            ["evaluation.thresholds.scor"],
+        ),
         ([SAMPLER, "engine.slep=all"], {}, ["engine.slep"]),
         ([SAMPLER, "engine.token=hunter2"], {}, ["engine.token"]),
         (["wandb_config.api_key=hunter2"], {}, ["wandb_config.api_key"]),

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import cloudpickle
@@ -37,11 +37,13 @@ class RewardFunction:
         *,
         timeout_s: float | None = None,
         stops_at_error: bool = False,
+        right_from: float | None = None,
     ) -> None:
-        """Take a function or its name.
+        """Take a function or its name, and the lowest reward of a correct answer (None: exactly 1).
 
         Without a `pool` it runs in this process, and a call that hangs never times out.
         """
+        self._right_from = right_from
         self._pool, self._timeout_s, self._stops_at_error = pool, timeout_s, stops_at_error
         is_sent = pool is not None and not isinstance(reward, str)
         self._reward: Reward = cloudpickle.dumps(reward) if is_sent else reward
@@ -57,8 +59,10 @@ class RewardFunction:
             WorkersDied: The worker processes crash one after the other.
         """
         if self._pool is None:
-            return run_reward(self._reward, items, self._timeout_s, self._stops_at_error)
-        return self._pool.submit(self._score(items, shares=False)).result() if items else []
+            found = run_reward(self._reward, items, self._timeout_s, self._stops_at_error)
+        else:
+            found = self._pool.submit(self._score(items, shares=False)).result() if items else []
+        return [replace(result, right_from=self._right_from) for result in found]
 
     async def score_alone(self, items: Sequence[Scorable]) -> list[RewardResult] | None:
         """Score one of many groups, on the pool's event loop; return None for a function of lists.

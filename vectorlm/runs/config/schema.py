@@ -16,6 +16,7 @@ from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.algorithms.settings import AlgorithmSettings, PreferenceSettings
 from vectorlm.data.settings import ChatSettings, DatasetSettings, PreprocessSettings
 from vectorlm.errors import ConfigError
+from vectorlm.rl.rewards.registry import short_name
 from vectorlm.rl.settings import (
     AsyncSettings,
     CollectSettings,
@@ -323,6 +324,11 @@ class Config:
             if source.held_out and source.rewards:
                 found[name] = next(iter(source.rewards))
         return found
+
+    def threshold_of(self, reward: str) -> float | None:
+        """Return the lowest reward of a right answer; None means exactly 1."""
+        given = self.evaluation.thresholds
+        return given.get(reward, given.get(short_name(reward)))
 
     @property
     def text(self) -> DatasetSettings:

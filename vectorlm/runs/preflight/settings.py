@@ -263,6 +263,14 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     if (largest := max(evaluation.at_k, default=1)) > num:
         rule = f"must be at most sampling_params.n={num}, the number of answers per question"
         yield refuse(config, "evaluation.at_k", rule, f"Set n to {largest}.")
+    # Silent: it would apply to nothing.
+    names = {*config.evaluation_rewards, *config.held_out_rewards.values()}
+    for name, value in evaluation.thresholds.items():
+        if name not in names and name not in map(short_name, names):
+            fix = nearest(name, map(short_name, names)) or "Leave it out."
+            yield refuse(
+                config, f"evaluation.thresholds.{name}", "is of no reward of an evaluation", fix, value
+            )
     # Silent: one would overwrite the other.
     taken = [short_name(name) for name in [*config.evaluation_rewards][1:]] + list(config.held_out_rewards)
     if len(set(taken)) < len(taken):
