@@ -23,6 +23,7 @@ from vectorlm.cli.sample import (
     read_pairs,
     require_model,
     sampling_params,
+    trusted,
 )
 from vectorlm.data.encoding import is_messages, split_unfinished
 from vectorlm.data.prompts import fit_prompts, read_prompts
@@ -284,7 +285,11 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
         from vectorlm.rl.evaluation.harness import context_length
 
         longest = context_length(AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model))
-    engine_args = {**exam.engine_args, **({} if longest == -1 else {"max_model_len": longest})}
+    engine_args = {
+        **trusted(args),
+        **exam.engine_args,
+        **({} if longest == -1 else {"max_model_len": longest}),
+    }
     with open_engine(args.engine, model, adapter, engine_args, exam.chat) as engine, ExitStack() as stack:
         engine.wait_until_ready()
         if exam.overlong_prompts != "error" and longest != -1:
@@ -322,7 +327,7 @@ def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     longest = harness.context_length(AutoConfig.from_pretrained(model), tokenizer)
     given = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
-    engine_args = {"max_model_len": longest, **given}
+    engine_args = {"max_model_len": longest, **trusted(args), **given}
     with open_engine("vllm", model, adapter, engine_args) as engine:
         scored = harness.EngineLM(engine, tokenizer, engine_args["max_model_len"])
         return harness.run_tasks(scored, tasks, args.limit)

@@ -158,12 +158,14 @@ def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
 
 def _load(source: Source) -> tuple[Any, Any]:
     from vectorlm.train.checkpoint.state import load_weights
-    from vectorlm.train.load import is_scorer, load_model, load_scorer, load_tokenizer
+    from vectorlm.train.load import is_scorer, load_model, load_scorer, load_tokenizer, trust_code
     from vectorlm.train.lora import add_lora
 
     if source.step is not None:
         config = load_config(source.run / "config.yaml")
         train = config.train_parameters
+        if config.trust_remote_code:
+            trust_code(config.model)
         tokenizer = load_tokenizer(config.model, config.chat, config.step_separator)
         model: Any
         if config.reward_model is None:

@@ -61,6 +61,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, metavar="N", help="completions of each prompt (default 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes the answers repeatable")
     help_text = "any other sampling parameter, for example top_p=0.9; may be repeated"
+    help_text = "run the Python files of a model that brings its own"
+    parser.add_argument("--trust_remote_code", action="store_true", help=help_text)
     parser.add_argument("--chat_template", metavar="FILE", help="a Jinja file to use as the chat template")
     help_text = "a variable of the chat template, for example enable_thinking=false; may be repeated"
     parser.add_argument(
@@ -107,7 +109,7 @@ def sample_command(args: argparse.Namespace) -> int:
     from vectorlm.report.step_lines import sample_with_progress
 
     check_sampling(args.engine, params)
-    with open_engine(args.engine, model, adapter, {}, chat) as engine:
+    with open_engine(args.engine, model, adapter, trusted(args), chat) as engine:
         engine.wait_until_ready()
         sampled = sample_with_progress(engine, asked, params)
     pages = []
@@ -123,6 +125,11 @@ def sample_command(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def trusted(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's arguments for a model that brings its own code."""
+    return {"trust_remote_code": True} if args.trust_remote_code else {}
 
 
 def chat_settings(args: argparse.Namespace, given: ChatSettings) -> ChatSettings:
@@ -151,6 +158,10 @@ def require_model(args: argparse.Namespace) -> tuple[str, str | None]:
         raise ConfigError(
             f"--model {model} has no config.json: it must be a folder written by save_pretrained."
         )
+    if args.trust_remote_code:
+        from vectorlm.train.load import trust_code
+
+        trust_code(model)
     if args.engine == "vllm" and not is_installed("vllm"):
         raise ConfigError("--engine vllm needs the vllm package, which is not installed. Use --engine hf.")
     return model, adapter
@@ -198,7 +209,12 @@ def open_engine(
             from vectorlm.sampling.inline_engines import HFEngine
 
             logging.disable_progress_bar()
-            opened = HFEngine(model, max_model_len=engine_args.get("max_model_len"), chat=chat)
+            given = {
+                name: engine_args[name]
+                for name in ("max_model_len", "trust_remote_code")
+                if name in engine_args
+            }
+            opened = HFEngine(model, chat=chat, **given)
         with opened as engine:
             if adapter is not None:
                 from transformers import AutoModelForCausalLM

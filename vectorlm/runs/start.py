@@ -40,7 +40,14 @@ from vectorlm.runs.preflight.summary import notes_of
 from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.train.checkpoint.folder import locked, naming_the_full_disk
 from vectorlm.train.handover import DeviceTurn, put_to_sleep
-from vectorlm.train.load import load_model, load_scorer, load_tokenizer, quantize_blocks, round_blocks
+from vectorlm.train.load import (
+    load_model,
+    load_scorer,
+    load_tokenizer,
+    quantize_blocks,
+    round_blocks,
+    trust_code,
+)
 from vectorlm.train.lora import add_lora, continue_lora, load_adapters, merged
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.optimizers import make_optimizer
@@ -237,8 +244,12 @@ def open_run(
         stack.enter_context(process_group(topology))
         settings = capture(lambda: comparable(settings_of_rank(plain)))
         require_equal(results_or_first_error(gather(topology, settings)))
+        if plain.trust_remote_code and Path(plain.model).is_dir():
+            trust_code(plain.model)
         found = on_main(topology, check)
         checked: CheckedConfig = found if given is None else given
+        if checked.config.trust_remote_code:
+            trust_code(checked.config.model)
         # Before the model: the engine loads in its own process while the ranks load theirs.
         engine = engine or open_engine(checked.config, topology, stack, placement)
         workers = open_reward_workers(checked.config, topology, stack, engine)

@@ -94,6 +94,7 @@ class HFEngine(SamplingEngine):
         logprobs_mode: `processed_logprobs`, or `raw_logprobs` for those before penalties, temperature and cuts.
         timeout_s: Longest silence tolerated from a rank, in seconds.
         chat: The chat template.
+        trust_remote_code: Run the Python files of a model that brings its own.
 
     Raises:
         EngineError: The model cannot be loaded.
@@ -111,6 +112,7 @@ class HFEngine(SamplingEngine):
         logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 300.0,
         chat: ChatSettings = PLAIN_CHAT,
+        trust_remote_code: bool = False,
     ) -> None:
         topology = Topology.from_environment() if topology is None else topology
         super().__init__(
@@ -126,5 +128,6 @@ class HFEngine(SamplingEngine):
             max_model_len=max_model_len,
             logprobs_mode=logprobs_mode,
             device=topology.device,
+            trust_remote_code=trust_remote_code,
         )
         self.wait_until_ready()

@@ -26,6 +26,37 @@ STEP_SEPARATOR = "step_separator"
 """Key of tokenizer_config.json: the text that ends a step, if the model scores steps."""
 
 
+def trust_code(path: str | Path) -> None:
+    """Let this process run a model's own Python files, if it has any; transformers then loads it by the folder alone.
+
+    Raises:
+        ConfigError: The files cannot be imported, or lack a class that config.json names.
+    """
+    import transformers
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    described, folder = _description(path), str(path)
+    classes = described.get("auto_map")
+    if not isinstance(classes, dict):
+        return
+    with _naming(path, "code"):
+        if "AutoConfig" in classes:
+            config: Any = get_class_from_dynamic_module(classes["AutoConfig"], folder)
+            transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        else:
+            config = type(transformers.AutoConfig.from_pretrained(folder))
+        for name, reference in classes.items():
+            if name.startswith("AutoModel"):
+                model: Any = get_class_from_dynamic_module(reference, folder)
+                model.config_class = config
+                getattr(transformers, name).register(config, model, exist_ok=True)
+        tokenizers = (_description(path, "tokenizer_config.json").get("auto_map") or {}).get("AutoTokenizer")
+        if tokenizers:
+            names = tokenizers if isinstance(tokenizers, list) else [tokenizers, None]
+            slow, fast = (name and get_class_from_dynamic_module(name, folder) for name in names)
+            transformers.AutoTokenizer.register(config, slow, fast_tokenizer_class=fast, exist_ok=True)
+
+
 def load_tokenizer(
     path: str | Path, chat: ChatSettings = PLAIN_CHAT, step_separator: str | None = None
 ) -> PreTrainedTokenizerBase:
@@ -195,9 +226,9 @@ def _naming(path: str | Path, what: str) -> Iterator[None]:
         raise ConfigError(f"the {what} in {str(path)!r} cannot be loaded: {text} {fix}") from error
 
 
-def _description(path: str | Path) -> dict[str, Any]:
+def _description(path: str | Path, name: str = "config.json") -> dict[str, Any]:
     # Read before transformers, which takes a missing folder for a name on the hub.
-    return json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
+    return json.loads(Path(path, name).read_text(encoding="utf-8"))
 
 
 class NF4Linear(nn.Linear):

@@ -198,8 +198,8 @@ def test_online_a_model_is_downloaded_without_the_files_of_other_libraries(
 ):
     asked = []
 
-    def download(name, local_dir, allow_patterns):
-        assert local_dir is None
+    def download(name, revision, local_dir, allow_patterns):
+        assert (revision, local_dir) == (None, None)
         asked.append(allow_patterns)
         return str(lay_out(cache, model))
 
@@ -213,6 +213,70 @@ def test_online_a_model_is_downloaded_without_the_files_of_other_libraries(
     # What is complete is not asked for again, though the Hub may have a newer revision.
     with_download(load_config("my.yaml"))
     assert len(asked) == 1
+
+
+def test_a_revision_is_the_snapshot_of_its_name(cache, model, write_config, capsys):
+    newest = lay_out(cache, model, revision="5f1c")
+    older = lay_out(cache, model, revision="04aa")
+    (cache / "models--acme--tiny/refs/main").write_text("5f1c")
+    (cache / "models--acme--tiny/refs/v1").write_text("04aa")
+    for name, folder in ((NAME, newest), (f"{NAME}@v1", older), (f"{NAME}@04aa", older)):
+        assert local_folder(name) == str(folder)
+    path = write_config(MINIMAL, ("model: models/tiny", f"model: {NAME}@v9"))
+    assert f"hf download {NAME} --revision v9" in refusal(path, capsys)
+
+
+def test_a_revision_is_downloaded_by_its_name(cache, model, write_config, monkeypatch):
+    asked = []
+
+    def download(name, revision, local_dir, allow_patterns):
+        asked.append((name, revision))
+        return str(lay_out(cache, model, revision=revision))
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    config = with_download(load_config(write_config(MINIMAL, ("model: models/tiny", f"model: {NAME}@v2"))))
+    assert (config.model, asked) == (str(cache / "models--acme--tiny/snapshots/v2"), [(NAME, "v2")])
+
+
+@pytest.mark.parametrize("setting", ["model", "train_parameters.adapters"])
+def test_adapters_and_their_base_come_from_the_hub(
+    cache, model, write_config, monkeypatch, setting, tmp_path
+):
+    described = {**ADAPTERS, "base_model_name_or_path": NAME}
+    asked = []
+
+    def download(name, revision, local_dir, allow_patterns):
+        asked.append(name)
+        if name == NAME:
+            return str(lay_out(cache, model))
+        folder = cache / "models--acme--lora/snapshots/1a"
+        folder.mkdir(parents=True)
+        (folder.parents[1] / "refs").mkdir()
+        (folder.parents[1] / "refs/main").write_text("1a")
+        (folder / "adapter_config.json").write_text(json.dumps(described))
+        (folder / "adapter_model.safetensors").touch()
+        return str(folder)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    overrides = [f"model={NAME}", f"{setting}=acme/lora"]
+    config = with_download(load_config(write_config(), overrides))
+    assert config.model == str(cache / "models--acme--tiny/snapshots/5f1c")
+    assert config.train_parameters.adapters == str(cache / "models--acme--lora/snapshots/1a")
+    assert config.train_parameters.lora_peft_config == {"r": 8, "target_modules": ["v_proj", "q_proj"]}
+    assert sorted(asked) == ["acme/lora", NAME]
+
+
+def test_code_that_a_model_names_must_be_there(model, tmp_path):
+    for path in model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    described = json.loads((model / "config.json").read_text())
+    described["auto_map"] = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "other/repo--theirs.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert missing_files(tmp_path) == ["own.py"]
+    (tmp_path / "own.py").touch()
+    assert missing_files(tmp_path) == []
 
 
 def test_a_download_that_fails_says_why(cache, write_config, monkeypatch):
@@ -239,7 +303,7 @@ def test_the_commands_take_a_name_from_the_cache_of_HF_HOME(model, write_config,
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     printed = vectorlm("check", path)
-    assert f"  note           model: {NAME} is {snapshot}\n" in printed.replace(
+    assert f"#   note           model: {NAME} is {snapshot}\n" in printed.replace(
         "note          ", "note           "
     )
     assert "max_seq_len: -1 is the model's own length, 64 tokens\n" in printed

@@ -92,7 +92,8 @@ class TrainSettings:
     lora_peft_config: Mapping[str, Any] | None = None
     """Arguments of `peft.LoraConfig`; null trains all weights. May also stand at the top of the file."""
     adapters: PathText | None = None
-    """Folder of LoRA adapters on `model` to go on training. A `model` that is such a folder fills this in."""
+    """LoRA adapters on `model` to go on training: a folder, or a name on the Hub. A `model` that is such a folder fills
+    this in."""
     merge_adapters: Annotated[bool, ReadIf("train_parameters.adapters", fix="Name a folder of adapters.")] = (
         False
     )
@@ -188,8 +189,10 @@ class Config:
     """All settings of a run."""
 
     model: PathText
-    """Folder of the model with its tokenizer, in Hugging Face layout; or its name on the Hub (`google/gemma-2b`); or a
-    folder of LoRA adapters, which name their model."""
+    """Folder of the model with its tokenizer, in Hugging Face layout; or its name on the Hub (`google/gemma-2b`, or
+    `google/gemma-2b@revision`); or LoRA adapters in either form, which name their model."""
+    trust_remote_code: bool = False
+    """Run the Python files of a model that brings its own. Read them first: they may do anything."""
     enable_wandb_logging: bool = False
     """Log to Weights & Biases as well."""
     wandb_config: Mapping[str, Any] = field(default_factory=dict)
@@ -278,6 +281,7 @@ class Config:
         if engine.inference == "vllm":
             found["dtype"] = self.engine_dtype(is_cuda)
             found["gpu_memory_utilization"] = engine.gpu_memory_utilization
+            found |= {"trust_remote_code": True} if self.trust_remote_code else {}
             found["enable_sleep_mode"] = engine.turn.sleep != "none"
             if self.rl is not None and self.rl.collect.sampling.get("structured_outputs"):
                 # The trainer computes the masks of xgrammar; vLLM could fall back to another backend.
@@ -286,6 +290,8 @@ class Config:
                 found |= engine_arguments(train.lora_peft_config)
         elif engine.dtype != "auto":
             found["dtype"] = engine.dtype
+        if self.trust_remote_code and engine.inference == "transformers":
+            found["trust_remote_code"] = True
         if train.model.fp32_head and engine.inference in ("vllm", "transformers"):
             found["fp32_head"] = True
         if self.rl is not None:

@@ -20,7 +20,13 @@ from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.metrics import TRACKERS
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse
-from vectorlm.runs.preflight.local_model import describe_absent, description_of, missing_weights, own_length
+from vectorlm.runs.preflight.local_model import (
+    describe_absent,
+    description_of,
+    missing_weights,
+    own_code,
+    own_length,
+)
 from vectorlm.sampling.weights.model_size import damaged_weights, two_sets_of_weights
 from vectorlm.settings import nearest
 
@@ -42,9 +48,13 @@ def file_problems(config: Config) -> Iterator[str]:
         for what in wrong:
             fix = "Download or save the model again."
             yield refuse(config, "model", f"must have complete weights ({what})", fix)
+        # Costs more than a minute: transformers asks on a terminal that ranks do not have.
+        if not config.trust_remote_code and (code := own_code(folder)) and not _is_known(folder):
+            why = f"brings classes of its own ({', '.join(code)}), which transformers does not have"
+            yield refuse(config, "model", why, "Read them, then set trust_remote_code: true.")
         # Silent: the engine would start from other weights than the trainer.
-        samples = config.has_engine and config.engine.inference == "vllm"
-        if samples and not wrong and (rule := two_sets_of_weights(folder)) is not None:
+        has_vllm = config.has_engine and config.engine.inference == "vllm"
+        if has_vllm and not wrong and (rule := two_sets_of_weights(folder)) is not None:
             yield refuse(config, "model", rule, "Delete one of them.")
         # Silent: the model produces noise beyond its limit.
         limit = own_length(description_of(folder) or {})
@@ -173,3 +183,10 @@ def _host_without_key(config: Config) -> str | None:
         return None if host in netrc.netrc(os.environ.get("NETRC")).hosts else host
     except (OSError, netrc.NetrcParseError):
         return host
+
+
+def _is_known(folder: Path) -> bool:
+    """Return whether transformers has a class for the model."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return (description_of(folder) or {}).get("model_type") in CONFIG_MAPPING

@@ -22,9 +22,9 @@ from vectorlm.runs.config.value import show
 from vectorlm.sampling.weights.model_size import files_of_index
 from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, options_of
 
-HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
-"""A possible name of a model on the Hub; short relative paths match too."""
-FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+HUB_NAME = re.compile(r"(?!\.)([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
+"""A possible name of a model on the Hub, `owner/name` or `owner/name@revision`; short relative paths match too."""
+FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 """Files to download; ``*.bin`` too if none of these holds weights."""
 WHOLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files of weights without an index."""
@@ -45,6 +45,10 @@ def resolve_model(config: Config) -> Config:
             have no base on this machine.
     """
     notes, train = list(config.notes), config.train_parameters
+    if train.adapters is not None and (found := local_folder(train.adapters)) != train.adapters:
+        notes.append(f"adapters: {train.adapters} is {found}")
+        train = replace(train, adapters=found)
+        config = replace(config, train_parameters=train)
     folder = local_folder(config.model)
     if folder != config.model:
         notes.append(f"model: {config.model} is {folder}")
@@ -63,6 +67,11 @@ def resolve_model(config: Config) -> Config:
             raise ConfigError(refuse(config, "train_parameters.max_seq_len", rule, "Use 1024, for example."))
         notes.append(f"max_seq_len: -1 is the model's own length, {length} tokens")
         config = replace(config, train_parameters=replace(train, max_seq_len=length))
+    if config.trust_remote_code and own_code(Path(config.model)):
+        # This imports torch.
+        from vectorlm.train.load import trust_code
+
+        trust_code(config.model)
     return replace(config, notes=tuple(notes))
 
 
@@ -90,12 +99,18 @@ def _with_options_of(config: Config, adapters: Path) -> Config:
 
 
 def with_download(config: Config) -> Config:
-    """Download the config's model from the Hub if necessary; return the config with its folder.
+    """Download the config's model and adapters from the Hub if necessary; return the config with their folders.
 
     Raises:
         ConfigError: As `download` and `resolve_model`.
     """
-    download(config.model)
+    for name in (config.model, config.train_parameters.adapters):
+        if name is None:
+            continue
+        download(name)
+        described = description_of(Path(local_folder(name)), ADAPTER_CONFIG) or {}
+        if name == config.model and isinstance(base := described.get("base_model_name_or_path"), str):
+            download(base)
     return resolve_model(config)
 
 
@@ -147,9 +162,10 @@ def fetch(name: str, path: Path | None = None) -> None:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, local_dir=path, allow_patterns=list(FILES))
+        repo, revision = _parts(name)
+        folder = snapshot_download(repo, revision=revision, local_dir=path, allow_patterns=list(FILES))
         if missing_files(Path(folder)):
-            snapshot_download(name, local_dir=path, allow_patterns=["*.bin"])
+            snapshot_download(repo, revision=revision, local_dir=path, allow_patterns=["*.bin"])
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ConfigError(
@@ -169,15 +185,31 @@ def describe_absent(name: str) -> tuple[str, str]:
     cache, snapshot = constants.HF_HUB_CACHE, _snapshot(name)
     lacking = "is not" if snapshot is None else f"lacks {', '.join(missing_files(snapshot))}"
     rule = f"must be a folder or a model in the Hugging Face cache; it {lacking} in {cache}"
-    return rule, f"Run `hf download {name}`, or name a folder."
+    repo, revision = _parts(name)
+    how = f"{repo} --revision {revision}" if revision else repo
+    return rule, f"Run `hf download {how}`, or name a folder."
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return missing files of a model: its description, tokenizer, weights."""
+    """Return missing files of a model: its description, tokenizer, code and weights; or of adapters."""
+    if is_adapter_folder(folder):
+        has_weights = any((folder / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin"))
+        return [] if has_weights else ["adapter_model.safetensors"]
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         missing.append("tokenizer.json")
+    missing += [name for name in own_code(folder) if not (folder / name).is_file()]
     return missing + missing_weights(folder)
+
+
+def own_code(folder: Path) -> list[str]:
+    """Return the Python files that a model's classes are in; empty for a model of transformers."""
+    named = (description_of(folder) or {}).get("auto_map")
+    classes = named.values() if isinstance(named, Mapping) else ()
+    # A class of another repository has its name before `--`.
+    return sorted(
+        {f"{name.split('.')[0]}.py" for name in classes if isinstance(name, str) and "--" not in name}
+    )
 
 
 def missing_weights(folder: Path) -> list[str]:
@@ -238,8 +270,17 @@ def _snapshot(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    repo, revision = _parts(name)
     try:
-        description = try_to_load_from_cache(name, "config.json")
+        found = [
+            try_to_load_from_cache(repo, file, revision=revision) for file in ("config.json", ADAPTER_CONFIG)
+        ]
     except HFValidationError:
         return None
-    return Path(description).parent if isinstance(description, str) else None
+    return next((Path(description).parent for description in found if isinstance(description, str)), None)
+
+
+def _parts(name: str) -> tuple[str, str | None]:
+    """Split ``owner/name@revision``."""
+    repo, _, revision = name.partition("@")
+    return repo, revision or None

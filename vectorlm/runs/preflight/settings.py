@@ -240,24 +240,8 @@ def _unused_engine(config: Config) -> Iterator[str]:
         )
 
 
-def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
-    engine, evaluation = config.engine, config.evaluation
-    if not config.has_engine:
-        yield from _unused_engine(config)
-        return
-    # Costs more than a minute: the ranks wait for the engine after models are loaded.
-    if engine.inference not in BACKENDS:
-        from vectorlm.sampling.sampler.scheduler import backend_class
-
-        try:
-            backend_class(engine.inference)
-        except (ConfigError, EngineError) as error:
-            yield f"engine.inference: {error}"
-    # Costs more than a minute: the first evaluation comes after models are loaded.
-    if evaluation.tasks and (inference := engine.inference) in ("transformers", "server"):
-        rule = f"needs vLLM's outputs, which inference: {inference} does not have"
-        fix = "Use inference: vllm, or `vectorlm evaluate --tasks` on the final model."
-        yield refuse(config, "evaluation.tasks", rule, fix)
+def _score_problems(config: Config) -> Iterator[str]:
+    evaluation = config.evaluation
     # Silent: these metrics would not be logged.
     num = evaluation.sampling_params.get("n") or 1
     if (largest := max(evaluation.at_k, default=1)) > num:
@@ -276,6 +260,27 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     if len(set(taken)) < len(taken):
         rule = "must have unique names in metrics, which also hold the names of sources"
         yield refuse(config, "evaluation.rewards", rule, "Rename one.")
+
+
+def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
+    engine, evaluation = config.engine, config.evaluation
+    if not config.has_engine:
+        yield from _unused_engine(config)
+        return
+    # Costs more than a minute: the ranks wait for the engine after models are loaded.
+    if engine.inference not in BACKENDS:
+        from vectorlm.sampling.sampler.scheduler import backend_class
+
+        try:
+            backend_class(engine.inference)
+        except (ConfigError, EngineError) as error:
+            yield f"engine.inference: {error}"
+    # Costs more than a minute: the first evaluation comes after models are loaded.
+    if evaluation.tasks and (inference := engine.inference) in ("transformers", "server"):
+        rule = f"needs vLLM's outputs, which inference: {inference} does not have"
+        fix = "Use inference: vllm, or `vectorlm evaluate --tasks` on the final model."
+        yield refuse(config, "evaluation.tasks", rule, fix)
+    yield from _score_problems(config)
     known = fields_of("engine/arg_utils.py", "EngineArgs") if engine.inference == "vllm" else ()
     for name, value in engine.engine_args.items():
         # Silent: it overrides the other setting.

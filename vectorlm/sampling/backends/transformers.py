@@ -46,6 +46,7 @@ class Transformers:
         max_model_len: int | None = None,
         device: str | None = None,
         fp32_head: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         """Load the model.
 
@@ -70,7 +71,7 @@ class Transformers:
                 f"logprobs_mode={logprobs_mode!r}: with transformers it must be one of {', '.join(LOGPROBS_MODES)}."
             )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = _load(model, dtype).to(device).eval()
+        self.model = _load(model, dtype, trust_remote_code).to(device).eval()
         if fp32_head:
             compute_head_in_float32(self.model.get_output_embeddings())
         self._tokenizer = Detokenizer(model, self.model)
@@ -192,7 +193,7 @@ class Transformers:
         return [RequestOutput(name, (), error=failure) for name in names]
 
 
-def _load(model_path: str, dtype: str) -> Any:
+def _load(model_path: str, dtype: str, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     if not (Path(model_path) / "config.json").is_file():
@@ -200,7 +201,9 @@ def _load(model_path: str, dtype: str) -> Any:
             f"model={model_path!r} has no config.json. Pass a folder written by save_pretrained."
         )
     load: Any = AutoModelForCausalLM.from_pretrained
-    model, info = load(model_path, dtype=dtype_of(dtype), output_loading_info=True)
+    model, info = load(
+        model_path, dtype=dtype_of(dtype), output_loading_info=True, trust_remote_code=trust_remote_code
+    )
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:5])
         raise EngineError(

@@ -173,6 +173,9 @@ def write_model(
         if tokenizer is not None and not end_tokens(tokenizer) <= ends:
             written.eos_token_id = sorted(ends | end_tokens(tokenizer))
         written.to_json_file(work / "generation_config.json", keys_to_pop=["compile_config"])
+    if is_whole and getattr(model.config, "auto_map", None):
+        for file in Path(model.config.name_or_path).glob("*.py"):
+            shutil.copy(file, work)
     if tokenizer is not None:
         tokenizer.save_pretrained(work)
         _restore_class(tokenizer, work / "tokenizer_config.json")
