@@ -3,7 +3,7 @@
 Each run makes 40 steps of 32 questions with 8 completions each, two optimizer steps a step, from the model of
 configs/countdown_warmup.yaml: the config of countdown_grpo.yaml without dynamic sampling, one learning rate for all,
 and each algorithm's own defaults. Accuracy is the share of 512 held-out questions answered right at temperature 1.
-Writes results/choosing.json and docs/images/choosing.png.
+Writes results/choosing.json, and docs/images/choosing.png, the questions that lead to an algorithm.
 """
 
 from __future__ import annotations
@@ -67,52 +67,57 @@ def main() -> None:
         rows.append({"algorithm": algorithm, **by_step, "gain, points": gained})
     rows.sort(key=lambda row: -statistics.fmean(gains(found, algorithm=row["algorithm"])))
     write_result("choosing", {"seeds": list(arguments.seeds), "differs": SETTINGS}, rows, {"runs": found})
-    draw(rows, found, ROOT / "docs/images/choosing.png")
+    draw(ROOT / "docs/images/choosing.png")
 
 
 def _percents(points: Any) -> str:
     return f"{100 * statistics.fmean(accuracy for _, accuracy in points):.1f}"
 
 
-def draw(rows: list[dict[str, Any]], found: list[dict[str, Any]], path: Path) -> None:
-    """Draw the curve of every algorithm in a panel of its own, over all the others'."""
+QUESTIONS = (
+    ("Does a larger model know the answers?", "on_policy_distillation", "or rl.teacher beside any of these"),
+    (
+        "Does a judge compare answers,\nwithout a score of its own?",
+        "online_dpo",
+        "or rloo, if it scores them",
+    ),
+    (
+        "Does a group of answers to one question\ncost too much, or do rewards come during it?",
+        "ppo",
+        "with a critic",
+    ),
+    ("Are rollouts several steps old, or is it\na mixture of experts?", "gspo, cispo", "with a correction"),
+    ("Are most groups all right or all wrong?", "dapo", "samples others in their place"),
+)
+"""What decides, with the algorithm where the answer is yes and a remark, in the order of the questions."""
+
+
+def draw(path: Path) -> None:
+    """Draw the questions that lead to an algorithm."""
     from matplotlib.figure import Figure
 
-    columns = 7
-    lines = -(-len(rows) // columns)
-    figure = Figure(figsize=(1.75 * columns, 1.6 * lines + 0.7), dpi=110, layout="constrained")
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    means = {}
-    for row in rows:
-        curves = [run["curve"] for run in found if run["algorithm"] == row["algorithm"]]
-        means[row["algorithm"]] = [
-            (points[0][0], 100 * statistics.fmean(each for _, each in points))
-            for points in zip(*curves, strict=True)
-        ]
-    for panel, (name, mean) in zip(panels, means.items(), strict=False):
-        for other in means.values():
-            panel.plot(*zip(*other, strict=True), color="lightgray", lw=0.7)
-        for run in found:
-            if run["algorithm"] == name:
-                panel.plot(
-                    *zip(*[(step, 100 * each) for step, each in run["curve"]], strict=True),
-                    color="tab:blue",
-                    lw=0.5,
-                    alpha=0.6,
-                )
-        panel.plot(*zip(*mean, strict=True), color="tab:blue", lw=2)
-        panel.set_title(name, fontsize=9)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(labelsize=7)
-    for panel in panels[len(means) :]:
-        panel.set_visible(False)
-    num_seeds = len({run["seed"] for run in found})
-    blue = "the only seed" if num_seeds == 1 else f"mean and {num_seeds} seeds"
-    figure.suptitle(
-        f"Countdown, every algorithm with the same settings: blue its run ({blue}), gray the others"
+    figure = Figure(figsize=(8.4, 6.0), dpi=110)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set(xlim=(0, 8.4), ylim=(-5.5, 0.4))
+    asked = {"boxstyle": "round,pad=0.55", "facecolor": "white", "edgecolor": "#4b5563"}
+    chosen = {"boxstyle": "round,pad=0.5", "facecolor": "#dbeafe", "edgecolor": "#2563eb"}
+    arrow = {"arrowstyle": "-|>", "color": "#4b5563", "lw": 1.3}
+    left, right = 2.35, 5.35
+    for row, (question, name, remark) in enumerate(QUESTIONS):
+        y = -float(row)
+        axes.annotate("", (right - 0.05, y), (left + 1.9, y), arrowprops=arrow)
+        axes.text(right - 0.55, y + 0.09, "yes", fontsize=9, color="#4b5563")
+        axes.annotate("", (left, y - 0.68), (left, y - 0.3), arrowprops=arrow)
+        axes.text(left + 0.1, y - 0.57, "no", fontsize=9, color="#4b5563")
+        axes.text(left, y, question, ha="center", va="center", fontsize=10.5, bbox=asked, zorder=3)
+        axes.text(right + 0.1, y, name, va="center", fontsize=10.5, weight="bold", bbox=chosen, zorder=3)
+        axes.text(right + 0.1, y - 0.36, remark, fontsize=9, color="#4b5563", va="center")
+    last = -float(len(QUESTIONS)) - 0.05
+    axes.text(left, last, "grpo", ha="center", va="center", fontsize=11, weight="bold", bbox=chosen)
+    axes.text(
+        left + 0.6, last, "a program checks the answers: begin here", va="center", fontsize=9, color="#4b5563"
     )
-    figure.supxlabel("step", fontsize=9)
-    figure.supylabel("% of held-out questions right", fontsize=9)
     figure.savefig(path)
 
 
