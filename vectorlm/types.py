@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -222,3 +222,6 @@ class Evaluation(Protocol):
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics after training step `step`."""
+
+    def begin(self, step: int) -> Callable[[], dict[str, float]]:
+        """Begin an evaluation of `step`; the function waits for it and returns the metrics."""

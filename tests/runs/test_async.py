@@ -6,6 +6,8 @@ from kit.rl_runs import check_rl, config_of, is_documented, lines, numbers, save
 from kit.sft_runs import are_equal, weights_of
 
 from vectorlm.errors import ConfigError
+from vectorlm.rl.evaluation.evaluator import Evaluator
+from vectorlm.rl.update import Updater
 from vectorlm.runs.reinforcement import reinforce
 
 
@@ -99,3 +101,51 @@ def test_what_cannot_overlap_is_refused(files, tmp_path):
         check_rl(config_of(files, tmp_path / "refused", overrides=overrides))
     with pytest.raises(ConfigError, match=r"rl.async.overdue"):
         config_of(files, tmp_path / "refused", overrides=overlapping(1, "rl.async.overdue=never"))
+
+
+def note_order(config, path):
+    """Run, and write down when evaluations begin and end, when steps are trained, and which weights answered."""
+
+    def note(*words):
+        with path.open("a") as file:
+            file.write(" ".join(map(str, words)) + "\n")
+
+    begin, measure, update = Evaluator.begin, Evaluator._measure, Updater.update
+
+    def noted_begin(self, step, *, waits=False):
+        note("begins", step)
+        return begin(self, step, waits=waits)
+
+    def noted_measure(self, step, report, answers, *rest):
+        versions = {version for options in answers for answer in options for version in answer.versions}
+        note("ends", step, *sorted(versions))
+        return measure(self, step, report, answers, *rest)
+
+    def noted_update(self, batch, step, **how):
+        note("trains", step + 1)
+        return update(self, batch, step, **how)
+
+    Evaluator.begin, Evaluator._measure, Updater.update = noted_begin, noted_measure, noted_update
+    reinforce(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_next_step_is_trained_while_held_out_prompts_are_answered(files, tmp_path, world_size, waits):
+    more = ["evaluation.every=1", "train_parameters.checkpointing_enabled=false"]
+    if waits:  # for the best step, before its weights change
+        more = [*more[:1], "train_parameters.keep_best=true", "rl.save_every=100"]
+    config = config_of(files, tmp_path / "run", overrides=overlapping(2, *more, steps=4))
+    forked(note_order, config, tmp_path / "order", world_size=world_size)
+    events = (tmp_path / "order").read_text().splitlines()
+    of_main = list(dict.fromkeys(events))  # of two ranks, the first note of each event
+    for step in (1, 2, 3):
+        is_over = of_main.index(f"ends {step} {step}") < of_main.index(f"trains {step + 1}")
+        assert is_over == waits
+    assert of_main.index("ends 4 4") > of_main.index("trains 4")
+    metrics = lines(tmp_path / "run/metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(5))
+    assert all("eval/accuracy" in line for line in metrics)
+    samples = lines(tmp_path / "run/samples.jsonl")
+    assert [line["train_step"] for line in samples] == [step for step in range(5) for _ in range(8)]

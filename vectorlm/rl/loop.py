@@ -65,8 +65,13 @@ class RLLoop:
         timeline: Timeline,
         topology: Topology,
         demonstrations: Demonstrations | None = None,
+        overlaps_evaluation: bool = False,
     ) -> None:
-        """Build the loop; `turn` hands the devices to the engine and back."""
+        """Build the loop; `turn` hands the devices to the engine and back.
+
+        With `overlaps_evaluation`, the next step is trained while the engine answers the held-out prompts.
+        """
+        self.overlaps_evaluation = overlaps_evaluation
         self.models, self.spec, self.source, self.settings = models, spec, source, settings
         self.turn, self.recorder, self.topology = turn, recorder, topology
         self.rollout_log, self.timeline = rollout_log, timeline
@@ -103,14 +108,18 @@ class RLLoop:
             metrics = self._train()
             self.step += 1
             self.updater.follow_run(self.step)
-            metrics |= self._follow(metrics) | self._evaluate()
-            if self.recorder.end_step(self.step, metrics) and "sampler/generate_s" not in metrics:
+            metrics |= self._follow(metrics)
+            self.recorder.flush()  # The weights that an evaluation in flight reads are about to be replaced.
+            pending = self.recorder.begin_evaluation(self.step) if self.overlaps_evaluation else None
+            metrics |= self._evaluate() if pending is None else {}
+            is_stopped = self.recorder.end_step(self.step, metrics)
+            if is_stopped and pending is None and "sampler/generate_s" not in metrics:
                 metrics |= self._evaluate()
             # After the last step the engine's times arrive with the hot swap of the evaluation.
             is_last = self.step == self.recorder.num_steps or self.recorder.stopping.is_over
             busy = self._busy + self.turn.busy if is_last else self._busy
             self.timeline.write(self.step, self.recorder.timer.spans, busy)
-            self.recorder.write(self.step, metrics)
+            self.recorder.write(self.step, metrics, pending)
             if self.is_unscored and self._num_unscored == UNSCORED_STEPS:
                 raise RewardError(
                     f"no completion of {UNSCORED_STEPS} steps had a reward. {self.why_unscored}"
@@ -118,6 +127,7 @@ class RLLoop:
             if self.step == UNSCORED_STEPS and any(self._unscored.values()):
                 self.recorder.say(f"warning: {self.why_unscored}")
             self.recorder.save_if_due(self.step, models, self._state)
+        self.recorder.flush()
 
     def _train(self) -> dict[str, float]:
         """Collect a batch of rollouts, and make the optimizer steps on it."""

@@ -152,6 +152,7 @@ def _build(
         timeline=Timeline(timeline, recorder.resume_step),
         topology=run.topology,
         demonstrations=_demonstrations(run, rl, models.policy),
+        overlaps_evaluation=rl.async_ is not None and rl.async_.max_staleness > 0,
     )
 
 

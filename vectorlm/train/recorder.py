@@ -192,14 +192,40 @@ class Recorder:
     """Code of the user, called at evaluations, steps and checkpoints."""
     timer: Timer = field(default_factory=Timer)
     """Times evaluations, checkpoints and the loop's own phases."""
+    held: list[tuple[int, dict[str, float], Callable[[], dict[str, float]]]] = field(default_factory=list)
+    """The step whose evaluation is in flight, with its metrics and the evaluation."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of `step`, and the seconds of all phases since the last call."""
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        evaluation: Callable[[], dict[str, float]] | None = None,
+    ) -> None:
+        """Write the metrics of `step`, and the seconds of all phases since the last call.
+
+        An `evaluation` that is still in flight keeps the step's metrics until the next `write` or `flush`.
+        """
+        self.flush()
         if step == 0:
             self.require_logged(step, metrics)
             self._stop_if(self.callbacks.carry_out(), step)
         values = {**metrics, **self.timer.drain()}
-        self.sink.write(step, values | self.callbacks.take_logged(values))
+        values |= self.callbacks.take_logged(values)
+        if evaluation is None:
+            self.sink.write(step, values)
+        else:
+            self.held.append((step, values, evaluation))
+
+    def flush(self) -> None:
+        """Wait for the evaluation in flight, if there is one, and write the metrics of its step."""
+        while self.held:
+            step, values, evaluation = self.held.pop()
+            with self.timer.span("time/evaluate_s"):
+                found = evaluation()
+            self.callbacks.call("on_evaluation", step, found)
+            values |= found
+            self.sink.write(step, values | self.callbacks.take_logged(values))
+            self._stop_if(self.callbacks.carry_out(), step)
 
     def require_logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise `ConfigError` if the evaluations after `step` lack the metric to follow; not after the last step."""
@@ -229,6 +255,23 @@ class Recorder:
         with self.timer.span("time/evaluate_s"):
             return self.evaluation.evaluate(step)
 
+    def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]] | None:
+        """Begin an evaluation that the next step may overlap; None if none is due, or something waits for it.
+
+        Early stopping, the best checkpoint, a checkpoint of this step and the end of the run wait for it.
+        """
+        waits = self.stopping.keeps_best or self.stopping.patience is not None
+        is_last = step == self.num_steps or self.stopping.is_over or self.is_save_due(step)
+        if waits or is_last or self.evaluation is None or not self.is_due(self.evaluate_every, step):
+            return None
+        with self.timer.span("time/evaluate_s"):
+            return self.evaluation.begin(step)
+
+    def is_save_due(self, step: int) -> bool:
+        """Whether a checkpoint of `step` will be saved."""
+        is_due = self.callbacks.saves or step == self.stopping.best_step or self.is_due(self.save_every, step)
+        return self.checkpoints is not None and is_due
+
     def say_padded(self, reason: str | None) -> None:
         """Print why rows are padded; None if they are not."""
         if reason is not None:
@@ -238,8 +281,7 @@ class Recorder:
         self, step: int, models: Mapping[str, TrainedModel], state: Callable[[], dict[str, Any]]
     ) -> None:
         """Save the models and the loop's state if a checkpoint is due; the last step is, for a longer run later."""
-        is_due = self.callbacks.saves or step == self.stopping.best_step or self.is_due(self.save_every, step)
-        if self.checkpoints is not None and is_due:
+        if self.checkpoints is not None and self.is_save_due(step):
             with self.timer.span("time/save_s"):
                 folder = self.checkpoints.save(step, models, state() | {"watch": self.stopping.state_dict()})
             self.callbacks.saves = False

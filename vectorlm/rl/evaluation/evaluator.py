@@ -14,7 +14,7 @@ from vectorlm.rl.evaluation.grade import grade
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.rl.rollout import Rollout, logged_means
 from vectorlm.train.handover import DeviceTurn
-from vectorlm.types import ENVIRONMENT, Engine, PromptRecord, RewardResult
+from vectorlm.types import ENVIRONMENT, Engine, PromptRecord, RewardResult, UpdateReport
 
 Answers = list[Sequence[Rollout]]
 Results = list[list[RewardResult]]
@@ -38,6 +38,20 @@ def answer_prompts(
 
     Ranks with `is_on` show the progress of `what`. The players have their own sampling parameters.
     """
+    return ask_prompts(engine, prompt_records, play, sampling_params, what=what, is_on=is_on, waits=True)()
+
+
+def ask_prompts(
+    engine: Engine,
+    prompt_records: Sequence[PromptRecord],
+    play: Mapping[str, Play],
+    sampling_params: Mapping[str, Any] | None,
+    *,
+    what: str,
+    is_on: bool,
+    waits: bool,
+) -> Callable[[], Answers]:
+    """Return a function that returns the answers; unless it `waits`, prompts without environment stay in flight."""
     answers: dict[int, Sequence[Rollout]] = {}
     for source, play_prompts in play.items():
         places = [place for place, record in enumerate(prompt_records) if record.source == source]
@@ -47,10 +61,19 @@ def answer_prompts(
     places = [place for place in range(len(prompt_records)) if place not in answers]
     prompts = [asked(prompt_records[place]) for place in places]
     # Ask the engine even without prompts: a run that evaluates tasks only must update its weights.
-    sampled = sample_with_progress(engine, prompts, sampling_params, what=what, is_on=is_on)
-    for place, options in zip(places, sampled, strict=True):
-        answers[place] = [Rollout.from_completion(prompt_records[place], option) for option in options]
-    return [answers[place] for place in range(len(answers))]
+    sampled, batch = None, None
+    if waits:
+        sampled = sample_with_progress(engine, prompts, sampling_params, what=what, is_on=is_on)
+    else:
+        batch = engine.submit(prompts, sampling_params)
+
+    def all_answers() -> Answers:
+        found = sampled if batch is None else batch.result()
+        for place, options in zip(places, found or [], strict=True):
+            answers[place] = [Rollout.from_completion(prompt_records[place], option) for option in options]
+        return [answers[place] for place in range(len(answers))]
+
+    return all_answers
 
 
 class Evaluator:
@@ -109,17 +132,43 @@ class Evaluator:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the weights after training step `step`; call it on all ranks."""
+        return self.begin(step, waits=True)()
+
+    def begin(self, step: int, *, waits: bool = False) -> Callable[[], dict[str, float]]:
+        """Ask the prompts, and return a function that waits for the answers and returns the metrics.
+
+        The engine's weights must not change before it is called. On all ranks; with `waits`, all answers are there.
+        """
         with self._turn.sampling(step) as report:
             start_s = time.perf_counter()
-            answers = answer_prompts(
+            read = ask_prompts(
                 self._turn.engine,
                 self._prompt_records,
                 self._play,
+                None,
                 what=f"step {step}: sampling the held-out prompts",
                 is_on=self._lines is not None,
+                waits=waits,
             )
-            generate_s = time.perf_counter() - start_s
+            end_s = time.perf_counter()
             of_tasks = {} if self._run_tasks is None else self._run_tasks()
+
+        def finish() -> dict[str, float]:
+            answers = read()
+            generate_s = (end_s if waits else time.perf_counter()) - start_s
+            return self._measure(step, report, answers, generate_s, of_tasks)
+
+        return finish
+
+    def _measure(
+        self,
+        step: int,
+        report: UpdateReport,
+        answers: Answers,
+        generate_s: float,
+        of_tasks: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Score and record the answers; return the metrics."""
         num_tokens = sum(answer.num_policy_tokens for options in answers for answer in options)
         metrics = {
             "sampler/generate_s": generate_s,
