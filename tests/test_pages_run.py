@@ -43,6 +43,7 @@ def checkout(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
     """Against stand-ins for what a config starts from and this machine does not have."""

@@ -97,6 +97,7 @@ def test_no_rows_have_no_logprobs():
     assert entropy(logits[:0]).shape == (0, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "expected"), [("none", 12), ("value", 12), ("collision", 12), ("gradient", 21)]
 )
@@ -202,6 +203,7 @@ def test_bounds_ties_and_order_by_hand(support, token, kept, is_outside):
     assert torch.equal(scores[0, found], probabilities.log()[0, found])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("support", SUPPORTS)
 def test_gradient_in_chunks_and_none_for_what_is_cut(support):
     scores, tokens = scores_and_tokens(num_rows=8)

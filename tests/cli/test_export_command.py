@@ -53,6 +53,7 @@ def export_of(capsys, *arguments):
     return Path(capsys.readouterr().out.strip())
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_of_a_run_is_its_final_model(full, tmp_path, capsys):
     path = export_of(capsys, full)
     assert path == full / "step-00000003-model"
@@ -91,6 +92,7 @@ def test_a_reward_model_is_converted_with_its_head(tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_adapters_of_a_checkpoint_are_exported_alone_or_merged(inputs, adapters, capsys):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,6 +116,7 @@ def test_adapters_of_a_checkpoint_are_exported_alone_or_merged(inputs, adapters,
     assert "peft" not in (merged / "README.md").read_text().split("---")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merges", [False, True])
 def test_a_run_goes_on_from_adapters(inputs, adapters, tmp_path, capsys, merges):
     text = WITH_CHECKPOINTS.replace("{inputs}/model", str(adapters / "final-model"))

@@ -65,6 +65,7 @@ def under_test(*overrides):
     return ProjectUnderTest("mine.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
@@ -95,6 +96,7 @@ def test_two_steps_write_to_their_own_folder_alone(project):
     assert config.samples_path.is_relative_to(mine.folder)
 
 
+@pytest.mark.slow
 def test_two_steps_have_tokens_to_compare_and_no_best_model_to_wait_for(project, tmp_path, monkeypatch):
     Path("held.jsonl").write_text(Path("prompts.jsonl").read_text().partition("\n")[0])
     mine = under_test(

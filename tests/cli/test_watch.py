@@ -166,6 +166,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(run):
     assert "Traceback" not in dashboard.text
 
 
+@pytest.mark.slow
 def test_it_shows_a_real_run(inputs, tmp_path):
     on_ranks(1, train, make_config(inputs, tmp_path / "out"))
     text = text_of(tmp_path / "out")

@@ -129,6 +129,7 @@ def test_a_row_may_have_no_tools_in_any_form(tools):
     assert asked(PromptRecord(CHAT, {"tools": tools})) == CHAT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["objects", "json"])
 def test_tools_reach_the_template_in_every_prompt_as_in_fine_tuning(tmp_path, monkeypatch, name, tools):

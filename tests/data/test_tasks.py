@@ -134,6 +134,7 @@ def test_tasks_that_depend_on_the_order_of_sets_need_its_seed(monkeypatch):
     assert len(read_prompts("reasoning_gym:ransom_note")) == 100
 
 
+@pytest.mark.slow
 def test_every_process_makes_the_same_items():
     names = ["chain_sum", "gcd", "letter_counting", "spell_backward"]
     assert items_in_another_process(names, 1) == items_in_another_process(names, 2)
@@ -149,6 +150,7 @@ def test_every_task_but_the_known_makes_the_same_items_in_every_process():
     assert {name for name in names if first[name] != second[name]} == set(BY_HASH) - {"knight_swap"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain_sum", "gcd", "letter_counting", "countdown", "zebra_puzzles"])
 def test_the_reward_is_the_tasks_own_scorer(name):
     reward = get_reward("reasoning_gym")

@@ -72,6 +72,7 @@ def hang(bench):
     time.sleep(600)
 
 
+@pytest.mark.slow
 @on_cpu
 def test_a_crash_keeps_the_figures_before_it_and_shows_its_last_words(found):
     step = Step(name="crash", call="test_qualify:crash", limit_s=60)

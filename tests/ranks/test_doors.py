@@ -138,6 +138,7 @@ def met(tmp_path_factory):
     return vectorlm.launch(meet, address if has_outside else None, path, world_size=2), path
 
 
+@pytest.mark.slow
 def test_the_ranks_meet_in_a_folder_that_only_their_user_can_open(met):
     assert met[0][0][0] == [0o700, 0o700]
 

@@ -102,6 +102,7 @@ def results():
         return list(zip(*vectorlm.launch(call_all, *functions, world_size=2), strict=True))
 
 
+@pytest.mark.slow
 def test_any_rank_may_share_arrays_and_tickets_are_drawn_once(results):
     *_, results = results
     for note, same, nothing, _ in results:
@@ -172,6 +173,7 @@ def fork_and_go_on():
     return "the rank", [str(path) for path in Path(os.environ["VECTORLM_SCRATCH"]).rglob("error.json")]
 
 
+@pytest.mark.slow
 def test_a_fork_that_comes_back_from_the_function_is_not_the_rank():
     """It sent its own result, or noted an error as the rank's, and deleted the folder in which the run meets."""
     assert vectorlm.launch(fork_and_go_on, world_size=2) == [("the rank", [])] * 2
@@ -209,6 +211,7 @@ def run_without_memory(is_begun):
     time.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_a_rank_ends_with_a_thread_that_has_no_memory(is_begun):
     """A run whose thread was lost went on waiting for it without an end."""

@@ -61,6 +61,7 @@ def meet_late(topology, late, kind, shows_life=False):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "late", "kind", "place"), [(3, 0, "all", "publish"), (2, 1, "one", "sample")]
 )
@@ -89,6 +90,7 @@ class Slow(Scripted):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channel", ["process", "inline"])
 def test_an_engine_that_takes_long_to_start_is_waited_for_aloud(impatient, tmp_path, capsys, channel):
     (tmp_path / "slow.py").write_text(SLOW)

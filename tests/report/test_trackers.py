@@ -108,6 +108,7 @@ def test_trackers_of_accelerate_get_values_and_flat_settings_without_its_process
     assert not PartialState._shared_state
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     script = (

@@ -135,6 +135,7 @@ def train_both(topology, folder, change):
     return [train(topology, folder, "grpo", change, packs) for packs in (True, False)]
 
 
+@pytest.mark.slow
 def test_a_rollout_in_two_rows_is_learned_from_as_in_one(folder):
     """GRPO, whose advantages are of whole rollouts and whose loss is a mean over tokens."""
     ((whole, _),) = on_ranks(1, train_both, folder, keep)
@@ -212,6 +213,7 @@ def train_all(topology, folder, algorithms, reductions):
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithms", "reductions"),
     [

@@ -68,6 +68,7 @@ def expected(folder, weighting):
     return gradients(model), loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "shared_by"), [(2, 1), (2, 2)])
 def test_the_gradient_is_the_sum_of_both_by_their_shares(folder, world_size, shared_by):
     found = on_ranks(world_size, changes, folder, shared_by)

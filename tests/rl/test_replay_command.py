@@ -120,6 +120,7 @@ def test_a_step_that_dropped_all_its_groups_is_made_again_only_on_the_way_to_oth
         assert (f"--step {step}:" in capsys.readouterr().err) == (num == 0)
 
 
+@pytest.mark.slow
 def test_all_rows_of_an_agent_that_starts_afresh_are_logged_and_trained_on_again(
     tmp_path, monkeypatch, capsys
 ):

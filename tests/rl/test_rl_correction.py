@@ -164,6 +164,7 @@ def test_where_engine_and_trainer_agree_no_preset_changes_a_bit(folder):
                 assert other_metrics["correction/ess"] == 1.0
 
 
+@pytest.mark.slow
 def test_ranks_and_micro_batches_change_nothing_with_weights_and_rejections(folder):
     presets = {"ppo": "tis", "grpo": "mis", "rloo": "bypass", "gspo": "seq_mask_tis", "cispo": "icepop"}
     pairs = list((presets | {"vespo": "geometric"}).items())

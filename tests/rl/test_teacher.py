@@ -38,6 +38,7 @@ def prepare(topology, folder, algorithm, coef, one_step):
     return rows, run.prepare(rows), plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "coef", "one_step"), [("on_policy_distillation", 1.0, True), ("grpo", 0.3, False)]
 )
@@ -66,6 +67,7 @@ def full_step(topology, folder, beta, coef, packs):
     return *run.descend(run.prepare(rows)), rows.mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "packs", "beta"), [(1, True, 0.0), (2, True, 0.5), (2, False, 1.0), (1, False, 0.5)]
 )
@@ -94,6 +96,7 @@ def test_the_gradient_of_whole_distributions_is_that_of_the_formula_row_by_row(
         torch.testing.assert_close(gradient, gradients(model), rtol=2e-3, atol=5e-6, check_dtype=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("beta", "expected"), [(0.0, 12 + 13), (0.5, 12 + 30), (1.0, 12 + 9)])
 def test_distributions_take_as_many_bytes_for_each_logit_as_the_memory_plan_says(beta, expected):
     states = torch.randn(256, 8, requires_grad=True)

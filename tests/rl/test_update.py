@@ -134,6 +134,7 @@ def penalty_step(topology, folder, kl_coef, hyperparameters=None, **more):
     return *run.descend(batch, kl_coef), batch.reference_logprobs, batch.rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reduction", "entropy_coef", "share", "weighs"),
     [

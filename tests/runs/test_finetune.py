@@ -86,6 +86,7 @@ def test_ranks_with_other_settings_are_refused_on_all_of_them_before_anything_is
     assert all("train_parameters.optimizer.lr=0.02" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_a_profiled_run_leaves_a_trace_of_each_step_and_the_time_of_each_phase(inputs, tmp_path):
     output = tmp_path / "profiled"
     config = make_config(inputs, output, profile_steps=2)
@@ -129,6 +130,7 @@ def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, w
         on_ranks(2, train, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "num_micro_batches", "shared_by"),
     [(1, 4, 1), (2, 4, 2)],
@@ -149,6 +151,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     torch.testing.assert_close(weights_of(tmp_path / "cut"), weights_of(whole), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_longer_and_with_another_learning_rate(inputs, whole, tmp_path):
     changes = {"epochs": 3, "optimizer.lr": 0.02, "optimizer.betas": [0.8, 0.9]}
     config = copy_of(whole, tmp_path / "longer", inputs, **changes)

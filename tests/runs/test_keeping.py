@@ -104,6 +104,7 @@ def test_a_run_that_stopped_early_is_finished_until_it_may_be_more_patient(input
     assert [line["step"] for line in metrics_of(output)] == list(range(8))
 
 
+@pytest.mark.slow
 def test_each_epoch_ends_with_a_model(inputs, tmp_path):
     output = tmp_path / "run"
     changes = {"keep_checkpoints": 9, "save_frequency": 1, "gradient_accumulation_steps": 2}
@@ -116,6 +117,7 @@ def test_each_epoch_ends_with_a_model(inputs, tmp_path):
     assert are_equal(found, weights_of(output / "final-model"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("frequency", "num_kept", "steps"), [(0.34, 9, [1, 2, 3, 4, 5, 6]), (2, 2, [4, 6])])
 def test_checkpoints_come_at_a_share_of_an_epoch_or_every_n_steps(
     inputs, tmp_path, frequency, num_kept, steps
@@ -172,6 +174,7 @@ def by_rewards(inputs, output, *changes):
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["rl.async=null", "rl.async={max_staleness: 1}"])
 def test_reinforcement_learning_keeps_the_most_accurate_model_and_stops_when_it_gets_no_better(
     inputs, tmp_path, overlap
@@ -254,6 +257,7 @@ def test_a_best_checkpoint_that_was_deleted_is_named_and_the_last_weights_are_ex
     assert are_equal(weights_of(output / "final-model"), exported(output, 4, tmp_path / "of-4"))
 
 
+@pytest.mark.slow
 def test_the_last_step_of_a_run_that_ended_with_its_best_model_is_made_again_as_it_was(
     inputs, tmp_path, capsys, monkeypatch
 ):

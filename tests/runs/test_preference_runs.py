@@ -144,6 +144,7 @@ def finished(request, inputs, tmp_path_factory):
     return SECTIONS[request.param], output
 
 
+@pytest.mark.slow
 def test_a_run_learns_which_text_is_better(finished):
     section, output = finished
     metrics = lines(output / "metrics.jsonl")
@@ -169,6 +170,7 @@ def test_a_run_learns_which_text_is_better(finished):
     assert rewards[0] > rewards[1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(finished, inputs, tmp_path):
     section, whole = finished
     shutil.copytree(whole, tmp_path / "run")

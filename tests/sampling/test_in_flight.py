@@ -159,6 +159,7 @@ def test_an_engine_keeps_to_the_cores_that_are_its_own(engine):
     assert len(os.sched_getaffinity(0)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
 def test_tokens_are_of_the_weights_and_the_cache_that_their_version_says(engine, folder, in_flight):
     report = check_tokens_against_their_caches(engine, folder, in_flight)

@@ -207,6 +207,7 @@ def poll_twice(topology):
     return poll_for(topology, 40, 60.0), poll_for(topology, 10**6, 0.7)
 
 
+@pytest.mark.slow
 def test_poll_waits_for_what_finishes_next_and_not_longer_than_it_was_told():
     for (num_finished, _), (num_unfinished, seconds) in on_ranks(2, poll_twice):
         assert (num_finished, num_unfinished) == (1, 0)

@@ -48,6 +48,7 @@ def with_callbacks(config, *names):
     return replace(config, callbacks=names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_callbacks_log_save_stop_and_set_the_learning_rate_on_all_ranks(inputs, tmp_path, world_size):
     (tmp_path / "own.py").write_text(OWN)
@@ -73,6 +74,7 @@ def test_callbacks_log_save_stop_and_set_the_learning_rate_on_all_ranks(inputs, 
     assert resumed[3]["train/loss"] == rows[3]["train/loss"]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_finished_until_it_is_made_longer(inputs, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     settings = {"checkpointing_enabled": True, "save_frequency": 100, "logging_steps": 100}
@@ -98,6 +100,7 @@ def test_a_class_that_is_no_callback_is_refused_before_the_run(tmp_path, name):
         load_callback(f"{tmp_path}/own.py:{name}")
 
 
+@pytest.mark.slow
 def test_a_wrong_request_ends_the_run_with_the_name_of_the_argument(inputs, tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     config = with_callbacks(make_config(inputs, tmp_path / "run"), f"{tmp_path}/own.py:Clash")

@@ -69,6 +69,7 @@ def assert_same(world_size, folders, size, tolerance=1e-5, num_nodes=1, **how):
             assert_alike(together, alone, tolerance)
 
 
+@pytest.mark.slow
 def test_two_ranks_say_of_every_kind_of_attention_what_one_says(tmp_path):
     names = ("Gemma 2", "Gemma 3", "Mixtral", "OPT")
     assert_same(2, [save_family(FAMILIES[name], tmp_path / name) for name in names], 2)

@@ -200,6 +200,7 @@ def train_both_ways(topology, folder):
     return train(topology, folder, False), train(topology, folder, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_with_hand_overs_is_bit_for_bit_the_training_without(world_size, folder):
     results = on_ranks(world_size, train_both_ways, folder)
@@ -308,6 +309,7 @@ def shard_bytes(topology, model_dir):
     return moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_each_rank_moves_its_own_shards(tmp_path, world_size):
     from transformers import AutoModelForCausalLM

@@ -142,6 +142,7 @@ def alone(tmp_path_factory):
     return on_ranks(1, go_on, path, False)[0], path
 
 
+@pytest.mark.slow
 @names
 def test_an_optimizer_learns_keeps_what_is_planned_and_goes_on_bit_for_bit(alone, name):
     if name not in alone[0]:

@@ -207,6 +207,7 @@ def windows(monkeypatch):
         yield calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_packed_and_says_what_its_rows_say_one_by_one(name, tmp_path):
     assert_rows_say_the_same(name, tmp_path)
@@ -371,6 +372,7 @@ def all_ways(topology, folder):
     return [both_ways(topology, folder, *how) for *how, _ in WAYS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sharded_models_say_the_same_packed_and_padded(folder, world_size):
     for found in on_ranks(world_size, all_ways, folder):

@@ -177,6 +177,7 @@ def filled_from_main(topology, folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_own_head", [False, True])
 def test_ranks_that_start_empty_get_their_shards_from_rank_0(folder, tmp_path, has_own_head):
     if has_own_head:

@@ -140,6 +140,7 @@ def reported(folder):
     return on_ranks(1, lines_of_a_run, folder)[0], on_ranks(2, lines_of_a_run, folder)[0]
 
 
+@pytest.mark.slow
 def test_a_step_reports_its_learning_rate_and_its_tokens(reported):
     (first, third), _ = reported
     assert (first["train/learning_rate"], third["train/learning_rate"]) == (0.0, LEARNING_RATE)
@@ -240,5 +241,6 @@ def train_on_unknown_tokens(topology, folder):
             training.run()
 
 
+@pytest.mark.slow
 def test_what_the_model_has_no_token_for_is_named_with_its_row(folder):
     on_ranks(1, train_on_unknown_tokens, folder)

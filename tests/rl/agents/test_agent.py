@@ -162,6 +162,7 @@ def test_an_agent_that_gives_no_reward_leaves_it_to_others(tmp_path):
     assert rollouts[0].turn_rewards == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_truncated", "reward"),
     [
@@ -178,6 +179,7 @@ def test_without_room_for_a_further_turn_a_rollout_ends_and_not_the_run(tmp_path
     assert (rollout.text, rollout.is_truncated, sum(rollout.turn_rewards)) == (" yes ", is_truncated, reward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "why"),
     [

@@ -39,6 +39,7 @@ def numbered(url, key, row):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "num_engines"), [(1, 1), (2, 1), (2, 2)])
 def test_every_rank_gets_the_rollouts_of_an_agent(tmp_path, world_size, num_engines):
     (tmp_path / "agents.py").write_text(AGENTS + NUMBERED)

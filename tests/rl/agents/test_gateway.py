@@ -520,6 +520,7 @@ def test_it_listens_on_loopback_alone():
     assert port[0] == "127.0.0.1"
 
 
+@pytest.mark.slow
 def test_200_sessions_beside_20_broken_clients(monkeypatch):
     monkeypatch.setattr(gateways, "ARRIVES_WITHIN_S", 3.0)
     monkeypatch.setattr(gateways, "MAX_BODY_BYTES", 2**16)

@@ -193,6 +193,7 @@ class Writes(Scripted):
         return Completion(tuple(prompt), ids, (-1.0,) * len(ids), (0,) * len(ids), said, "stop")
 
 
+@pytest.mark.slow
 def test_rollouts_go_on_in_workers_whatever_is_written(tmp_path):
     tokenizer = letter_tokenizer(template=TEMPLATE)
     engine = Writes(wild_texts(2, 60), tokenizer)

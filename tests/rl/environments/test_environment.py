@@ -445,6 +445,7 @@ def refuse():
     raise ConnectionRefusedError("port 80")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "is_async"), [("reset", False), ("step", False), ("close", False), ("step", True)]
 )

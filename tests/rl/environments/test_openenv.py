@@ -83,6 +83,7 @@ def test_an_episode_goes_over_the_socket_in_a_worker():
         assert (replies[2].reward, replies[2].done) == (3, True)
 
 
+@pytest.mark.slow
 def test_a_reset_that_the_server_refuses_is_an_error():
     def refuse(socket):
         socket.recv()

@@ -117,6 +117,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "role", "is_chat"), PLACES)
 @pytest.mark.parametrize("name", registry.reward_names())
 def test_what_an_environment_says_changes_no_reward(judge, name, kind, role, is_chat):
@@ -214,6 +215,7 @@ SLOW = {"code": 30, "judge": 15, "math": 100, "reasoning_gym": 100, "ifeval": 10
 """Completions of rewards that ask another process; of all others 2,000."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", registry.reward_names())
 def test_nothing_that_a_policy_writes_makes_a_reward_raise(judge, name):
     items = [

@@ -141,6 +141,7 @@ def test_a_call_that_hangs_or_dies_has_no_reward_and_the_others_have(pool, fault
             assert (each.reward, each.error) == (len(text), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "message"), [FAULTS[0], FAULTS[7]])
 def test_a_coroutine_that_hangs_or_dies_costs_its_own_completion(pool, fault, message):
     async def reward(text):
@@ -155,6 +156,7 @@ def test_a_coroutine_that_hangs_or_dies_costs_its_own_completion(pool, fault, me
     assert [found[0].reward, found[2].reward] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "message"), [FAULTS[0], FAULTS[7]])
 def test_a_coroutine_of_one_group_that_hangs_or_dies_costs_no_completion_of_another(pool, fault, message):
     async def reward(text):

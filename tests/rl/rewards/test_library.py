@@ -187,6 +187,7 @@ def test_repetition_is_the_share_of_repeated_n_grams():
 CODE = "Sure:\n```python\ndef double(x):\n    return 2 * x\n```"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
@@ -345,6 +346,7 @@ def test_a_completion_that_alone_is_refused_cannot_be_scored(ask):
     assert "{answer}" not in ask.server.asked[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "reward"),
     [

@@ -89,6 +89,7 @@ def test_without_staleness_the_rollouts_are_those_of_a_synchronous_run(drops, ne
         assert engine.in_flight == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 5])
 @pytest.mark.parametrize("overdue", ["wait", "drop"])
 @pytest.mark.parametrize("drops", [False, True])

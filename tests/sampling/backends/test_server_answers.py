@@ -189,6 +189,7 @@ def test_nonsense_at_the_start_is_an_error(server, odd):
         connect(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/health", "/collective_rpc", "/update_weight_version"])
 def test_a_server_that_stays_mute_at_the_start_is_an_error_in_time(server, path):
     server.odd[path] = None
@@ -210,6 +211,7 @@ def test_a_server_that_falls_silent_later_is_an_error_in_time(server, path):
     backend.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/pause?mode=keep&clear_cache=false"])
 def test_a_server_that_ends_and_keeps_its_requests_is_named_before_it_has_been_silent_for_long(server, path):
     def end():
@@ -245,6 +247,7 @@ def test_a_connection_that_is_lost_while_requests_are_in_flight_is_survived(serv
         assert lost
 
 
+@pytest.mark.slow
 def test_a_request_that_a_living_server_has_lost_is_an_error_in_time(server, monkeypatch):
     monkeypatch.setitem(SETTINGS, "num_steps", 0)
     server.odd["/inference/v1/generate"] = None

@@ -186,6 +186,7 @@ def fails(engine, folder, name):
         run_checks(subject, [NAMED[name]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_of_a_backend_is_noticed(mistake, folder, monkeypatch):
     monkeypatch.setattr(answers, "PATIENCE_S", 3.0)
@@ -197,6 +198,7 @@ def test_a_mistake_of_a_backend_is_noticed(mistake, folder, monkeypatch):
         fails(engine, folder, MISTAKES[mistake])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "change"), BROKEN)
 def test_a_broken_rule_is_noticed(name, change, folder, monkeypatch):
     monkeypatch.setattr(*change)

@@ -102,6 +102,7 @@ def published(tmp_path_factory):
     return folder, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_ranks_publish_what_peft_would_merge(published, name):
     folder, found = published

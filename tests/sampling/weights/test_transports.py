@@ -117,6 +117,7 @@ def follow_on_two_ranks(topology):
     return {each: (follow_all(topology, each), follow_merged(topology, each)) for each in TRANSPORTS}
 
 
+@pytest.mark.slow
 def test_the_same_bits_and_merged_adapters_arrive_from_two_ranks():
     right = {name: [] for name, (size, _) in CASES.items() if size == 2}, []
     assert on_ranks(2, follow_on_two_ranks) == [dict.fromkeys(TRANSPORTS, right)] * 2
@@ -126,6 +127,7 @@ def num_shared_maps():
     return len(re.findall("memfd:|/dev/shm/", Path("/proc/self/maps").read_text()))
 
 
+@pytest.mark.slow
 def test_many_updates_leave_nothing_behind(transport):
     model, reference = Model(), Model()
     swap, engine = swap_of(Topology(), transport)

@@ -134,6 +134,7 @@ def save_in_every_layout(topology, model_dir, root):
     return list(models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "tied", "num_tensors"), [(1, False, 30), (2, True, 29)])
 def test_an_own_loop_saves_the_trainers_weights_bit_for_bit_in_every_layout(
     tmp_path, world_size, tied, num_tensors

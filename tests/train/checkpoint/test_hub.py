@@ -96,6 +96,7 @@ def run_with(inputs, tmp_path, monkeypatch, hub, world_size, **push):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_main_gets_the_final_model_and_revisions_get_checkpoints(inputs, tmp_path, monkeypatch):
     hub = Hub()
     run = run_with(inputs, tmp_path, monkeypatch, hub, 2, private=True, checkpoints=True)
@@ -112,6 +113,7 @@ def test_main_gets_the_final_model_and_revisions_get_checkpoints(inputs, tmp_pat
     assert not list(run.glob("step-*-model"))
 
 
+@pytest.mark.slow
 def test_a_refused_upload_leaves_the_final_model_and_says_so(inputs, tmp_path, monkeypatch, capfd):
     run = run_with(inputs, tmp_path, monkeypatch, Hub(refuses=True), 1)
     assert (run / "final-model/model.safetensors").is_file()

@@ -96,6 +96,7 @@ def save_and_load_every_kind(topology, folder, path):
     return [save_and_load(topology, folder, path / str(index), *kind) for index, kind in enumerate(kinds)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_after_loading_equals_the_step_after_saving_bit_for_bit(tmp_path, folder, world_size):
     for results in zip(*on_ranks(world_size, save_and_load_every_kind, folder, tmp_path), strict=True):
