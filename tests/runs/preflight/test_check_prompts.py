@@ -104,7 +104,7 @@ def test_columns_that_rewards_do_not_get_are_noted_and_answers_that_cannot_be_so
 
     (about_columns,) = notes(f"{RL}={files / 'asked.jsonl'}", "rl.sampling_params.max_tokens=63")
     assert about_columns.startswith(f"{RL}: rewards do not get the column completion, prompts")
-    with pytest.raises(DatasetError, match=f"prompt 0 of {RL}"):
+    with pytest.raises(ConfigError, match=r"rl\.sampling_params\.max_tokens=64"):
         notes(f"{RL}={files / 'asked.jsonl'}", "rl.sampling_params.max_tokens=64")
 
 

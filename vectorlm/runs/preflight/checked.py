@@ -169,11 +169,17 @@ def _with_steps(rl: RLSettings, num_prompts: int) -> RLSettings:
 
 
 def _room(config: Config, is_held_out: bool, longest: float) -> float:
-    """Return the most tokens of a prompt that leave room for `max_tokens`."""
+    """Return the most tokens of a prompt that leave room for `max_tokens`; raise `ConfigError` if none do."""
     rl = config.rl
     parameters = config.evaluation.sampling_params if is_held_out or rl is None else rl.collect.sampling
     asked = parameters.get("max_tokens", 16)
-    return longest - (asked if type(asked) is int else 1)
+    asked = asked if type(asked) is int else 1
+    if asked >= longest:
+        path = f"{'evaluation' if is_held_out else 'rl'}.sampling_params.max_tokens"
+        rule = f"leaves no room for a prompt within {longest} tokens"
+        fix = "Use less, or raise train_parameters.max_seq_len and engine.max_model_len."
+        raise ConfigError(refuse(config, path, rule, fix, asked))
+    return longest - asked
 
 
 def _fitted(
