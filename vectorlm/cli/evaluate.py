@@ -297,7 +297,8 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
             exam.prompt_records, note = fit_prompts(
                 exam.prompt_records, engine.tokenizer, room, "evaluation.prompts", exam.overlong_prompts
             )
-            print(note, file=sys.stderr, end="\n" if note else "")
+            if note:
+                print(note, file=sys.stderr)
         play = {}
         if exam.environment is not None and exam.collect is not None:
             environments = SamplerBuilder(

@@ -62,6 +62,10 @@ def test_rewards_of_vectorlm_become_weights(write_config, overrides, weights):
     given = [f"train_parameters.sampler.{override}" for override in overrides]
     assert load_config(write_config(), given).evaluation.rewards == weights
     written = "".join(f"    {override.replace('=', ': ')}\n" for override in reversed(overrides))
+    both = ["evaluation.rewards=null", "train_parameters.sampler.further_rewards=[b]"]
+    assert load_config(write_config(), both).evaluation.rewards == {"b": 1.0}
+    both = ["evaluation.rewards=[a]", "train_parameters.sampler.further_rewards=[b]"]
+    assert load_config(write_config(), both).evaluation.rewards == {"a": 1.0, "b": 0.0}
     path = write_config(MINIMAL.replace("dataset:", f"  sampler:\n{written}dataset:", 1))
     assert load_config(path).evaluation.rewards == weights
 

@@ -11,7 +11,7 @@ from kit.rl_runs import check_rl
 
 from vectorlm.algorithms.settings import GRPOSettings
 from vectorlm.errors import ConfigError
-from vectorlm.runs.config.load import load_config, save_config
+from vectorlm.runs.config.load import config_from_keywords, load_config, save_config
 
 MINE = """\
 from dataclasses import dataclass
@@ -155,6 +155,23 @@ def test_a_setting_of_a_type_that_yaml_has_not_is_the_algorithms_own_affair(load
 
 def test_null_stands_for_the_algorithms_own_value_also_where_it_has_none(load):
     assert load("rl.algorithm.pass_k=null") == load()
+
+
+def test_settings_of_ones_own_algorithm_are_keywords(load):
+    given = {
+        "model": "m",
+        "output_dir": "o",
+        "max_seq_len": 8,
+        "lr": 1e-5,
+        "prompts_per_step": 1,
+        "max_steps": 1,
+    }
+    for how in (
+        {"algorithm": "mine.py:MARGIN", "rl": {"prompts": ["a"]}},
+        {"rl": {"algorithm": "mine.py:MARGIN"}},
+    ):
+        config = config_from_keywords({**given, **how, "margin": 0.75, "clip_high": None}, "rl")
+        assert config.rl.algorithm.settings.margin == 0.75
 
 
 def test_an_algorithm_of_ones_own_has_settings_of_its_own(load):

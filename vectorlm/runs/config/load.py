@@ -106,10 +106,11 @@ def _algorithm_in_full(name: str, value: Any) -> Any:
 
 def _own_settings(settings: Mapping[str, Any]) -> Iterable[str]:
     """Return the names of the settings of an algorithm of the user."""
-    section = settings["rl"] if isinstance(settings.get("rl"), Mapping) else settings
-    name = section["algorithm"].get("name") if isinstance(section.get("algorithm"), Mapping) else None
-    with suppress(ConfigError):  # reported later
-        return asdict(get_algorithm(name).settings) if isinstance(name, str) else ()
+    for section in (settings, settings.get("rl")):
+        algorithm = section.get("algorithm") if isinstance(section, Mapping) else None
+        if isinstance(algorithm, Mapping) and isinstance(name := algorithm.get("name"), str):
+            with suppress(ConfigError):  # reported later
+                return asdict(get_algorithm(name).settings)
     return ()
 
 
@@ -203,9 +204,8 @@ def _with_further(further: Entry, first: Entry | None) -> Entry:
     """Return VectorLM's rewards as weights: `eval/reward` is the first alone."""
     if not isinstance(further.value, list):
         return further
-    names = [item.value for item in further.value]
-    given = [] if first is None else first.value
-    names = [*([given] if isinstance(given, str) else given)][:1] + names
+    given = [] if first is None else first.plain() or []
+    names = [*([given] if isinstance(given, str) else given)][:1] + [item.value for item in further.value]
     return Entry(
         {name: Entry(float(not place), further.origin) for place, name in enumerate(names)}, further.origin
     )
