@@ -69,6 +69,7 @@ def test_the_newest_checkpoint_of_a_run_is_its_final_model(full, tmp_path, capsy
     assert f"step: {best}\n" in (tmp_path / "best" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_weights_are_converted(full, capsys):
     path = export_of(capsys, full / "final-model", "--dtype", "bfloat16")
     assert path == full / "final-model-bfloat16"

@@ -143,6 +143,7 @@ def test_the_ranks_meet_in_a_folder_that_only_their_user_can_open(met):
     assert met[0][0][0] == [0o700, 0o700]
 
 
+@pytest.mark.slow
 def test_a_run_on_one_machine_listens_on_the_loopback_interface_alone(met):
     found = met[0][0][1]
     assert {address for address, _ in found} <= set(LOOPBACK), found

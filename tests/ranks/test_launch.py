@@ -129,6 +129,7 @@ def test_exchanges_do_not_mix_and_leave_no_keys_behind(results):
     assert all(num_keys < 40 for _, num_keys in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -219,6 +220,7 @@ def test_a_rank_ends_with_a_thread_that_has_no_memory(is_begun):
         vectorlm.launch(run_without_memory, is_begun, world_size=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "where"),
     [

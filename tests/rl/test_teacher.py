@@ -129,6 +129,7 @@ def train(topology, folder, algorithm, kind, max_tokens, packs=True, adapters=No
     return run.weights(), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "kind", "adapters"),
     [

@@ -63,6 +63,7 @@ def test_a_template_that_cannot_be_read_is_refused(tmp_path):
             with_template(letter_tokenizer(), str(tmp_path / name), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_samples_and_evaluates_with_the_template_and_keeps_it(tmp_path, template, world_size):
     files = save_files(tmp_path)

@@ -196,6 +196,7 @@ def test_two_ranks_and_padded_rows_train_as_one_rank_does(finished, inputs, tmp_
         assert found == pytest.approx([line[metric] for line in theirs if metric in line], abs=2e-4)
 
 
+@pytest.mark.slow
 def test_transformers_and_a_reward_of_a_run_read_the_reward_model(finished, inputs):
     section, output = finished
     if "center_coef" not in section:

@@ -127,6 +127,7 @@ def test_settings_and_keywords_make_the_same_engine():
     assert merge(merged, {}, vectorlm.SamplingEngine.__init__) == merged
 
 
+@pytest.mark.slow
 def test_an_engine_shows_what_it_is_and_a_second_one_is_warned_of():
     scripted = {"inference": "vectorlm.sampling.backends.scripted:Scripted", "answers": ["a"]}
     with vectorlm.SamplingEngine("model", **scripted) as first:

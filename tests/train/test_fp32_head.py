@@ -53,6 +53,7 @@ def test_vllm_and_trainer_agree_where_rounded_logits_do_not(folder):
     assert exact < 0.1 * rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("receiver", ["live", "packed"])
 def test_vllm_rounds_logits_to_bfloat16_only_without_it(folder, receiver):
     arguments = {**VLLM, "receiver": receiver, "logprobs_mode": "raw_logits"}

@@ -83,6 +83,7 @@ def test_without_consent_it_is_refused_before_anything_runs(files, capsys):
     assert "this ran" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_it_is_trained_and_the_final_model_has_its_files_and_loads_elsewhere(files, world_size):
     overrides = [

@@ -59,6 +59,7 @@ def look_at_all(topology, folder):
     return [function(topology, folder) for function in LOOKS]
 
 
+@pytest.mark.slow
 def test_every_strategy_checkpointing_and_offload_leave_loss_gradients_and_names_unchanged(folder, seen):
     expected_loss, expected = gradient(load_model(folder), 2)
     for found in seen[gradients_by_strategy]:

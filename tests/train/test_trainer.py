@@ -88,6 +88,7 @@ def train_every_split(topology, folder, splits):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "splits",
     [

@@ -57,6 +57,7 @@ def uninterrupted(folder, tmp_path_factory):
     return on_ranks(2, train, folder, output, None)[0][1], curve(output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "death",
     [

@@ -121,6 +121,7 @@ FAULTS = [
 LESS_COMMON = (take_the_alarm, wait_for_a_process_that_is_frozen, stop_itself, hang_without_await)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [pytest.param(*case, marks=pytest.mark.slow if case[0] in LESS_COMMON else ()) for case in FAULTS],

@@ -163,6 +163,7 @@ def compare_on_rank(topology):
     return [group.rewards.tolist() for group in scorer_of({"rank": rank}, topology).score(groups)]
 
 
+@pytest.mark.slow
 def test_a_function_of_a_batch_sees_whole_groups_on_any_number_of_ranks():
     assert on_ranks(1, compare_on_rank) == [[[3.0, 3.0, 3.0], [2.0, 2.0]]]
     assert on_ranks(2, compare_on_rank) == [[[3.0, 3.0, 3.0], [2.0, 2.0]]] * 2

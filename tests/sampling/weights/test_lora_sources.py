@@ -115,6 +115,7 @@ def test_two_ranks_publish_what_peft_would_merge(published, name):
         assert total == checksum(tensor), weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_two_ranks_publish_adapters_whose_product_is_what_peft_would_add(published, name):
     folder, found = published
