@@ -1,4 +1,4 @@
-"""What is shipped: the wheel works without the repository."""
+"""The wheel works without the repository."""
 
 import email
 import os

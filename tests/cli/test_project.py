@@ -25,7 +25,7 @@ BROKEN = {
 
 @pytest.fixture
 def project(tmp_path, folder, monkeypatch):
-    """What `vectorlm new` writes, with a tiny tokenizer's model."""
+    """The files of `vectorlm new`, with the model of a tiny tokenizer."""
     monkeypatch.chdir(tmp_path)
     assert main(["new", "mine", "--repository", "https://example.org/vectorlm"]) == 0
     monkeypatch.chdir(tmp_path / "mine")

@@ -1,4 +1,4 @@
-"""What ends an answer, and what stands around a prompt, with the tokenizer and template of a real model."""
+"""Ends of answers and tokens around prompts, with the tokenizer and template of a real model."""
 
 import json
 import shutil

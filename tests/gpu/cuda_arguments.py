@@ -1,4 +1,4 @@
-"""What vLLM makes of the engines of configs/cuda on devices that are not here: python cuda_arguments.py FOLDER.
+"""Print vLLM's arguments for the engines of configs/cuda on devices that are not here: python cuda_arguments.py FOLDER.
 
 vllm 0.32. Its own platform for CUDA decides, over a driver that answers what one of `DEVICES` would. Nothing is
 computed, and no kernels are needed. The models in FOLDER are shapes alone.
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Device:
-    """What a driver tells of its devices, which are all alike."""
+    """The description of devices by a driver; all are alike."""
 
     name: str
     capability: tuple[int, int]
@@ -78,7 +78,7 @@ def pretend(device: Device) -> None:
     from vllm.model_executor.models import registry
 
     class Text(torch.nn.Module):
-        """What vLLM asks of a model of text; its own would import kernels."""
+        """The attributes of a text model that vLLM reads; its own class would import kernels."""
 
         def __init__(self, *, vllm_config, prefix=""): ...
 

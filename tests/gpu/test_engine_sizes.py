@@ -1,4 +1,4 @@
-"""What vLLM's engines are on devices that are not here: by its own defaults, for the context that we build it in."""
+"""Sizes of vLLM's engines on devices that are not here, by its own defaults for our context."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What vectorlm uses of vLLM is there: read from its sources, which nothing imports.
+"""The names of vLLM that vectorlm uses exist: read from its sources, which nothing imports.
 
 Of the installed vLLM, and of the folder `vllm` of another version's unpacked wheel, named by VECTORLM_VLLM_SOURCES.
 """

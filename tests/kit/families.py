@@ -15,7 +15,7 @@ class Family:
     config: str
     """Name of the transformers configuration class."""
     layout: str
-    """What is odd about it."""
+    """Its peculiarity."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that differ from the common ones, or are not among them."""
     always_tied: bool = False
@@ -114,7 +114,7 @@ WITH_BUFFERS = {
         {**_GROUPED_EXPERTS, "num_key_value_heads": 2},
     ),
 }
-"""What these models compute with and no optimizer trains."""
+"""Names of tensors that these models compute with and no optimizer trains."""
 
 
 _MAMBA_2 = {"mamba_n_groups": 1, "mamba_d_state": 32, "mamba_chunk_size": 16}

@@ -30,7 +30,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run showed."""
+    """The result of one run."""
 
     run: Run
     greedy_equal: bool

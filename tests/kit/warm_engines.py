@@ -41,7 +41,7 @@ DIFFER += ("AITER_", "LD_LIBRARY_PATH", "PYTORCH_NVML_", "TILELANG_", "TORCHINDU
 
 
 class Sampler:
-    """What a `ProcessChannel` asks of its process."""
+    """The part of a process that a `ProcessChannel` uses."""
 
     def __init__(self, address, arguments, environment, descriptor):
         reading, writing = os.pipe()

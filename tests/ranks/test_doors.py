@@ -1,4 +1,4 @@
-"""What a run on one machine listens on, and what a stranger can do to it."""
+"""A run on one machine listens on the loopback interface only, and a stranger cannot disturb it."""
 
 import contextlib
 import hmac
@@ -132,7 +132,7 @@ def meet(address, path):
 
 @pytest.fixture(scope="module")
 def met(tmp_path_factory):
-    """What `meet` returned on each rank, and the path that the stranger's pickle would have touched."""
+    """The results of `meet` by rank, and the path that the stranger's pickle would have touched."""
     address, path = outside_address(), tmp_path_factory.mktemp("met") / "a stranger was here"
     has_outside = address is not None and not address.startswith("127.")
     return vectorlm.launch(meet, address if has_outside else None, path, world_size=2), path

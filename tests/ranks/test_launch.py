@@ -95,7 +95,7 @@ def call_all(*functions):
 
 @pytest.fixture(scope="module")
 def results():
-    """What three functions returned on each of two ranks."""
+    """The results of three functions on each of two ranks."""
     functions = exchange_in_turn, exchange, share_arrays_from_the_last_rank
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)

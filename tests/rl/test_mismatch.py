@@ -1,4 +1,4 @@
-"""What a run keeps of the distance of engine and trainer, and when it warns."""
+"""A run logs the distance between engine and trainer, and warns if it is large."""
 
 import json
 import math

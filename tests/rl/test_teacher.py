@@ -21,7 +21,7 @@ from vectorlm.train.load import load_model
 from vectorlm.train.shard import load_sharded
 
 SCALE = 2.0
-"""What `build` multiplies the teacher's weights by."""
+"""Factor of `build` for the teacher's weights."""
 ADAPTERS = {"r": 4, "target_modules": ["q_proj"]}
 
 

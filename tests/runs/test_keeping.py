@@ -1,4 +1,4 @@
-"""What whole runs keep: the best checkpoint, the last ones, a model of each epoch; and runs that stop early."""
+"""Whole runs keep the best checkpoint, the last ones and a model of each epoch; and runs that stop early."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ from vectorlm.runs.reinforcement import reinforce
 from vectorlm.train.loop import FineTuningLoop
 
 LOSSES = (9.0, 3.0, 1.0, 2.0, 0.5, 2.5, 2.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0)
-"""What the evaluations of a run are said to give, so that the best one is in the middle."""
+"""The results of a run's evaluations, of which the best one is in the middle."""
 
 
 # Dropout makes the weights depend on every rank's random generator.

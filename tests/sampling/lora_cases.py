@@ -1,4 +1,4 @@
-"""What the LoRA swap tests do on every rank: move the adapters, update, compare the engine with the PEFT model."""
+"""Cases of the LoRA swap tests, on every rank: move the adapters, update, compare the engine with the PEFT model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hot-swap tests do on every rank: perturb the weights, update, compare the engine with transformers."""
+"""Cases of the hot-swap tests, on every rank: perturb the weights, update, compare the engine with transformers."""
 
 from __future__ import annotations
 

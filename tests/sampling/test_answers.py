@@ -1,4 +1,4 @@
-"""What a backend may not answer is an error that names backend, prompt and value; it ends the batch and no other."""
+"""A wrong answer of a backend is an error that names backend, prompt and value; it ends its batch and no other."""
 
 from dataclasses import replace
 

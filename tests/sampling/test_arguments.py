@@ -1,4 +1,4 @@
-"""What an engine refuses before anything is sent to its sampler process, and the texts that say how to go on."""
+"""Arguments that an engine refuses before anything is sent to its sampler process, with advice."""
 
 import warnings
 

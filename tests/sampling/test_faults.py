@@ -1,4 +1,4 @@
-"""What a user sees, and what is left behind, when a part of a run dies."""
+"""A part of a run dies: the user sees which, and nothing is left behind."""
 
 import os
 import re

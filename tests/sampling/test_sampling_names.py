@@ -1,4 +1,4 @@
-"""What code written for VectorLM imports and calls, on an engine without vLLM."""
+"""Imports and calls of code that was written for VectorLM, on an engine without vLLM."""
 
 import importlib
 

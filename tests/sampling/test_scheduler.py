@@ -1,4 +1,4 @@
-"""What a scheduler asks of its backend and answers, on a clock that only the backend moves."""
+"""Calls and answers of a scheduler, on a clock that only its backend moves."""
 
 from types import SimpleNamespace
 

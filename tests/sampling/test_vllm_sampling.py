@@ -1,4 +1,4 @@
-"""What vLLM samples is what HFEngine samples, and its log-probabilities of cut distributions are the trainer's."""
+"""vLLM samples as HFEngine does, and its log-probabilities of cut distributions are the trainer's."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=RE
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """What each run printed, by its name and device."""
+    """The output of each run, by its name and device."""
     script = Path(__file__).with_name("sim_runs.py")
     words = [sys.executable, script, tmp_path_factory.mktemp("sim")]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "MAX_JOBS": "1"}

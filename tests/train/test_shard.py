@@ -50,7 +50,7 @@ def gradients_by_strategy(topology, folder):
 
 @pytest.fixture(scope="module", params=[1, 2], ids="{} ranks".format)
 def seen(request, folder):
-    """What the functions of this file return on every rank, by function."""
+    """The results of this file's functions on every rank, by function."""
     rows = on_ranks(request.param, look_at_all, folder)
     return {function: [row[place] for row in rows] for place, function in enumerate(LOOKS)}
 

@@ -497,7 +497,7 @@ class Untyped:
 
 
 class Misspelt:
-    """What could be a tool beside this `reset` is none."""
+    """Methods beside this `reset` are no tools."""
 
     def reset(self, row):
         pass

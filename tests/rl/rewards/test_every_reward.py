@@ -45,7 +45,7 @@ def judge():
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_limit():
-    """What a policy writes to keep a reward busy takes less of the tests' time."""
+    """Completions that keep a reward busy take less of the tests' time."""
     patch = pytest.MonkeyPatch()
     patch.setattr(limited, "CPU_S", 0.25)
     yield

@@ -322,7 +322,7 @@ class Mixed:
 
 
 def test_a_message_of_the_chat_is_what_one_turn_of_the_assistants_holds():
-    """What the prompt has begun, what the policy wrote, and the text that an environment put between."""
+    """The beginning in the prompt, the policy's text, and the text that an environment put between."""
 
     def said(script):
         begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "I say "}]

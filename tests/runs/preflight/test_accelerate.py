@@ -1,4 +1,4 @@
-"""What accelerate's environment variables ask for, and where they contradict a config."""
+"""Environment variables of accelerate become settings, or contradict a config."""
 
 import pytest
 from kit.config_texts import MINIMAL

@@ -1,4 +1,4 @@
-"""What is refused of a teacher before anything starts: settings, another tokenizer, a server that cannot score."""
+"""Teachers that are refused before anything starts: wrong settings, another tokenizer, a server that cannot score."""
 
 import json
 import shutil

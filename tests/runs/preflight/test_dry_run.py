@@ -1,4 +1,4 @@
-"""What a run could not do at its end is refused before its start, and what passes is exported, merged and sampled."""
+"""Exports that would fail at the end of a run are refused before its start; those that pass are merged and sampled."""
 
 import json
 import shutil

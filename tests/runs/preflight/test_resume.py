@@ -1,4 +1,4 @@
-"""What `vectorlm check` and the scripts say about checkpoints in output_dir, before anything is started."""
+"""Messages about checkpoints in output_dir before anything is started."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What sleeps and waits on vLLM's real scheduler, with and without steps that are begun ahead of time as on CUDA."""
+"""Sleeping and waiting on vLLM's real scheduler, with and without steps that are begun ahead of time as on CUDA."""
 
 import pytest
 from idle_executor import TOKEN, VARIABLES, idle_engine

@@ -87,7 +87,7 @@ class CacheKeptThroughRecompute(Transformers):
 
 
 class PromptsKeptOverAnUpdate(_ChangesAnswers):
-    """What it computed of a prompt, it finds again with other weights: the log-probability of the next token."""
+    """It reuses the log-probability of the next token after its weights have changed."""
 
     def change(self, each):
         if not each.sampler_logprobs:

@@ -18,7 +18,7 @@ SMALL_BUCKET = 128
 
 
 class Model(nn.Module):
-    """What is trained. Seven rows and six columns do not divide evenly among two ranks, or two workers."""
+    """The trained model. Seven rows and six columns do not divide evenly among two ranks, or two workers."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 class Worker(nn.Module):
-    """What one of several workers holds: gate and up fused by rows, down by columns and transposed, the rest whole."""
+    """The tensors of one worker of several: gate and up fused by rows, down by columns and transposed, the rest whole."""
 
     def __init__(self, index, count, tied, dtype):
         super().__init__()

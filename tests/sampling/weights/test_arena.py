@@ -85,7 +85,7 @@ def test_an_arena_is_mapped_once_unless_another_takes_its_path():
 
 
 class Cudart:
-    """What CUDA keeps of registered host memory, by address."""
+    """Registered host memory, by address, as CUDA keeps it."""
 
     def __init__(self):
         self.registered = {}

@@ -24,7 +24,7 @@ INVALID_VALUE, MAP_FAILED = 1, 205
 
 
 class Driver:
-    """What CUDA's driver does with handles; an allocation is one of these tensors, and is mapped where it lies."""
+    """CUDA's driver for handles; an allocation is one of these tensors, and is mapped where it lies."""
 
     def __init__(self, *allocations):
         self.starts = {each.data_ptr(): each.nbytes for each in allocations}

@@ -25,7 +25,7 @@ class Layer:
 
 
 class Manager:
-    """What the receiver needs of vLLM's manager."""
+    """The part of vLLM's manager that the receiver uses."""
 
     def __init__(self):
         self.modules = {"mlp.gate_up_proj": Layer()}

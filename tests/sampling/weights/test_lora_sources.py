@@ -83,7 +83,7 @@ ADAPTERS = ["plain", "rank-stabilised", "patterns", "embedding and head"]
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """What two ranks published of every case, by case and mode: slots, arena and checksums."""
+    """The publications of two ranks by case and mode: slots, arena and checksums."""
     # 47 rows do not divide by two: the last shard of the head and of the embedding is a short one.
     folder = save_tiny_llama(tmp_path_factory.mktemp("sources") / "model", vocab_size=47)
     cases = [(name, merged_source) for name in OPTIONS] + [(name, adapter_source) for name in ADAPTERS]

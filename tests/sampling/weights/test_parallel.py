@@ -28,7 +28,7 @@ MANIFEST = [
 
 
 class Half(torch.nn.Module):
-    """What one of two workers holds: gate and up by rows, fused; down by columns; the rest as its name says."""
+    """The tensors of one of two workers: gate and up by rows, fused; down by columns; the rest as its name says."""
 
     def __init__(self, worker):
         super().__init__()

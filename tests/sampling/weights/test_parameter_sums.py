@@ -1,4 +1,4 @@
-"""What an engine holds of a model's tensors, whoever loaded them; vLLM's own is in tests/sampling/test_verify.py."""
+"""Sums over the tensors that an engine holds, whoever loaded them; vLLM's own are in tests/sampling/test_verify.py."""
 
 from types import SimpleNamespace
 

@@ -199,7 +199,7 @@ def part_ways_in_all(topology):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
 def refusals(request):
-    """What two ranks raised, by the kind of the model."""
+    """The errors of two ranks, by the kind of the model."""
     return on_ranks(2, part_ways_in_all, num_nodes=request.param)
 
 
@@ -244,7 +244,7 @@ def meet(topology):
 
 @pytest.fixture(scope="module")
 def met():
-    """What the three functions returned, by rank."""
+    """The results of the three functions, by rank."""
     return list(zip(*on_ranks(2, meet), strict=True))
 
 
