@@ -20,7 +20,7 @@ EvaluationFolders = Annotated[
 
 
 Overlong = Literal["error", "drop", "truncate_left"]
-"""What to do with a prompt that leaves no room for `max_tokens`."""
+"""Fate of a prompt that leaves no room for `max_tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class PreprocessSettings:
     """Truncate texts at `max_seq_len` tokens, without packing or with `best_fit`. A truncated text ends in EOS, but
     messages do not."""
     overlong_prompts: Annotated[Overlong, ReadIf("dataset_preprocess.examples", ("pairs", "labels"))] = "drop"
-    """What to do with preference data over `max_seq_len`: stop (`error`), leave the row out (`drop`), or cut the
+    """Fate of preference data over `max_seq_len`: stop (`error`), leave the row out (`drop`), or cut the
     beginning of its prompt off (`truncate_left`)."""
     pre_pend: str | None = None
     """Text put before each example."""

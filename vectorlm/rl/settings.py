@@ -79,7 +79,7 @@ class CollectSettings:
     """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`; the trainer follows
     `temperature`, `top_p`, `top_k`, `min_p` and `structured_outputs`."""
     overlong_prompts: Overlong = "error"
-    """What to do with a prompt that leaves no room for `max_tokens` within `max_seq_len`: stop before the run
+    """Fate of a prompt that leaves no room for `max_tokens` within `max_seq_len`: stop before the run
     (`error`), leave it out (`drop`), or cut its beginning off (`truncate_left`)."""
     environment: Text | None = None
     """`file.py:NAME` of an environment, or `openai:file.py:NAME` of an agent that calls the policy over HTTP. null

@@ -254,7 +254,7 @@ class EvaluationSettings:
     prompts: PromptSource | None = None
     """Prompts to evaluate on: texts, or a source like `rl.prompts`; null evaluates on none."""
     overlong_prompts: Annotated[Overlong, WITH_QUESTIONS] = "error"
-    """What to do with a prompt that leaves no room for `max_tokens`, as `rl.overlong_prompts`."""
+    """Fate of a prompt that leaves no room for `max_tokens`, as `rl.overlong_prompts`."""
     sampling_params: Annotated[Mapping[str, Any], WITH_QUESTIONS] = field(default_factory=dict)
     """Arguments of `vllm.SamplingParams` for the answers."""
     rewards: Annotated[RewardWeights, replace(WITH_QUESTIONS, also=())] = field(default_factory=dict)
