@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 class Worker(nn.Module):
-    """The tensors of one worker of several: gate and up fused by rows, down by columns and transposed, the rest whole."""
+    """The tensors of one worker: gate and up fused by rows, down by columns and transposed, the rest whole."""
 
     def __init__(self, index, count, tied, dtype):
         super().__init__()
