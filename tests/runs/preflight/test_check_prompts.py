@@ -10,9 +10,12 @@ from transformers import AutoTokenizer
 
 from vectorlm.data.encoding import asked
 from vectorlm.data.prompts import LazyPrompts, fit_prompts, read_prompts
+from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.runs.config.load import load_config, save_config
+from vectorlm.runs.preflight import checked
 from vectorlm.runs.preflight.checked import preflight
+from vectorlm.types import PromptRecord
 
 CHAT = [{"role": "user", "content": "abc"}]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -140,6 +143,30 @@ def test_prompts_that_leave_no_room_for_max_tokens_are_refused_dropped_or_cut(fi
             None,
             [f"{section}.overlong_prompts=drop", f"{section}.sampling_params={{max_tokens: 62}}"],
         )
+
+
+class LongTasks(Tasks):
+    """Tasks that are made on demand, of which some are too long."""
+
+    def __getitem__(self, index):
+        return PromptRecord(LONG[index]["prompt"], {"wanted": "a"})
+
+    def sample(self):
+        return [self[index] for index in range(len(LONG))]
+
+
+def test_tasks_that_are_too_long_are_dropped_from_their_sample_too(files, monkeypatch):
+    tasks = LongTasks("chain_sum", len(LONG), 0)
+    read = checked.read_prompts
+    monkeypatch.setattr(
+        checked,
+        "read_prompts",
+        lambda source, path, **how: tasks if path == RL else read(source, path, **how),
+    )
+    found = check(files, RL, [{"prompt": "a"}], None, ["rl.overlong_prompts=drop"]).prompts[""]
+    assert [record.prompt[0] for record in found] == ["a", "c"]
+    with pytest.raises(DatasetError, match="prompt 1"):
+        check(files, RL, [{"prompt": "a"}], None)
 
 
 @pytest.mark.parametrize(

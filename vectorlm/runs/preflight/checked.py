@@ -197,9 +197,9 @@ def _fitted(
             tokenizer = load_tokenizer(config.model, config.chat)
             records, note = fit_prompts(source.records, tokenizer, room, source.setting, how, tools)
             notes += [note] if note else []
-            source = source._replace(
-                records=records, shown=records if source.shown is source.records else source.shown
-            )
+            # Of endless tasks, a sample is checked.
+            shown = records if source.shown is source.records else records[: len(source.shown)]
+            source = source._replace(records=records, shown=shown)
         found.append(source)
     return found, notes
 
