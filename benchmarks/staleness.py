@@ -72,8 +72,7 @@ def divergence(engine: Any, config: Any) -> dict[str, float]:
     from transformers import AutoModelForCausalLM
 
     start = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
-    sampler = config.train_parameters.sampler
-    lines = Path(sampler.evaluation.prompts).read_text().splitlines()
+    lines = Path(config.evaluation.prompts).read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
     params = {"temperature": 1.0, "max_tokens": config.rl.collect.sampling["max_tokens"], "logprobs": 0}
     found = []

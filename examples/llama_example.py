@@ -12,6 +12,7 @@ from vectorlm.errors import ConfigError, VectorLMError
 from vectorlm.ranks.topology import Topology
 from vectorlm.runs.fine_tuning import finetune
 from vectorlm.runs.preflight.local_model import with_download
+from vectorlm.train.settings import EvaluationSettings
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
         )
     try:
         config = with_download(config_from_arguments(args))
-        if config.train_parameters.sampler is not None:
+        if config.has_engine:
             if topology.is_main:
                 print(
                     f"{args.yaml_path} asks for sampling, which this script leaves out. To sample as well:\n"
@@ -35,7 +36,7 @@ def main() -> None:
                     f"--world_size {topology.world_size}",
                     flush=True,
                 )
-            config = replace(config, train_parameters=replace(config.train_parameters, sampler=None))
+            config = replace(config, evaluation=EvaluationSettings())
         finetune(config, topology)
     except VectorLMError as error:
         print(f"rank {topology.rank}: {type(error).__name__}: {error}", file=sys.stderr)

@@ -137,13 +137,10 @@ def files(tmp_path_factory):
 
 
 def open_scripted(config, topology, stack, placement=None, **more):
-    sampler = config.train_parameters.sampler
-    params = dict(sampler.engine.sampling_params) if sampler else {}
-    return (
-        stack.enter_context(FakeEngine(lambda prompt, version: "abc", sampling_params=params))
-        if sampler
-        else None
-    )
+    if not config.has_engine:
+        return None
+    params = dict(config.evaluation.sampling_params)
+    return stack.enter_context(FakeEngine(lambda prompt, version: "abc", sampling_params=params))
 
 
 def stop_after_a_step(self, step, values):

@@ -286,8 +286,7 @@ def test_reinforcement_learning_samples_from_a_server(server, folder, tmp_path, 
     cores = os.sched_getaffinity(0)
     overrides = [
         f"model={folder}",
-        "engine.inference=server",
-        f"engine={{url: {server[1]}}}",
+        f"engine={{inference: server, url: {server[1]}}}",
         "rl.async={max_staleness: 2, update: keep, placement: split}",
         "rl.sampling_params={max_tokens: 30, temperature: 0.7}",
         "rl.correction.preset=tis",
