@@ -60,7 +60,6 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="X", help=help_text)
     parser.add_argument("--n", type=int, metavar="N", help="completions of each prompt (default 1)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes the answers repeatable")
-    help_text = "any other sampling parameter, for example top_p=0.9; may be repeated"
     help_text = "run the Python files of a model that brings its own"
     parser.add_argument("--trust_remote_code", action="store_true", help=help_text)
     parser.add_argument("--chat_template", metavar="FILE", help="a Jinja file to use as the chat template")
@@ -73,6 +72,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help=help_text,
     )
+    help_text = "any other sampling parameter, for example top_p=0.9; may be repeated"
     parser.add_argument(
         "--param", dest="params", action="append", default=[], metavar="NAME=VALUE", help=help_text
     )

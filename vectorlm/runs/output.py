@@ -170,7 +170,7 @@ def _make_evaluator(
         samples_path=run.config.samples_path if run.topology.is_main else None,
         resume_step=resume_step,
         of_source={source: function(name) for source, name in run.config.held_out_rewards.items()},
-        weights={short_name(name): weight for name, weight in run.config.evaluation_rewards.items()},
+        weights=run.config.evaluation_rewards,
         further={short_name(name): function(name) for name in [*run.config.evaluation_rewards][1:]},
         at_k=run.config.evaluation.at_k,
         play=play,

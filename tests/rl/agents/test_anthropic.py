@@ -121,6 +121,24 @@ def test_the_limit_and_the_stop_sequences_reach_the_engine():
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             anthropic.BadRequestError,
         ),
+        (
+            {
+                "messages": [
+                    *USER,
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "x",
+                                "content": [{"type": "image", "source": {}}],
+                            }
+                        ],
+                    },
+                ]
+            },
+            anthropic.BadRequestError,
+        ),
         ({"messages": USER, "extra_body": {"temperature": 0.5}}, anthropic.BadRequestError),
         ({"messages": USER, "tools": [WEATHER], "tool_choice": {"type": "any"}}, anthropic.BadRequestError),
         (

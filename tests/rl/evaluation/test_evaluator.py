@@ -126,13 +126,14 @@ def test_a_threshold_decides_what_is_right_and_weights_what_the_reward_is(folder
         samples_path=tmp_path / "samples.jsonl",
         of_source={"": RewardFunction(judge, right_from=0.7)},
         weights={"judge": 2.0, "size": 1.0},
-        further={"size": RewardFunction(lambda text: 0.25)},
+        further={"size": RewardFunction(lambda text, prompt: None if prompt == "d" else 0.25)},
         say=said.append,
     )
     metrics = evaluator.evaluate(1)
     # A logged acc says by itself what is right.
     assert metrics["eval/accuracy"] == 0.5
-    assert metrics["eval/reward"] == pytest.approx(2 * sum(given.values()) / 4 + 0.25)
+    # A reward of None is left out of the sum.
+    assert metrics["eval/reward"] == pytest.approx(2 * sum(given.values()) / 4 + 0.25 * 3 / 4)
     assert (metrics["eval/accuracy/size"], metrics["eval/reward/size"]) == (0.0, 0.25)
     assert said[0].startswith("step 1: 2/4 right")
     assert [line["rewards"] for line in lines(tmp_path / "samples.jsonl")] == [

@@ -145,6 +145,16 @@ def test_prompts_that_leave_no_room_for_max_tokens_are_refused_dropped_or_cut(fi
         )
 
 
+@pytest.mark.parametrize("setting", [RL, SAMPLER])
+def test_a_chat_that_is_too_long_is_cut(files, setting):
+    section, chat = setting.partition(".")[0], [{"role": "user", "content": "a" * 60}]
+    checked = check(
+        files, setting, [{"prompt": chat}], TEMPLATE, [f"{section}.overlong_prompts=truncate_left"]
+    )
+    (found,) = checked.prompts[""] if setting == RL else checked.evaluation_prompts
+    assert (found.prompt, len(asked(found))) == (chat, 56)
+
+
 class LongTasks(Tasks):
     """Tasks that are made on demand, of which some are too long."""
 

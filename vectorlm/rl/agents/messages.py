@@ -101,7 +101,7 @@ class MessagesRequest(Strict):
     def _chat(self) -> Iterator[dict[str, Any]]:
         """Yield the messages in the form of chat templates."""
         if self.system:
-            yield {"role": "system", "content": text_of_message({"content": self.system})}
+            yield {"role": "system", "content": _text_of(self.system, "system")}
         for index, message in enumerate(self.messages):
             if isinstance(message.content, str):
                 yield {"role": message.role, "content": message.content}
@@ -115,7 +115,7 @@ class MessagesRequest(Strict):
                         function = {"name": block.get("name"), "arguments": block.get("input") or {}}
                         calls.append({"id": block.get("id"), "type": "function", "function": function})
                     case "tool_result":
-                        told = text_of_message({"content": block.get("content")})
+                        told = _text_of(block.get("content"), f"messages[{index}].content")
                         name = block.get("tool_use_id")
                         results.append({"role": "tool", "tool_call_id": name, "content": told})
                     case kind if kind not in THOUGHTS:
@@ -173,6 +173,14 @@ class MessagesRequest(Strict):
         return _event(
             "error", **{name: value for name, value in cls.refusal(error).items() if name != "type"}
         )
+
+
+def _text_of(content: Any, place: str) -> str:
+    """Return the text of blocks; raise `RequestError` for a block of another kind."""
+    for block in content if isinstance(content, list) else ():
+        if block.get("type") != "text":
+            raise RequestError(f"{place}: a block of the type {block.get('type')!r} is not supported.", place)
+    return text_of_message({"content": content})
 
 
 class MessageEvents:

@@ -228,10 +228,16 @@ class Evaluator:
         for place in self._places.get("", []) if self._rewards.get("") is not None else ():
             options = zip(*(results[place] for results in (rewards, *further)), strict=False)
             pairs = (zip(self._weights, option, strict=False) for option in options)
-            total[place] = [
-                RewardResult(sum(weight * result.reward for weight, result in pair if weight))
+            addends = [
+                [
+                    weight * result.reward
+                    for weight, result in pair
+                    if weight and not math.isnan(result.reward)
+                ]
                 for pair in pairs
             ]
+            # As in training, a reward of None is left out of the sum.
+            total[place] = [RewardResult(math.fsum(found) if found else math.nan) for found in addends]
         return total
 
     def _samples(

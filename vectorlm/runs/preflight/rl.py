@@ -223,10 +223,14 @@ def _mixture_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> It
         yield refuse(config, "rl.sources", rule, "Make them equal.", list(sources))
     for name, source in rl.by_source.items():
         path, overlong = f"rl.sources.{name}" if name else "rl", rl.collect.overlong_prompts
-        # Silent: an agent writes its own prompts.
-        if overlong == "truncate_left" and (source.environment or "").startswith(AGENT):
-            rule = f"cannot be used with the agent {source.environment}, which writes its own prompts"
-            yield refuse(config, "rl.overlong_prompts", rule, "Use drop, or shorten them in the agent.")
+        # Costs more than a minute: environments and agents get the whole prompt.
+        if source.environment is not None:
+            rule = f"cannot be used with the environment {source.environment}, which gets the whole prompt"
+            for place, how in (("rl", overlong), ("evaluation", config.evaluation.overlong_prompts)):
+                if how == "truncate_left":
+                    yield refuse(
+                        config, f"{place}.overlong_prompts", rule, "Use drop, or shorten the prompts."
+                    )
         if (curriculum := source.curriculum) is None:
             continue
         # Silent: the items of the other levels would not be measured.

@@ -267,6 +267,11 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     if not config.has_engine:
         yield from _unused_engine(config)
         return
+    # Costs more than a minute: the engine starts after models are loaded.
+    if engine.inference == "server" and engine.dtype != "auto":
+        yield refuse(
+            config, "engine.dtype", "does not reach a server", "Leave it out, and start the server with it."
+        )
     # Costs more than a minute: the ranks wait for the engine after models are loaded.
     if engine.inference not in BACKENDS:
         from vectorlm.sampling.sampler.scheduler import backend_class

@@ -147,7 +147,7 @@ def tool_notes(rl: RLSettings | None, source: SourcePrompts, tokenizer: Any) -> 
     prompt: Any = source.shown[0].prompt
     text = ""
     if is_messages(prompt):
-        if (told := asked(source.shown[0], own_tools)) == prompt:
+        if (told := asked(replace(source.shown[0], token_ids=None), own_tools)) == prompt:
             return
         try:
             text = render_chat(tokenizer, prompt, tokenize=False)
