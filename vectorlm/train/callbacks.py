@@ -80,6 +80,7 @@ class Callbacks:
         """Take objects or names ``file.py:NAME``; the list must be equal on all ranks, and needs a `control`."""
         is_main = not dist.is_initialized() or dist.get_rank() == 0
         self._control = control if callbacks else None
+        self.is_empty = not callbacks
         self.saves = False
         """Whether a callback asked for a checkpoint after this step."""
         self._callbacks = [load_callback(callback) for callback in callbacks] if is_main else []

@@ -258,9 +258,9 @@ class Recorder:
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]] | None:
         """Begin an evaluation that the next step may overlap; None if none is due, or something waits for it.
 
-        Early stopping, the best checkpoint, a checkpoint of this step and the end of the run wait for it.
+        Early stopping, the best checkpoint, callbacks, a checkpoint of this step and the end of the run wait for it.
         """
-        waits = self.stopping.keeps_best or self.stopping.patience is not None
+        waits = self.stopping.keeps_best or self.stopping.patience is not None or not self.callbacks.is_empty
         is_last = step == self.num_steps or self.stopping.is_over or self.is_save_due(step)
         if waits or is_last or self.evaluation is None or not self.is_due(self.evaluate_every, step):
             return None
