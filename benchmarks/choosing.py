@@ -89,7 +89,7 @@ QUESTIONS = (
     ("Are rollouts several steps old, or is it\na mixture of experts?", "gspo, cispo", "with a correction"),
     ("Are most groups all right or all wrong?", "dapo", "samples others in their place"),
 )
-"""What decides, with the algorithm where the answer is yes and a remark, in the order of the questions."""
+"""Questions in their order, each with the algorithm to take if the answer is yes, and a remark."""
 
 
 def draw(path: Path) -> None:

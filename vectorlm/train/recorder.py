@@ -221,11 +221,7 @@ class Recorder:
         while self.held:
             step, values, evaluation = self.held.pop()
             with self.timer.span("time/evaluate_s"):
-                found = evaluation()
-            self.callbacks.call("on_evaluation", step, found)
-            values |= found
-            self.sink.write(step, values | self.callbacks.take_logged(values))
-            self._stop_if(self.callbacks.carry_out(), step)
+                self.sink.write(step, values | evaluation())
 
     def require_logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise `ConfigError` if the evaluations after `step` lack the metric to follow; not after the last step."""

@@ -103,8 +103,8 @@ class Evaluator:
             samples_path: The file for the answers.
             resume_step: The step that the run resumes from; None starts a new file.
             of_source: The reward that decides which answers are correct, by the prompts' source (``""``: no source).
-            weights: Weight in ``eval/reward`` of each reward of the prompts without a source; the first is that of
-                `of_source`, the others those of `further`. None counts the first alone.
+            weights: Weights in ``eval/reward`` for prompts without a source: first the reward in `of_source`, then the
+                rewards in `further`. None counts the first alone.
             further: More rewards of these prompts, by name.
             at_k: The k of pass@k and maj@k.
             play: Functions that play the prompts of a source with their environment. Without a reward, an answer is

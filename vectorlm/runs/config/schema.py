@@ -126,7 +126,7 @@ class RLSettings:
     algorithm: AlgorithmChoice
     """The algorithm: its name, or a section with `name` and settings of its own."""
     max_steps: PositiveInt | None = None
-    """Batches of rollouts to train on; null means those of `num_epochs_over_prompts`."""
+    """Batches of rollouts to train on; null means as many as `num_epochs_over_prompts` takes."""
     num_epochs_over_prompts: PositiveFloat | None = None
     """Passes over the prompts of all sources together. With `max_steps` too, the earlier one ends the run. Groups that
     `dynamic_sampling` samples in place of others do not count."""
