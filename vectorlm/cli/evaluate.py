@@ -33,14 +33,14 @@ from vectorlm.packages import is_installed
 from vectorlm.ranks.topology import has_gpu
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.report.step_lines import json_text
-from vectorlm.rl.evaluation.grade import grade
+from vectorlm.rl.evaluation.grade import grade, weighted_sums
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.rl.rewards.registry import get_reward, short_name
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.preflight.user_code import signature_problems
-from vectorlm.types import ENVIRONMENT, PromptRecord, RewardResult
+from vectorlm.types import ENVIRONMENT, PromptRecord
 
 if TYPE_CHECKING:
     from vectorlm.rl.rollout import Rollout
@@ -212,7 +212,7 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if len(scored) > 1:
         # As in training, where an environment's rewards always have weight 1.
         weights = [*exam.rewards.values(), *[1.0] * (exam.environment is not None)]
-        scored["sum"] = _weighted_sums([*scored.values()], weights)
+        scored["sum"] = weighted_sums([*scored.values()], weights)
     grades = {name: grade(results, exam.at_k) for name, results in scored.items()}
     lines = []
     for name, graded in grades.items():
@@ -254,21 +254,6 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "answers": rows,
     }
     return found, "\n".join(lines)
-
-
-def _weighted_sums(
-    scored: Sequence[Sequence[Sequence[RewardResult]]], weights: Sequence[float]
-) -> list[list[RewardResult]]:
-    """Return the weighted sum of every answer's rewards; as in training, None is left out."""
-
-    def total(found: Sequence[RewardResult]) -> RewardResult:
-        addends = [weight * result.reward for weight, result in zip(weights, found, strict=True)]
-        known = [addend for addend in addends if not math.isnan(addend)]
-        return RewardResult(sum(known) if known else math.nan)
-
-    return [
-        [total(answer) for answer in zip(*question, strict=True)] for question in zip(*scored, strict=True)
-    ]
 
 
 def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:

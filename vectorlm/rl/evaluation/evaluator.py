@@ -10,7 +10,7 @@ from typing import Any
 
 from vectorlm.data.encoding import asked, shown_prompt
 from vectorlm.report.step_lines import StepLines, report_wait, sample_with_progress
-from vectorlm.rl.evaluation.grade import grade
+from vectorlm.rl.evaluation.grade import grade, weighted_sums
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.rl.rollout import Rollout, logged_means
 from vectorlm.train.handover import DeviceTurn
@@ -225,19 +225,12 @@ class Evaluator:
     def _weighted(self, rewards: Results, further: Sequence[Results]) -> Results:
         """Return `rewards` with the weighted sum of the rewards of prompts without a source."""
         total = list(rewards)
-        for place in self._places.get("", []) if self._rewards.get("") is not None else ():
-            options = zip(*(results[place] for results in (rewards, *further)), strict=False)
-            pairs = (zip(self._weights, option, strict=False) for option in options)
-            addends = [
-                [
-                    weight * result.reward
-                    for weight, result in pair
-                    if weight and not math.isnan(result.reward)
-                ]
-                for pair in pairs
-            ]
-            # As in training, a reward of None is left out of the sum.
-            total[place] = [RewardResult(math.fsum(found) if found else math.nan) for found in addends]
+        if self._rewards.get("") is not None:
+            places, num = self._places[""], len(self._weights)
+            # After the rewards of the config comes the environment's, which is no part of the sum.
+            scored = [[found[place] for place in places] for found in (rewards, *further)[:num]]
+            for place, sums in zip(places, weighted_sums(scored, self._weights), strict=True):
+                total[place] = sums
         return total
 
     def _samples(

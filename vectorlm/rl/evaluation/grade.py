@@ -67,6 +67,21 @@ def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -
     return Grade(mean, mean_error, accuracy, accuracy_error, pass_at, majority_at, len(scored), num_unscored)
 
 
+def weighted_sums(
+    scored: Sequence[Sequence[Sequence[RewardResult]]], weights: Sequence[float]
+) -> list[list[RewardResult]]:
+    """Return the weighted sum of every answer's rewards; as in training, None is left out."""
+
+    def total(found: Sequence[RewardResult]) -> RewardResult:
+        addends = [weight * result.reward for weight, result in zip(weights, found, strict=True) if weight]
+        known = [addend for addend in addends if not math.isnan(addend)]
+        return RewardResult(sum(known) if known else math.nan)
+
+    return [
+        [total(answer) for answer in zip(*question, strict=True)] for question in zip(*scored, strict=True)
+    ]
+
+
 def _majority_at(k: int, votes: Sequence[tuple[Hashable, bool]]) -> float:
     """Return the mean over all choices of k votes; a vote is an answer and whether it is correct."""
     right: dict[Hashable, list[bool]] = {}
