@@ -79,15 +79,14 @@ def with_template(tokenizer: Any, chat_template: str | None, variables: Mapping[
     if variables:
         read = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or "")))
         for name in variables:
-            if name in OWN_VARIABLES or name not in read:
-                rule = (
-                    "is set by vectorlm itself"
-                    if name in OWN_VARIABLES
-                    else "is not read by the chat template"
-                )
-                raise ConfigError(
-                    f"chat_template_kwargs.{name} {rule}. {nearest(name, read - OWN_VARIABLES)}".rstrip()
-                )
+            if name in read - OWN_VARIABLES:
+                continue
+            rule = (
+                "is set by vectorlm itself" if name in OWN_VARIABLES else "is not read by the chat template"
+            )
+            raise ConfigError(
+                f"chat_template_kwargs.{name} {rule}. {nearest(name, read - OWN_VARIABLES)}".rstrip()
+            )
         setattr(tokenizer, VARIABLES, dict(variables))
     return tokenizer
 
