@@ -220,6 +220,7 @@ def test_answers_are_as_long_as_in_the_run(files, tmp_path, overrides, fewest, m
         (["--prompts", "nowhere.jsonl", "--reward", "countdown"], "--prompts nowhere.jsonl"),
         (["--prompts", "{files}/questions.jsonl", "--reward", "cuontdown"], "'countdown'"),
         (["--tasks", "x", "--n", "2"], "--n"),
+        (["--tasks", "x", "--chat_template_kwarg", "enable_thinking=false"], "--chat_template_kwarg"),
         (["--tasks", "nowhere.yaml"], "--tasks nowhere.yaml"),
         (["--set", "a=1", "--prompts", "p"], "--set"),
         (["--prompts", "{files}/questions.jsonl", "--engine_arg", "max_model_len=8"], "--engine_arg"),

@@ -87,5 +87,5 @@ def test_a_model_is_named_as_the_hub_knows_it(tmp_path, monkeypatch):
     assert hub_name(str(cached)) == "example/llama"
     assert hub_name("example/llama") == "example/llama"
     assert [hub_name(name) for name in ("data", "./gone", "/gone/x", "a/b/c")] == [None] * 4
-    assert lasting_name("data") == str(tmp_path / "data")
-    assert lasting_name(str(cached)) == "example/llama"
+    assert lasting_name("data") == (str(tmp_path / "data"), None)
+    assert lasting_name(str(cached)) == ("example/llama", cached.name)

@@ -119,9 +119,11 @@ def test_a_whole_section_stands_beside_what_the_call_fills_in(folder, tmp_path, 
     monkeypatch.chdir(tmp_path)
     found = []
     monkeypatch.setattr("vectorlm.runs.calls.start", lambda config, *_: found.append(config))
-    section = {"kl_coef": 0.5, "rollout": {"save_tokens": True}}
+    section = {"kl_coef": 0.5, "rollout": {"save_tokens": True}, "algorithm": {"clip_high": 0.4}}
     vectorlm.reinforce(folder, ["a"], "countdown", **FEW, rl=section)
     assert (found[0].rl.kl.kl_coef, found[0].rl.rollout.save_tokens, found[0].rl.max_steps) == (0.5, True, 2)
+    assert found[0].rl.algorithm.name == "grpo"
+    assert found[0].rl.algorithm.settings.clip_high == 0.4
     how = {"data_field": "text", "packing_type": "full"}
     vectorlm.finetune(folder, [{"text": "abc" * 9}] * 20, max_seq_len=8, dataset_preprocess=how)
     assert found[1].dataset_preprocess.packing_type == "full"

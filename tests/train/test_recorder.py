@@ -68,6 +68,21 @@ def test_the_best_evaluation_and_the_end_of_a_run_that_stops_early_are_saved():
     assert resumed.stopping.best_step == 3
 
 
+def test_a_run_that_fails_keeps_the_step_whose_evaluation_was_in_flight():
+    written = []
+
+    class Sink:
+        def write(self, step, metrics):
+            written.append((step, metrics))
+
+    recorder = Recorder(num_steps=5, sink=Sink())
+    recorder.write(1, {"loss": 1.0}, lambda: {"eval/accuracy": 0.5})
+    assert written == []
+    recorder.close()
+    recorder.close()
+    assert written == [(1, {"loss": 1.0})]
+
+
 class HandClock:
     """A clock that moves when told to."""
 

@@ -110,6 +110,11 @@ def test_it_is_trained_and_the_final_model_has_its_files_and_loads_elsewhere(fil
     )
     done = subprocess.run([sys.executable, "-c", code, moved], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "OwnForCausalLM", done.stderr
+    # The config's consent is the command's.
+    command = [sys.executable, "-m", "vectorlm", "evaluate", "--model", moved, "--engine", "hf"]
+    command += [files / "run.yaml", "--set", "trust_remote_code=true", "--limit", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -39,7 +39,8 @@ from vectorlm.rl.rewards.registry import get_reward, short_name
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.schema import Config
-from vectorlm.runs.preflight.user_code import signature_problems
+from vectorlm.runs.preflight.sampling import answer_tokens
+from vectorlm.runs.preflight.user_code import signature_problems, source_tools
 from vectorlm.types import ENVIRONMENT, PromptRecord
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def _require_sense(args: argparse.Namespace) -> None:
         "--max_tokens": args.max_tokens,
         "--temperature": args.temperature,
     }
+    own |= {"--chat_template": args.chat_template, "--chat_template_kwarg": args.variables}
     own |= {
         "--pairs": args.pairs,
         "--n": args.n,
@@ -264,7 +266,7 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
     model, adapter = require_model(args)
     check_sampling(args.engine, exam.sampling_params)
     longest = exam.engine_args.get("max_model_len", exam.max_seq_len)
-    if longest == -1 and exam.environment is not None:
+    if longest == -1 and (exam.environment is not None or exam.overlong_prompts != "error"):
         from transformers import AutoConfig, AutoTokenizer
 
         from vectorlm.rl.evaluation.harness import context_length
@@ -277,10 +279,14 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
     }
     with open_engine(args.engine, model, adapter, engine_args, exam.chat) as engine, ExitStack() as stack:
         engine.wait_until_ready()
-        if exam.overlong_prompts != "error" and longest != -1:
-            room = longest - (exam.sampling_params.get("max_tokens") or 16)
+        if exam.overlong_prompts != "error":
             exam.prompt_records, note = fit_prompts(
-                exam.prompt_records, engine.tokenizer, room, "evaluation.prompts", exam.overlong_prompts
+                exam.prompt_records,
+                engine.tokenizer,
+                longest - answer_tokens(exam.sampling_params),
+                "evaluation.prompts",
+                exam.overlong_prompts,
+                exam.tools,
             )
             if note:
                 print(note, file=sys.stderr)
@@ -331,6 +337,8 @@ class Exam:
     sampling_params: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": MAX_TOKENS})
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     overlong_prompts: Overlong = "error"
+    tools: Sequence[Any] = ()
+    """Tools of the environment that prompts describe."""
     chat: ChatSettings = PLAIN_CHAT
     timeout_s: float | None = 300.0
     """Seconds to wait for a call of a reward function; None waits forever."""
@@ -354,7 +362,9 @@ def read_exam(args: argparse.Namespace) -> Exam:
     """
     exam = Exam()
     if args.yaml_path:
-        exam = _exam_of(load_config(args.yaml_path, args.overrides), args.source, not args.prompts)
+        config = load_config(args.yaml_path, args.overrides)
+        args.trust_remote_code |= config.trust_remote_code
+        exam = _exam_of(config, args.source, not args.prompts)
     if args.rewards:
         exam.rewards = dict.fromkeys(args.rewards, 1.0)
     if not exam.rewards and exam.environment is None:
@@ -414,6 +424,7 @@ def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
         threshold_of=config.threshold_of,
         overlong_prompts=evaluation.overlong_prompts,
         environment=environment,
+        tools=source_tools(rl, source or "")[0],
         collect=None if rl is None else rl.collect,
         seed=config.train_parameters.seed,
     )

@@ -28,6 +28,7 @@ from vectorlm.runs.config.schema import Config
 from vectorlm.runs.preflight.checked import preflight
 from vectorlm.runs.preflight.local_model import description_of, own_length, with_download
 from vectorlm.runs.preflight.resume import content_of, find_resumption, say_finished
+from vectorlm.runs.preflight.sampling import answer_tokens
 from vectorlm.settings import as_path
 from vectorlm.train.checkpoint.folder import steps_in
 
@@ -158,7 +159,7 @@ def _tokens_needed(config: Config) -> int:
     if config.evaluation.prompts is not None:
         held_out = read_prompts(config.evaluation.prompts, "evaluation.prompts")
         longest = check_lengths(held_out, tokenizer, math.inf, "evaluation.prompts")
-        needed = max(needed, longest + (config.evaluation.sampling_params.get("max_tokens") or 16))
+        needed = max(needed, longest + answer_tokens(config.evaluation.sampling_params))
     return needed
 
 

@@ -99,7 +99,7 @@ def open_recorder(
     uploads = None
     if run.config.push_to_hub is not None and run.topology.is_main:
         uploads = run.stack.enter_context(HubUploads(run.config.push_to_hub, say))
-    return Recorder(
+    recorder = Recorder(
         num_steps=num_steps,
         sink=sink,
         say=say,
@@ -118,6 +118,8 @@ def open_recorder(
         uploads=uploads,
         after_save=partial(_push_checkpoint, run, model, uploads),
     )
+    run.stack.callback(recorder.close)
+    return recorder
 
 
 def _synchronised_clock() -> float:

@@ -244,12 +244,10 @@ def open_run(
         stack.enter_context(process_group(topology))
         settings = capture(lambda: comparable(settings_of_rank(plain)))
         require_equal(results_or_first_error(gather(topology, settings)))
-        if plain.trust_remote_code and Path(plain.model).is_dir():
-            trust_code(plain.model)
+        for folder in plain.model_folders.values() if plain.trust_remote_code else ():
+            trust_code(folder)
         found = on_main(topology, check)
         checked: CheckedConfig = found if given is None else given
-        if checked.config.trust_remote_code:
-            trust_code(checked.config.model)
         # Before the model: the engine loads in its own process while the ranks load theirs.
         engine = engine or open_engine(checked.config, topology, stack, placement)
         workers = open_reward_workers(checked.config, topology, stack, engine)

@@ -35,9 +35,9 @@ def trust_code(path: str | Path) -> None:
     import transformers
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    described, folder = _description(path), str(path)
-    classes = described.get("auto_map")
-    if not isinstance(classes, dict):
+    folder = str(path)
+    classes, of_tokenizer = _own_classes(path, "config.json"), _own_classes(path, "tokenizer_config.json")
+    if not classes and not of_tokenizer:
         return
     with _naming(path, "code"):
         if "AutoConfig" in classes:
@@ -50,11 +50,16 @@ def trust_code(path: str | Path) -> None:
                 model: Any = get_class_from_dynamic_module(reference, folder)
                 model.config_class = config
                 getattr(transformers, name).register(config, model, exist_ok=True)
-        tokenizers = (_description(path, "tokenizer_config.json").get("auto_map") or {}).get("AutoTokenizer")
-        if tokenizers:
+        if tokenizers := of_tokenizer.get("AutoTokenizer"):
             names = tokenizers if isinstance(tokenizers, list) else [tokenizers, None]
             slow, fast = (name and get_class_from_dynamic_module(name, folder) for name in names)
             transformers.AutoTokenizer.register(config, slow, fast_tokenizer_class=fast, exist_ok=True)
+
+
+def _own_classes(path: str | Path, file: str) -> dict[str, Any]:
+    """Return the classes that a model brings, by the name of transformers' auto class."""
+    classes = _description(path, file).get("auto_map") if Path(path, file).is_file() else None
+    return classes if isinstance(classes, dict) else {}
 
 
 def load_tokenizer(

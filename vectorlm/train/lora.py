@@ -109,10 +109,12 @@ def base_of(path: Path) -> Path:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        base = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        described = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        base = described["base_model_name_or_path"]
         found: Any = Path(base, "config.json")
         if not found.is_file():
-            found = try_to_load_from_cache(base, "config.json") if hub_name(base) is not None else None
+            is_on_hub, revision = hub_name(base) is not None, described.get("revision")
+            found = try_to_load_from_cache(base, "config.json", revision=revision) if is_on_hub else None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path / ADAPTER_CONFIG} does not name a base model ({error!r}).") from error
     if not isinstance(found, str | Path):
@@ -225,11 +227,17 @@ def merged(model: Any) -> PreTrainedModel:
 
 def hub_name(model: str) -> str | None:
     """Return a model's name on the Hugging Face hub; None for a folder that is not in its cache."""
-    if cached := re.search(r"/models--([^/]+)/snapshots/", f"{Path(model).absolute()}/"):
+    if cached := _cached(model):
         return cached[1].replace("--", "/")
     return None if Path(model).exists() or model.count("/") > 1 or model.startswith((".", "/")) else model
 
 
-def lasting_name(model: str) -> str:
-    """Return the base model's name for an adapter's config: its name on the hub, or an absolute path."""
-    return hub_name(model) or str(Path(model).absolute())
+def _cached(model: str) -> re.Match[str] | None:
+    """Find repository and commit in the folder of a snapshot in the Hub's cache."""
+    return re.search(r"/models--([^/]+)/snapshots/([^/]+)/", f"{Path(model).absolute()}/")
+
+
+def lasting_name(model: str) -> tuple[str, str | None]:
+    """Return the base model for an adapter's config: its name on the hub and its commit, or an absolute path."""
+    cached = _cached(model)
+    return hub_name(model) or str(Path(model).absolute()), cached and cached[2]

@@ -223,6 +223,12 @@ class Recorder:
             with self.timer.span("time/evaluate_s"):
                 self.sink.write(step, values | evaluation())
 
+    def close(self) -> None:
+        """Write the metrics of a step whose evaluation is still in flight, without it."""
+        while self.held:
+            step, values, _ = self.held.pop()
+            self.sink.write(step, values)
+
     def require_logged(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise `ConfigError` if the evaluations after `step` lack the metric to follow; not after the last step."""
         if step < self.num_steps:

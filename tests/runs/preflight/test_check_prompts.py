@@ -197,6 +197,16 @@ def test_steps_follow_from_epochs_and_the_earlier_of_both_ends_the_run(
     assert preflight(load_config(files / "again.yaml"), 1).config.rl.max_steps == steps
 
 
+def test_settings_that_need_more_steps_than_the_epochs_take_are_refused(files):
+    how = ["rl.prompts=[a, b, c, d]", "rl.num_epochs_over_prompts=1", "rl.max_steps=null", "evaluation=null"]
+    how += ["rl.prompts_per_step=2", f"rl.rewards={{'{files}/rewards.py:vowels': 1.0}}"]
+    how += ["rl.critic.warmup_steps=2", "train_parameters.profile_steps=4"]
+    with pytest.raises(ConfigError) as caught:
+        preflight(config_of(files, files / "out", "ppo", how), 1)
+    for name in ("rl.critic.warmup_steps", "train_parameters.profile_steps"):
+        assert name in str(caught.value)
+
+
 def test_prompts_on_the_disk_are_dropped_by_their_numbers_and_read_when_needed(tmp_path, monkeypatch):
     monkeypatch.setattr("vectorlm.data.prompts.MAX_BYTES_IN_MEMORY", 10)
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LONG))

@@ -65,6 +65,14 @@ def test_check_prints_a_file_that_says_the_same(folder, capsys):
     assert (found["engine"]["max_num_seqs"], found["rl"]["algorithm"]["clip_high"]) == (4, 0.3)
 
 
+@pytest.mark.parametrize("weight", ["high", "null", ".nan", "true"])
+def test_the_weight_of_an_evaluation_s_reward_is_a_number(folder, weight):
+    define("completions, **kwargs")
+    evaluation = f"evaluation={{prompts: [abc], rewards: {{'rewards.py:reward': {weight}}}}}"
+    with pytest.raises(ConfigError, match=r"evaluation\.rewards\.rewards\.py:reward"):
+        preflight(load_config("my.yaml", [evaluation]), 1)
+
+
 def test_the_check_shows_the_environment_and_asks_it_for_its_columns(folder, capsys):
     Path("game.py").write_text(
         "class Game:\n"

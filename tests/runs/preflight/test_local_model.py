@@ -243,13 +243,15 @@ def test_a_revision_is_downloaded_by_its_name(cache, model, write_config, monkey
 def test_adapters_and_their_base_come_from_the_hub(
     cache, model, write_config, monkeypatch, setting, tmp_path
 ):
-    described = {**ADAPTERS, "base_model_name_or_path": NAME}
+    described = {**ADAPTERS, "base_model_name_or_path": NAME, "revision": "5f1c"}
     asked = []
 
     def download(name, revision, local_dir, allow_patterns):
-        asked.append(name)
+        asked.append((name, revision))
         if name == NAME:
-            return str(lay_out(cache, model))
+            found = lay_out(cache, model)
+            (cache / "models--acme--tiny/refs/main").write_text("another")
+            return str(found)
         folder = cache / "models--acme--lora/snapshots/1a"
         folder.mkdir(parents=True)
         (folder.parents[1] / "refs").mkdir()
@@ -260,12 +262,12 @@ def test_adapters_and_their_base_come_from_the_hub(
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    overrides = [f"model={NAME}", f"{setting}=acme/lora"]
+    overrides = [f"model={NAME}@5f1c", f"{setting}=acme/lora"]
     config = with_download(load_config(write_config(), overrides))
     assert config.model == str(cache / "models--acme--tiny/snapshots/5f1c")
     assert config.train_parameters.adapters == str(cache / "models--acme--lora/snapshots/1a")
     assert config.train_parameters.lora_peft_config == {"r": 8, "target_modules": ["v_proj", "q_proj"]}
-    assert sorted(asked) == ["acme/lora", NAME]
+    assert sorted(asked) == [("acme/lora", None), (NAME, "5f1c")]
 
 
 def test_code_that_a_model_names_must_be_there(model, tmp_path):
@@ -277,6 +279,8 @@ def test_code_that_a_model_names_must_be_there(model, tmp_path):
     assert missing_files(tmp_path) == ["own.py"]
     (tmp_path / "own.py").touch()
     assert missing_files(tmp_path) == []
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["slow.T", null]}}')
+    assert missing_files(tmp_path) == ["slow.py"]
 
 
 def test_a_download_that_fails_says_why(cache, write_config, monkeypatch):

@@ -56,6 +56,16 @@ def test_the_same_config_goes_on_and_nothing_has_changed(path):
     assert find_resumption(load_config(path), 1) is None, "checkpoints are off"
 
 
+def test_a_finished_run_of_epochs_is_known_before_its_prompts_are_counted(path):
+    epochs = (SAMPLER, RL, "rl.num_epochs_over_prompts=2")
+    save(path, *epochs, "rl.max_steps=6", is_finished=True)
+    unknown = (*epochs, "rl.max_steps=null")
+    assert found(path, *unknown).is_finished
+    assert not found(path, *unknown, "rl.num_epochs_over_prompts=3").is_finished
+    Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1], "target": 1}\n' * 2)
+    assert not found(path, *unknown).is_finished
+
+
 def test_a_folder_that_was_moved_is_the_same_run(path):
     Path("runs").rename("elsewhere")
     Path("models/tiny").rename("models/moved")

@@ -90,11 +90,17 @@ def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
         place = tree
         for parent in parents:
             place = place.setdefault(parent, {})
-        both = isinstance(value, Mapping) and isinstance(place.get(last), Mapping)
-        place[last] = {**place[last], **value} if both else value
+        place[last] = _merged(place.get(last), value)
     entry = _entry_of(tree, ARGUMENT)
     _resolve_aliases(entry)
     return _read_tree(entry)
+
+
+def _merged(first: Any, second: Any) -> Any:
+    """Return two sections as one, or the `second` value."""
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        return second
+    return {**first, **{name: _merged(first.get(name), value) for name, value in second.items()}}
 
 
 def _algorithm_in_full(name: str, value: Any) -> Any:

@@ -233,6 +233,16 @@ class Config:
     """Notes on values that were replaced; not a setting itself."""
 
     @property
+    def model_folders(self) -> Mapping[str, str]:
+        """The models that the ranks load, by their setting."""
+        found: dict[str, str | None] = {"model": self.model}
+        if (rl := self.rl) is not None:
+            found["rl.critic.model"] = rl.critic.model
+            found["rl.teacher.model"] = None if rl.teacher is None else rl.teacher.model
+            found |= {f"rl.reward_models.{path}": path for path in rl.reward.reward_models}
+        return {setting: folder for setting, folder in found.items() if folder is not None}
+
+    @property
     def examples(self) -> str:
         """The kind of rows that `dataset` must have: a value of `dataset_preprocess.examples`."""
         if self.preference is not None and self.preference.loss == "kto":

@@ -23,8 +23,8 @@ from vectorlm.runs.config.value import raise_problems
 from vectorlm.runs.preflight.files import callback_problems, file_problems, package_problems
 from vectorlm.runs.preflight.local_model import description_of, own_length, resolve_model, vocab_size
 from vectorlm.runs.preflight.resume import Resumption, find_resumption
-from vectorlm.runs.preflight.sampling import PARAMETERS, stop_problems
-from vectorlm.runs.preflight.settings import setting_problems
+from vectorlm.runs.preflight.sampling import PARAMETERS, answer_tokens, stop_problems
+from vectorlm.runs.preflight.settings import setting_problems, step_problems
 from vectorlm.runs.preflight.user_code import (
     SourcePrompts,
     call_notes,
@@ -112,6 +112,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     trained = {source.source: source.records for source in prompts if not source.is_held_out}
     if rl is not None:
         config = replace(config, rl=_with_steps(rl, sum(map(len, trained.values()))))
+        raise_problems(list(step_problems(config)))
     evaluation_prompts = [
         replace(record, source=source.source) if source.source else record
         for source in prompts
@@ -172,8 +173,7 @@ def _room(config: Config, is_held_out: bool, longest: float) -> float:
     """Return the most tokens of a prompt that leave room for `max_tokens`; raise `ConfigError` if none do."""
     rl = config.rl
     parameters = config.evaluation.sampling_params if is_held_out or rl is None else rl.collect.sampling
-    asked = parameters.get("max_tokens", 16)
-    asked = asked if type(asked) is int else 1
+    asked = answer_tokens(parameters)
     if asked >= longest:
         path = f"{'evaluation' if is_held_out else 'rl'}.sampling_params.max_tokens"
         rule = f"leaves no room for a prompt within {longest} tokens"

@@ -48,10 +48,6 @@ def file_problems(config: Config) -> Iterator[str]:
         for what in wrong:
             fix = "Download or save the model again."
             yield refuse(config, "model", f"must have complete weights ({what})", fix)
-        # Costs more than a minute: transformers asks on a terminal that ranks do not have.
-        if not config.trust_remote_code and (code := own_code(folder)) and not _is_known(folder):
-            why = f"brings classes of its own ({', '.join(code)}), which transformers does not have"
-            yield refuse(config, "model", why, "Read them, then set trust_remote_code: true.")
         # Silent: the engine would start from other weights than the trainer.
         has_vllm = config.has_engine and config.engine.inference == "vllm"
         if has_vllm and not wrong and (rule := two_sets_of_weights(folder)) is not None:
@@ -61,6 +57,11 @@ def file_problems(config: Config) -> Iterator[str]:
         if limit is not None and train.max_seq_len > limit:
             rule = f"must be at most {limit}, the model's own limit"
             yield refuse(config, "train_parameters.max_seq_len", rule, f"Use {limit} or less.")
+    # Costs more than a minute: transformers asks on a terminal that ranks do not have.
+    for place, path in () if config.trust_remote_code else config.model_folders.items():
+        if (code := own_code(Path(path))) and not _is_known(Path(path)):
+            why = f"brings classes of its own ({', '.join(code)}), which transformers does not have"
+            yield refuse(config, place, why, "Read them, then set trust_remote_code: true.", path)
     # Costs more than a minute: the tokenizer is read after the engine has started.
     if (template := config.chat.chat_template) is not None and not Path(template).is_file():
         yield refuse(config, "chat_template", "must be a file", "Correct the path.")

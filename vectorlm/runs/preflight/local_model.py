@@ -67,11 +67,12 @@ def resolve_model(config: Config) -> Config:
             raise ConfigError(refuse(config, "train_parameters.max_seq_len", rule, "Use 1024, for example."))
         notes.append(f"max_seq_len: -1 is the model's own length, {length} tokens")
         config = replace(config, train_parameters=replace(train, max_seq_len=length))
-    if config.trust_remote_code and own_code(Path(config.model)):
-        # This imports torch.
-        from vectorlm.train.load import trust_code
+    for folder in config.model_folders.values():
+        if config.trust_remote_code and own_code(Path(folder)):
+            # This imports torch.
+            from vectorlm.train.load import trust_code
 
-        trust_code(config.model)
+            trust_code(folder)
     return replace(config, notes=tuple(notes))
 
 
@@ -110,7 +111,8 @@ def with_download(config: Config) -> Config:
         download(name)
         described = description_of(Path(local_folder(name)), ADAPTER_CONFIG) or {}
         if name == config.model and isinstance(base := described.get("base_model_name_or_path"), str):
-            download(base)
+            revision = described.get("revision")
+            download(f"{base}@{revision}" if revision and not Path(base).exists() else base)
     return resolve_model(config)
 
 
@@ -203,12 +205,15 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def own_code(folder: Path) -> list[str]:
-    """Return the Python files that a model's classes are in; empty for a model of transformers."""
-    named = (description_of(folder) or {}).get("auto_map")
-    classes = named.values() if isinstance(named, Mapping) else ()
+    """Return the Python files of the classes of a model and its tokenizer; empty for those of transformers."""
+    names = set()
+    for file in ("config.json", "tokenizer_config.json"):
+        named = (description_of(folder, file) or {}).get("auto_map")
+        for classes in named.values() if isinstance(named, Mapping) else ():
+            names |= set(classes if isinstance(classes, list) else [classes])
     # A class of another repository has its name before `--`.
     return sorted(
-        {f"{name.split('.')[0]}.py" for name in classes if isinstance(name, str) and "--" not in name}
+        {f"{name.split('.')[0]}.py" for name in names if isinstance(name, str) and "--" not in name}
     )
 
 

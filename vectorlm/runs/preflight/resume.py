@@ -141,8 +141,11 @@ def find_resumption(config: Config, world_size: int, num_examples: int | None = 
     # A longer run would stop again at its next evaluation.
     decisive = STOPS_EARLY if found.stopped_early else ()
     before = found.identity["settings"]
-    # Steps of epochs are not known before the prompts are read.
-    is_over = found.stopped_early or (now["settings"][length] or math.inf) <= before[length]
+    num_steps = now["settings"][length]
+    if num_steps is None:  # The steps of epochs are not known before the prompts are read.
+        is_same = all(change.startswith(f"{length}=") for change in changes)
+        num_steps = before[length] if is_same else math.inf
+    is_over = found.stopped_early or num_steps <= before[length]
     is_over &= all(now["settings"].get(name) == before.get(name) for name in decisive)
     return Resumption(found.step, tuple(changes), found.is_finished and is_over, found.stopped_early)
 

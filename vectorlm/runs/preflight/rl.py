@@ -26,6 +26,7 @@ from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.runs.preflight.local_model import description_of, number_in, own_length
 from vectorlm.runs.preflight.sampling import PARAMETERS
+from vectorlm.runs.preflight.settings import weight_problems
 from vectorlm.sampling.weights.lora_factors import moving_references
 from vectorlm.train.grammar import KINDS
 from vectorlm.train.load import load_tokenizer
@@ -266,18 +267,12 @@ def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
                 f"the rewards {other!r} and {name!r} must have different names in metrics, and both are called "
                 f"{short_name(name)!r}. Rename one of the functions or folders."
             )
-    # Costs more than a minute: the first sum of rewards comes after the first completions.
     of_sources = [(f"sources.{name}.rewards", source.rewards) for name, source in rl.collect.sources.items()]
     for place, weights in (("rewards", reward.rewards), ("reward_models", reward.reward_models), *of_sources):
-        for name, weight in weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-                yield refuse(config, f"rl.{place}.{name}", "must be a finite number", "Use 1.0.", weight)
+        yield from weight_problems(config, f"rl.{place}", weights)
     # Costs more than a minute: the policy is loaded first.
-    folders = {f"rl.reward_models.{path}": path for path in reward.reward_models}
-    if rl.critic.model is not None:
-        folders["rl.critic.model"] = rl.critic.model
-    for place, path in folders.items():
-        if not (Path(path) / "config.json").is_file():
+    for place, path in config.model_folders.items():
+        if place.startswith(("rl.critic", "rl.reward")) and not (Path(path) / "config.json").is_file():
             fix = "Name a folder of save_pretrained."
             yield refuse(config, place, "must be a folder with a config.json", fix, path)
 
@@ -394,10 +389,6 @@ def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
             "missing setting 'rl.max_steps' (the batches of rollouts to train on). Add it, or "
             "'rl.num_epochs_over_prompts'."
         )
-    # Silent: the policy would never change.
-    if rl.max_steps is not None and spec.needs_critic and rl.critic.warmup_steps >= rl.max_steps:
-        rule = f"must be below rl.max_steps={rl.max_steps}, or the policy is never trained"
-        yield refuse(config, "rl.critic.warmup_steps", rule, "Use fewer.")
 
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")

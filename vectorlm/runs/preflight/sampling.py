@@ -74,6 +74,12 @@ PARAMETERS: Mapping[str, Parameter] = {
 """Parameters that the checks of a config read, by name."""
 
 
+def answer_tokens(parameters: Mapping[str, Any]) -> int:
+    """Return the tokens to leave room for: `max_tokens`, 16 by vLLM's default, and 1 if answers may have any length."""
+    asked = parameters.get("max_tokens", 16)
+    return asked if type(asked) is int else 1
+
+
 def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 

@@ -151,11 +151,29 @@ def _training_problems(config: Config) -> Iterator[str]:
         yield refuse(config, f"{path}.capturable", f"needs a CUDA device, {why}", "Leave it out.")
     yield from _optimizer_problems(config)
     yield from _evaluation_problems(config)
-    if config.rl is None or config.rl.max_steps is None:
+    yield from step_problems(config)
+
+
+def step_problems(config: Config) -> Iterator[str]:
+    """Yield settings that do not fit the number of steps, if it is known."""
+    rl, num_traced = config.rl, config.train_parameters.profile.profile_steps
+    if rl is None or rl.max_steps is None:
         return
     # Costs more than a minute: the profile is opened after models are loaded.
-    if (problem := short_run(train.profile.profile_steps, config.rl.max_steps)) is not None:
+    if (problem := short_run(num_traced, rl.max_steps)) is not None:
         yield refuse(config, "train_parameters.profile_steps", *problem)
+    # Silent: the policy would never change.
+    if rl.critic.warmup_steps >= rl.max_steps:
+        rule = f"must be below rl.max_steps={rl.max_steps}, or the policy is never trained"
+        yield refuse(config, "rl.critic.warmup_steps", rule, "Use fewer.")
+
+
+def weight_problems(config: Config, setting: str, weights: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the weights of rewards that are no numbers."""
+    # Costs more than a minute: the first sum of rewards comes after the first completions.
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            yield refuse(config, f"{setting}.{name}", "must be a finite number", "Use 1.0.", weight)
 
 
 def _evaluation_problems(config: Config) -> Iterator[str]:
@@ -242,6 +260,7 @@ def _unused_engine(config: Config) -> Iterator[str]:
 
 def _score_problems(config: Config) -> Iterator[str]:
     evaluation = config.evaluation
+    yield from weight_problems(config, "evaluation.rewards", evaluation.rewards)
     # Silent: these metrics would not be logged.
     num = evaluation.sampling_params.get("n") or 1
     if (largest := max(evaluation.at_k, default=1)) > num:

@@ -25,6 +25,7 @@ from vectorlm.sampling.weights.copy_list import PlainWeights
 from vectorlm.sampling.weights.model_tensors import trainer_tensors
 from vectorlm.sampling.weights.module_source import manifest_of
 from vectorlm.sampling.weights.plan import Layout, TensorSpec, dtype_of, require_same
+from vectorlm.train.load import trust_code
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 """Log-probabilities of the sampling distribution, or of the model; the names are vLLM's."""
@@ -201,9 +202,9 @@ def _load(model_path: str, dtype: str, trust_remote_code: bool) -> Any:
             f"model={model_path!r} has no config.json. Pass a folder written by save_pretrained."
         )
     load: Any = AutoModelForCausalLM.from_pretrained
-    model, info = load(
-        model_path, dtype=dtype_of(dtype), output_loading_info=True, trust_remote_code=trust_remote_code
-    )
+    if trust_remote_code:
+        trust_code(model_path)
+    model, info = load(model_path, dtype=dtype_of(dtype), output_loading_info=True)
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:5])
         raise EngineError(

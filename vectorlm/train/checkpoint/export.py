@@ -145,8 +145,9 @@ def write_model(
     bases = [options.base_model_name_or_path for options in adapters.values()]
     base = next(filter(None, bases), None)
     for options in adapters.values():
-        own = options.base_model_name_or_path or base
-        options.base_model_name_or_path = own and lasting_name(own)
+        if own := options.base_model_name_or_path or base:
+            options.base_model_name_or_path, commit = lasting_name(own)
+            options.revision = commit or options.revision
     selected = [name for name in adapters if name != STARTING]
     if adapters:
         _require_all_in_adapters(model, weights, selected)
