@@ -15,6 +15,7 @@ def receivers_of(*models):
     extensions = [WeightExtension() for _ in models]
     for extension, model in zip(extensions, models, strict=True):
         extension.model_runner = SimpleNamespace(get_model=lambda model=model: model)
+        extension.model_config = SimpleNamespace(dtype=torch.float32)
     return EngineReceiver(
         lambda method, args=(): [getattr(each, method)(*args) for each in extensions], "live"
     )

@@ -103,7 +103,7 @@ def test_the_pieces_of_the_parameters_are_the_tensors_of_the_checkpoint(family, 
     folder = save_family(FAMILIES[family], tmp_path)
     saved = load_file(folder / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    parameters = dict(model.named_parameters())
+    parameters = trainer_tensors(model)
     found = {}
     for spec in manifest_of(model):
         whole = parameters[spec.name].detach()

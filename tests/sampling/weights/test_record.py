@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from receivers_here import receivers_of
+from receivers_here import receivers_of, send
 
-from vectorlm.errors import WeightMismatch
+from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.sampling.weights.arena import find_aliases, place_slots
 from vectorlm.sampling.weights.plan import Piece, Slot, TensorSpec
 from vectorlm.sampling.weights.receive import PieceMap, WorkerReceiver
@@ -36,8 +36,6 @@ def loader_of(parameters):
                 parameters["embed"][len(tensor) :].data.fill_(0)
             elif name == "columns":
                 parameters["columns"].copy_(tensor.narrow(1, 2, 2))
-            elif name == "scaled":
-                parameters["columns"].copy_(tensor + 1)
             else:
                 raise KeyError(name)
 
@@ -54,7 +52,7 @@ MANIFEST = [
 
 def test_the_loaders_own_slices_are_recorded_and_no_weight_changes():
     parameters = fused_model()
-    copies = record_loading(loader_of(parameters), parameters, MANIFEST)
+    copies = record_loading(loader_of(parameters), parameters, MANIFEST).copies
     assert copies[0] == Copy(
         "k", View((KV, HIDDEN), (HIDDEN, 1), 0), "qkv", View((KV, HIDDEN), (HIDDEN, 1), Q * HIDDEN)
     )
@@ -66,13 +64,13 @@ def test_recorded_copies_do_what_the_loader_does():
     loaded, replayed = fused_model(), fused_model()
     sources = {spec.name: torch.randn(spec.shape) for spec in MANIFEST}
     loader_of(loaded)(sources.items())
-    for copy in record_loading(loader_of(replayed), replayed, MANIFEST):
+    for copy in record_loading(loader_of(replayed), replayed, MANIFEST).copies:
         copy.parameter_view.on(replayed[copy.parameter]).copy_(copy.source_view.on(sources[copy.source]))
     assert all(torch.equal(loaded[name], replayed[name]) for name in loaded)
 
 
 def load_plan_of(parameters, manifest):
-    copies = record_loading(loader_of(parameters), parameters, manifest)
+    copies = record_loading(loader_of(parameters), parameters, manifest).copies
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     return LoadPlan(tuple(copies), dict.fromkeys(parameters, "float32"), sizes)
 
@@ -110,9 +108,8 @@ def test_a_tensor_that_is_used_in_part_is_refused():
     [
         (TensorSpec("nobody", (1,)), r"'nobody'.*KeyError"),
         (TensorSpec("q", (5, HIDDEN)), r"'q' .*\(5, 4\)"),
-        (TensorSpec("scaled", (3, 2)), "'scaled'"),
     ],
-    ids=["unknown name", "wrong shape", "computed with"],
+    ids=["unknown name", "wrong shape"],
 )
 def test_a_tensor_that_the_loader_cannot_copy_is_refused_by_name(spec, text):
     parameters = fused_model()
@@ -133,6 +130,21 @@ def scaled_in_place(model, tensor):
 def computed_into_its_own_memory(model, tensor):
     model.weight.data.copy_(tensor)
     torch.exp(model.weight.data, out=model.weight.data)
+
+
+def computed_before_it_is_copied(model, tensor):
+    model.weight.data.copy_(-torch.exp(tensor))
+
+
+def spoils_what_it_is_given(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.weight.data.add_(1)
+    tensor.zero_()
+
+
+def computed_into_a_number(model, tensor):
+    model.weight.data.copy_(tensor)
+    model.norm = model.weight.data.norm().item()
 
 
 def computed_into_an_attribute(model, tensor):
@@ -162,23 +174,85 @@ class LoadsOddly(torch.nn.Module):
             self._load(self, tensor)
 
 
-@pytest.mark.parametrize(
-    "load",
-    [
-        negative_exponential_in_place,
-        scaled_in_place,
-        computed_into_its_own_memory,
-        computed_into_an_attribute,
-        computed_into_a_buffer,
-        copied_on,
-    ],
-)
-def test_a_loader_that_computes_with_what_it_has_loaded_is_refused_and_changes_nothing(load):
+COMPUTING = [
+    negative_exponential_in_place,
+    scaled_in_place,
+    computed_into_its_own_memory,
+    computed_before_it_is_copied,
+    copied_on,
+    spoils_what_it_is_given,
+]
+KEEPING = [computed_into_an_attribute, computed_into_a_buffer, computed_into_a_number]
+
+
+@pytest.mark.parametrize("load", COMPUTING)
+def test_a_loader_that_computes_runs_at_every_update_and_again_for_the_proof(load):
+    manifest = [TensorSpec("weight", (2, 3))]
+    engine, fresh = LoadsOddly(load), LoadsOddly(load)
+    if load is not copied_on:
+        del engine.second, fresh.second
+    before = {name: parameter.clone() for name, parameter in engine.named_parameters()}
+    receiver = receivers_of(engine)
+    layout = receiver.connect(manifest, None, "base")
+    assert all(torch.equal(parameter, before[name]) for name, parameter in engine.named_parameters())
+    for number in range(2):
+        sent, sums = send(layout)
+        fresh.load_weights([("weight", sent["weight"].clone())])
+        receiver.load(number, sums, ["base"])
+        assert all(
+            torch.equal(ours, theirs)
+            for ours, theirs in zip(engine.parameters(), fresh.parameters(), strict=True)
+        )
+    with pytest.raises(ChecksumMismatch, match="weight"):
+        receiver.load(2, [sums[0] + 1], ["base"])
+
+
+def test_a_result_that_changes_after_the_loader_made_it_is_named():
+    engine = LoadsOddly(negative_exponential_in_place)
+    del engine.second
+    owner_of_arena = receivers_of(engine)
+    layout = owner_of_arena.connect([TensorSpec("weight", (2, 3))], None, "base")
+    receiver = WorkerReceiver(engine)
+    receiver.describe([TensorSpec("weight", (2, 3))])
+    receiver.attach(layout)
+    receiver.load()
+    receiver.require_computed()
+    engine.weight.data[1, 2] += 1e-3
+    with pytest.raises(ChecksumMismatch, match="weight"):
+        receiver.require_computed()
+
+
+@pytest.mark.parametrize("load", KEEPING)
+def test_a_loader_that_keeps_what_it_computes_elsewhere_is_refused_and_changes_no_parameter(load):
     model = LoadsOddly(load)
     with pytest.raises(WeightMismatch, match="'weight'"):
         record_loading(model.load_weights, dict(model.named_parameters()), [TensorSpec("weight", (2, 3))])
     assert torch.equal(model.weight, torch.arange(6.0).view(2, 3))
-    assert torch.equal(model.second, torch.arange(6.0).view(2, 3))
+    assert model.largest == 0
+
+
+def test_a_loader_that_computes_with_two_sources_is_refused():
+    parameters = {name: torch.zeros(2) for name in ("first", "second", "sum")}
+
+    def load(weights):
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+            parameters["sum"].copy_(parameters["first"] + parameters["second"])
+
+    with pytest.raises(WeightMismatch, match="one tensor at a time"):
+        record_loading(load, parameters, [TensorSpec("first", (2,)), TensorSpec("second", (2,))])
+
+
+def test_a_piece_that_is_laid_down_in_another_order_first_is_one_copy():
+    parameters = {"weight": torch.zeros(3, 2)}
+
+    def load(weights):
+        for _, tensor in weights:
+            parameters["weight"].copy_(tensor[:, :].permute(1, 0).contiguous())
+
+    found = record_loading(load, parameters, [TensorSpec("weight", (2, 3))])
+    assert found.copies == [Copy("weight", View((3, 2), (1, 3), 0), "weight", View((3, 2), (2, 1), 0))]
+    assert found.computed == {}
 
 
 def test_what_a_loader_writes_before_it_copies_changes_nothing():
@@ -190,7 +264,7 @@ def test_what_a_loader_writes_before_it_copies_changes_nothing():
     model = LoadsOddly(load)
     (copy,) = record_loading(
         model.load_weights, dict(model.named_parameters()), [TensorSpec("weight", (2, 3))]
-    )
+    ).copies
     assert copy.parameter == "weight"
     assert torch.equal(model.weight, torch.arange(6.0).view(2, 3))
 
@@ -203,7 +277,7 @@ def test_a_loader_is_given_the_checkpoints_tensors_in_place_of_a_parameter_that_
         for name, tensor in weights:
             parameters[name].copy_(tensor)
 
-    copies = record_loading(load, parameters, [TensorSpec("both", (2, 2, 3), pieces)])
+    copies = record_loading(load, parameters, [TensorSpec("both", (2, 2, 3), pieces)]).copies
     assert [(each.source, each.source_view.offset, each.parameter) for each in copies] == [
         ("both", 0, "first"),
         ("both", 6, "second"),
@@ -219,7 +293,7 @@ def test_other_copies_happen_while_a_loader_is_watched():
             torch.empty_like(tensor).copy_(tensor)
             parameters["weight"].copy_(tensor)
 
-    (copy,) = record_loading(load, parameters, [TensorSpec("weight", (2,))])
+    (copy,) = record_loading(load, parameters, [TensorSpec("weight", (2,))]).copies
     assert copy.parameter == "weight"
     assert scratch.tolist() == [1.0, 1.0]
 

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,15 @@ from vectorlm.sampling.weights.exports import Export
 from vectorlm.sampling.weights.inspection import checksum, checksums, row_sums, widest_word
 from vectorlm.sampling.weights.model_tensors import persistent_buffers
 from vectorlm.sampling.weights.plan import BASE, Layout, Slot, TensorSpec, dtype_name, dtype_of, shortened
-from vectorlm.sampling.weights.record import Copy, LoadPlan, View, join_copies, record_loading
+from vectorlm.sampling.weights.record import (
+    Copy,
+    LoadPlan,
+    View,
+    checkpoint_tensors,
+    join_copies,
+    record_loading,
+    staged_name,
+)
 
 
 class EngineReceiver:
@@ -187,15 +195,28 @@ class WorkerReceiver:
 
     _load_plan: LoadPlan
     """The result of `describe`."""
+    _staged: Mapping[str, torch.Tensor]
+    """Whole sources that the loader computes with, by `staged_name`."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, derived: Set[str] = frozenset()) -> None:
+        """Take the engine's `model`; the parameters in `derived` are made from others after each update."""
+        self._model, self._derived = model, derived
         self.copies: CopyList | None = None
         """The copies of each update; None before `attach`."""
 
     def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
         """Match the trainer's tensors with this worker's parameters; return what the worker takes of them."""
-        self._load_plan, missing = match_tensors(self._model, manifest)
+        self._load_plan, missing = match_tensors(self._model, manifest, self._derived)
+        self._specs = {spec.name: spec for spec in manifest if spec.name in self._load_plan.computed}
+        parameters, dtypes = loaded_tensors(self._model), self._load_plan.dtypes
+        self._staged = {
+            staged_name(name): torch.empty(
+                spec.shape,
+                dtype=dtype_of(dtypes[staged_name(name)]),
+                device=parameters[self._load_plan.computed[name][0]].device,
+            )
+            for name, spec in self._specs.items()
+        }
         if missing:
             raise WeightMismatch(
                 f"the engine has {len(dict(self._model.named_parameters()))} parameters, but the trainer's tensors do "
@@ -209,24 +230,54 @@ class WorkerReceiver:
         Returns:
             Bytes that each update copies. The engine uses all other parameters where they are, in the arena.
         """
-        earlier, parameters = self.copies, loaded_tensors(self._model)
-        self.copies = CopyList(layout, exports, self._load_plan, parameters, may_alias=True, earlier=earlier)
+        earlier, tensors = self.copies, self._tensors()
+        self.copies = CopyList(layout, exports, self._load_plan, tensors, may_alias=True, earlier=earlier)
         self._slots = {slot.name: slot for slot in layout.slots}
         if earlier is not None:
             earlier.close()
         return self.copies.num_bytes
 
     def load(self) -> None:
-        """Copy the last round into the parameters."""
+        """Copy the last round into the parameters, and run the loader on the sources that it computes with."""
         assert self.copies is not None, "attach comes before load"
         self.copies.copy_round()
+        for name in self._specs:
+            self._run_loader(name)
+
+    @torch.no_grad()
+    def _run_loader(self, name: str) -> None:
+        # A copy, because some loaders change what they are given.
+        source = self._staged[staged_name(name)].clone()
+        self._model.load_weights(checkpoint_tensors(self._specs[name], source))
+
+    def require_computed(self) -> None:
+        """Load the sources that the loader computes with again; raise `ChecksumMismatch` if a bit changes."""
+        parameters, changed = loaded_tensors(self._model), []
+        for name, filled in self._load_plan.computed.items():
+            before = {owner: parameters[owner].detach().clone() for owner in filled}
+            self._run_loader(name)
+            changed += [
+                name
+                for owner, held in before.items()
+                if not torch.equal(
+                    held.view(torch.uint8), parameters[owner].detach().contiguous().view(torch.uint8)
+                )
+            ]
+        if changed:
+            raise ChecksumMismatch(
+                f"after the update the engine does not hold what its loader computes from {len(changed)} tensors: "
+                f"{shortened(changed)}. Update again; until then the engine samples nothing."
+            )
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**loaded_tensors(self._model), **self._staged}
 
     def checksums(self) -> list[int]:
         """Sum the piece that each copy of the load plan filled.
 
         Reads the parameters and not the arena: a parameter that is no longer a view of the arena must not pass.
         """
-        return piece_sums(self._load_plan.copies, loaded_tensors(self._model), self._slots)
+        return piece_sums(self._load_plan.copies, self._tensors(), self._slots)
 
 
 @dataclass(frozen=True)
@@ -241,14 +292,20 @@ class WorkerSums:
     """Parameters that no tensor fills, except a head that is tied and equal to the embedding table."""
 
 
-def parameter_sums(model: Any, manifest: Sequence[TensorSpec]) -> WorkerSums:
-    """Sum a worker's parameters, whoever loaded them; nothing changes.
+def parameter_sums(model: Any, manifest: Sequence[TensorSpec], derived: Set[str] = frozenset()) -> WorkerSums:
+    """Sum a worker's parameters, whoever loaded them, except the `derived` ones; nothing changes.
 
     Raises:
         WeightMismatch: It is another model: its loader rejects a name or a shape.
     """
     parameters = loaded_tensors(model)
-    load_plan, unfilled = match_tensors(model, manifest)
+    load_plan, unfilled = match_tensors(model, manifest, derived)
+    if load_plan.computed:
+        # Only the tensors themselves, which are not here, could be loaded again and compared.
+        raise WeightMismatch(
+            f"the engine computes with {shortened([*load_plan.computed])} when it loads them, and keeps only the "
+            "results, so checksums cannot tell whether it has these weights."
+        )
     shapes, slots = {spec.name: spec.shape for spec in manifest}, {}
     for copy in load_plan.copies:
         dtype = load_plan.dtypes[copy.parameter]
@@ -302,18 +359,30 @@ def tensor_sum(tensor: torch.Tensor, dtype: str) -> int:
     return checksum(converted, word_bytes=converted.element_size())
 
 
-def match_tensors(model: Any, manifest: Sequence[TensorSpec]) -> tuple[LoadPlan, list[str]]:
-    """Return what a worker's `model` takes of the tensors, and the parameters that they do not fill completely."""
-    parameters = loaded_tensors(model)
-    copies = join_copies(record_loading(model.load_weights, parameters, manifest), manifest, parameters)
-    load_plan = LoadPlan(
-        tuple(copies),
-        {name: dtype_name(parameter.dtype) for name, parameter in parameters.items()},
-        {name: parameter.numel() for name, parameter in parameters.items()},
-    )
+def match_tensors(
+    model: Any, manifest: Sequence[TensorSpec], derived: Set[str] = frozenset()
+) -> tuple[LoadPlan, list[str]]:
+    """Return what a worker's `model` takes of the tensors, and the parameters that they do not fill completely.
+
+    Parameters in `derived` need no tensor. Some are views of others.
+    """
+    parameters = {name: each for name, each in loaded_tensors(model).items() if name not in derived}
+    recording = record_loading(model.load_weights, parameters, manifest)
+    copies = join_copies(recording.copies, manifest, parameters)
     filled: dict[str, int] = defaultdict(int)
     for copy in copies:
         filled[copy.parameter] += copy.parameter_view.count
+    dtypes = {name: dtype_name(parameter.dtype) for name, parameter in parameters.items()}
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    shapes, computed = {spec.name: spec.shape for spec in manifest}, {}
+    for name, pieces in recording.computed.items():
+        owners = computed[name] = tuple(dict.fromkeys(parameter for parameter, _ in pieces))
+        for parameter, view in dict.fromkeys(pieces):
+            filled[parameter] += view.count
+        whole, staged = View.of(torch.empty(shapes[name], device="meta"), 0), staged_name(name)
+        copies.append(Copy(name, whole, staged, whole))
+        dtypes[staged], sizes[staged] = dtypes[owners[0]], whole.count
+    load_plan = LoadPlan(tuple(copies), dtypes, sizes, computed)
     unfilled = []
     for name, parameter in model.named_parameters():
         count = parameter.numel()
@@ -322,7 +391,7 @@ def match_tensors(model: Any, manifest: Sequence[TensorSpec]) -> tuple[LoadPlan,
             # An engine pads its vocabulary tables; no checkpoint fills the padding.
             rows = owner.shard_indices.org_vocab_end_index - owner.shard_indices.org_vocab_start_index
             count = rows * parameter[0].numel()
-        if filled[name] < count:
+        if filled[name] < count and name not in derived:
             unfilled.append(name)
     return load_plan, unfilled
 

@@ -7,10 +7,11 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,6 +88,9 @@ class LoadPlan:
     """The dtype of each of the worker's parameters, such as ``bfloat16``."""
     sizes: Mapping[str, int]
     """The number of elements of each of the worker's parameters."""
+    computed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By source that the loader computes with: the parameters that it fills. An update copies such a source whole into
+    a tensor of its own, with the name `staged_name`, and runs the loader on it."""
 
     @classmethod
     def whole(cls, manifest: Sequence[TensorSpec], dtype_of_tensor: Callable[[str], str]) -> LoadPlan:
@@ -99,17 +103,31 @@ class LoadPlan:
         )
 
 
+def staged_name(source: str) -> str:
+    """Return the name, among an engine's tensors, of the copy of a source that the loader computes with."""
+    return f"staged {source}"
+
+
+class Recording(NamedTuple):
+    """What a loader does with the trainer's tensors."""
+
+    copies: list[Copy]
+    """The pieces that it copies."""
+    computed: dict[str, list[tuple[str, View]]]
+    """By source that it computes with: the pieces of parameters that it fills."""
+
+
 def record_loading(
     load_weights: Loader, parameters: Mapping[str, torch.Tensor], manifest: Sequence[TensorSpec]
-) -> list[Copy]:
-    """Run the engine's loader on tensors without data and record every copy that it would make; no weight changes.
+) -> Recording:
+    """Run the engine's loader on tensors without data and record what it would do; no weight changes.
 
-    This works for every architecture whose loader only slices and copies (fused projections, padded vocabularies,
-    experts), because the loader itself runs. A worker of a parallel engine takes only its pieces.
+    This works for every architecture, because the loader itself runs. Most loaders only slice and copy (fused
+    projections, padded vocabularies, experts). Some compute with a tensor, such as :math:`-e^{A}` for Mamba-2. A worker
+    of a parallel engine takes only its pieces.
 
     Raises:
-        WeightMismatch: The loader rejects a name or a shape, or it computes with a tensor or with a parameter that it
-            has already filled.
+        WeightMismatch: The loader rejects a name or a shape, or it computes with several tensors at once.
     """
     recorder = _Recorder(parameters)
     for spec in manifest:
@@ -117,7 +135,8 @@ def record_loading(
         recorder.watch(spec.name, source)
         try:
             with recorder:
-                load_weights(_checkpoint_tensors(spec, source))
+                load_weights(checkpoint_tensors(spec, source))
+                recorder.require_nothing_kept()
         except WeightMismatch:
             raise
         except Exception as error:
@@ -128,7 +147,16 @@ def record_loading(
                 f"{type(error).__name__}: {textwrap.shorten(str(error), MAX_LETTERS, placeholder=' …')}"
                 + naming_advice([other.name for other in manifest], parameters)
             ) from error
-    return recorder.copies
+    return Recording(
+        [copy for copy in recorder.copies if copy.source not in recorder.computed],
+        {
+            name: [
+                *pieces,
+                *((copy.parameter, copy.parameter_view) for copy in recorder.copies if copy.source == name),
+            ]
+            for name, pieces in recorder.computed.items()
+        },
+    )
 
 
 def join_copies(
@@ -171,64 +199,114 @@ def _are_laid_down(parts: Sequence[Copy], shift: int, count: int) -> bool:
     return end == count
 
 
-def _checkpoint_tensors(spec: TensorSpec, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def checkpoint_tensors(spec: TensorSpec, whole: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Return the loader's input: the parameter itself, or views of its pieces."""
-    pieces = [
-        (piece.name, whole.as_strided(piece.shape, piece.stride, piece.offset)) for piece in spec.pieces
-    ]
+    pieces = [(piece.name, View(piece.shape, piece.stride, piece.offset).on(whole)) for piece in spec.pieces]
     return pieces or [(spec.name, whole)]
 
 
 class _Recorder(TorchDispatchMode):
-    """A recorder of copies from the watched tensor to parameters; it prevents all writes to parameters."""
+    """A recorder of what a loader does with the watched tensor; it prevents all writes to parameters."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.copies: list[Copy] = []
+        self.computed: dict[str, list[tuple[str, View]]] = {}
         # By address, not by storage: parameters that are views of an arena share one storage.
         self._owners = sorted((tensor.data_ptr(), name) for name, tensor in parameters.items())
         self._parameters = parameters
-        self._filled: dict[str, list[Copy]] = defaultdict(list)
+        self._filled: dict[str, list[tuple[str, View]]] = defaultdict(list)
         self._name = ""
-        self._storage = 0
+        self._pieces: dict[int, tuple[torch.Tensor, View | None]] = {}
+        """By storage: the source (None), and contiguous copies of its pieces, which are kept so that no other tensor
+        gets their storage."""
+
+        self._derived: dict[int, StorageWeakRef] = {}
+        """By storage: what the loader computes from the source."""
 
     def watch(self, name: str, source: torch.Tensor) -> None:
-        self._name, self._storage = name, source.untyped_storage()._cdata
+        self._name, self._pieces = name, {source.untyped_storage()._cdata: (source, None)}
+        self._derived = {}
+
+    def require_nothing_kept(self) -> None:
+        """Raise if the loader has kept what it computed: an update could not replace that."""
+        self._pieces = {}
+        if any(not storage.expired() for storage in self._derived.values()):
+            self._refuse_to_keep()
+
+    def _refuse_to_keep(self) -> None:
+        raise WeightMismatch(
+            f"the engine keeps what it computes from {self._name!r} outside of its parameters. An update would not "
+            "replace it, so this model family cannot be updated."
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             self._record(*args[:2])
             return args[0]
-        if not func.is_view and not _FACTORY.search(func._schema.name):
-            for value in tree_leaves((args, kwargs)):
-                self._require_unfilled(value)
-        if func._schema.is_mutable and args and self._owner_of(args[0]):
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        values = tree_leaves((args, kwargs))
+        is_computing = not func.is_view and not _FACTORY.search(func._schema.name)
+        is_derived = is_computing and any([self._reads(value) for value in values])
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            if (found := self._owner_of(args[0])) is not None:
+                if is_derived:
+                    self.computed[self._name].append(found)
+                return args[0]
+            if is_derived and args[0].untyped_storage()._cdata not in self._derived:
+                self._refuse_to_keep()
+            if args[0].untyped_storage()._cdata in self._pieces:
+                self.computed.setdefault(self._name, [])
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default and (view := self._in_source(args[0])) is not None:
+            self._pieces[result.untyped_storage()._cdata] = result, view
+        for each in tree_leaves(result) if is_derived else ():
+            if not isinstance(each, torch.Tensor):
+                self._refuse_to_keep()
+            self._derived[each.untyped_storage()._cdata] = StorageWeakRef(each.untyped_storage())
+        return result
+
+    def _in_source(self, value: torch.Tensor) -> View | None:
+        """Return the piece of the source that `value` is, or holds a copy of; None for other tensors."""
+        whole, view = self._pieces.get(value.untyped_storage()._cdata, (None, None))
+        if whole is None or view is None:
+            return None if whole is None else View.of(value, int(value.storage_offset()))
+        is_whole = value.shape == whole.shape and value.stride() == whole.stride()
+        return view if is_whole and value.storage_offset() == 0 else None
 
     def _record(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if source.untyped_storage()._cdata != self._storage:
-            raise WeightMismatch(
-                f"the engine computes with {self._name!r} while it loads it. An update cannot replace such a tensor."
-            )
         if (found := self._owner_of(target)) is None:
             raise WeightMismatch(f"the engine loads {self._name!r} into a tensor that is not a parameter.")
         owner, view = found
-        self.copies.append(Copy(self._name, View.of(source, int(source.storage_offset())), owner, view))
-        self._filled[owner].append(self.copies[-1])
+        if (piece := self._in_source(source)) is None:
+            self.computed.setdefault(self._name, []).append((owner, view))
+        else:
+            self.copies.append(Copy(self._name, piece, owner, view))
+        self._filled[owner].append((self._name, view))
 
-    def _require_unfilled(self, value: Any) -> None:
-        """Raise if `value` overlaps a recorded copy: the operation would read numbers that are not loaded."""
+    def _reads(self, value: Any) -> bool:
+        """Whether the loader computes with `value`, which it has loaded from the source; note the source then.
+
+        Raises:
+            WeightMismatch: `value` was loaded from another source.
+        """
+        if not isinstance(value, torch.Tensor):
+            return False
+        if value.untyped_storage()._cdata in self._derived:
+            return True
         if (found := self._owner_of(value)) is None:
-            return
-        owner, view = found
-        for copy in self._filled[owner]:
-            filled = copy.parameter_view.span
-            if view.span.start < filled.stop and filled.start < view.span.stop:
+            return False
+        (owner, view), reads = found, False
+        for source, filled in self._filled[owner]:
+            if view.span.start >= filled.span.stop or filled.span.start >= view.span.stop:
+                continue
+            if source != self._name:
                 raise WeightMismatch(
-                    f"the engine computes with {owner!r} after it has loaded {copy.source!r} into it. An update would "
-                    "not repeat the computation, so this model family cannot be updated."
+                    f"the engine computes with {owner!r}, which holds {source!r}, while it loads {self._name!r}. An "
+                    "update sends one tensor at a time, so this model family cannot be updated."
                 )
+            self.computed.setdefault(source, [])
+            reads = True
+        return reads
 
     def _owner_of(self, value: Any) -> tuple[str, View] | None:
         """Return the parameter that contains `value`, and the piece; None for other values."""
