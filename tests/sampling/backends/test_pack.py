@@ -10,12 +10,17 @@ from vectorlm.sampling.backends.vllm.pack import (
     ACTIVATIONS,
     are_plain,
     check_packed,
+    clamped_swiglu,
+    derive,
+    derived_names,
     mix_experts,
     pack_experts,
     packable_layers,
-    require_no_latent_attention,
+    require_derivable,
+    stale_derived,
     stale_experts,
 )
+from vectorlm.sampling.backends.vllm.shim import rotate_every_head
 
 
 class Layer(torch.nn.Module):
@@ -71,12 +76,62 @@ def test_an_embedding_table_is_packed_only_where_it_is_the_head():
 
 
 class MLAAttention(torch.nn.Module):
-    """vLLM's latent attention goes by this name."""
+    """As vLLM's latent attention, it keeps the transposed projection too."""
+
+    def __init__(self, drops=False):
+        super().__init__()
+        self.kv_b_proj = torch.nn.Linear(3, 2, bias=False)
+        self.product = torch.nn.Parameter(self.kv_b_proj.weight.detach().t().clone())
+        if drops:
+            self.kv_b_proj.weight.data = torch.empty(0)
+
+    def process_weights_after_loading(self, dtype):
+        self.product.data.copy_(self.kv_b_proj.weight.t())
 
 
-def test_latent_attention_is_refused_by_name():
+def test_what_latent_attention_derives_is_made_again_and_compared():
+    model = torch.nn.Sequential(MLAAttention())
+    assert derived_names(model) == {"0.product"}
+    require_derivable(model, torch.float32)
+    with torch.no_grad():
+        model[0].kv_b_proj.weight.add_(1)
+        derive(model, torch.float32)
+        assert torch.equal(model[0].product, model[0].kv_b_proj.weight.t())
+        assert stale_derived(model, torch.float32) == []
+        model[0].product[0, 0] += 1
+    assert stale_derived(model, torch.float32) == ["0.product"]
+
+
+def test_latent_attention_without_its_projection_is_refused_by_name():
     with pytest.raises(WeightMismatch, match="latent attention"):
-        require_no_latent_attention(torch.nn.Sequential(MLAAttention()))
+        require_derivable(torch.nn.Sequential(MLAAttention(drops=True)), torch.float32)
+
+
+def test_the_clamped_activation_is_vllms():
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SwigluOAIAndMul
+
+    x = torch.randn(5, 12) * 9
+    with set_current_vllm_config(VllmConfig()):
+        expected = SwigluOAIAndMul().forward_native(x)
+    assert torch.equal(clamped_swiglu(x), expected)
+
+
+def test_the_rotary_kernel_is_right_for_heads_that_are_slices():
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    rotate_every_head()
+    query, key = torch.randn(5, 3, 12)[..., 4:], torch.randn(5, 1, 20)[..., 12:]
+    with set_current_vllm_config(VllmConfig()):
+        rotary = RotaryEmbedding(8, 8, 64, 10000.0, False, torch.float32)
+    places = torch.arange(5) + 2
+    expected = rotary.forward_native(places, query.clone(), key.clone())
+    for found, wanted in zip(rotary.forward_cpu(places, query, key), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert rotary.forward_cpu(places, query, None)[1] is None
 
 
 TOKENS, HIDDEN, EXPERTS, CHOICES = 7, 64, 5, 2
@@ -169,6 +224,8 @@ def test_experts_are_plain_where_their_kernel_takes_the_checkpoints_order():
     layer = ExpertLayer(32)
     assert are_plain(layer)
     layer.activation.value = "swigluoai"
+    assert are_plain(layer)
+    layer.activation.value = "relu2_no_mul"
     assert not are_plain(layer)
     for backend, plain in {"TRITON": True, "FLASHINFER_CUTLASS": False}.items():
         method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend))

@@ -10,9 +10,13 @@ from vectorlm.ranks.engine_ranks import CallResult, capture
 from vectorlm.sampling.backends.vllm import packs_by_itself
 from vectorlm.sampling.backends.vllm.pack import (
     check_packed,
+    derive,
+    derived_names,
     pack,
-    require_no_latent_attention,
+    require_derivable,
+    require_none,
     require_plain_layers,
+    stale_derived,
     use_norm_kernel,
 )
 from vectorlm.sampling.weights.exports import Export
@@ -38,6 +42,7 @@ class WeightExtension:
     """
 
     model_runner: Any
+    model_config: Any
 
     @as_call_result
     def vectorlm_prepare(self, kind: str) -> str:
@@ -58,7 +63,7 @@ class WeightExtension:
         self._vectorlm_packs = kind == "packed"
         if self._vectorlm_packs:
             pack(model)
-        self._vectorlm_receivers: dict[str, Any] = {BASE: WorkerReceiver(model)}
+        self._vectorlm_receivers: dict[str, Any] = {BASE: WorkerReceiver(model, derived_names(model))}
         if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
             self._vectorlm_receivers["adapter"] = AdapterReceiver(manager, model)
         return kind
@@ -66,7 +71,8 @@ class WeightExtension:
     @as_call_result
     def vectorlm_describe(self, weight_set: str, manifest: Sequence[TensorSpec]) -> Any:
         """Return the `LoadPlan` of this worker."""
-        require_no_latent_attention(self.model_runner.get_model())
+        if weight_set == BASE:
+            require_derivable(self.model_runner.get_model(), self.model_config.dtype)
         return self._vectorlm_receivers[weight_set].describe(manifest)
 
     @as_call_result
@@ -84,12 +90,19 @@ class WeightExtension:
         """Load the last round and pack it; return checksums if `with_checksums`."""
         receiver = self._vectorlm_receivers[weight_set]
         receiver.load()
-        is_packed = self._vectorlm_packs and weight_set == BASE
-        if is_packed:
-            pack(self.model_runner.get_model())
-        sums = receiver.checksums() if with_checksums else []
-        if is_packed and with_checksums:
-            check_packed(self.model_runner.get_model(), seed=version)
+        if weight_set != BASE:
+            return receiver.checksums() if with_checksums else []
+        model, dtype = self.model_runner.get_model(), self.model_config.dtype
+        derive(model, dtype)
+        if self._vectorlm_packs:
+            pack(model)
+        if not with_checksums:
+            return []
+        sums = receiver.checksums()
+        receiver.require_computed()
+        require_none(stale_derived(model, dtype))
+        if self._vectorlm_packs:
+            check_packed(model, seed=version)
         return sums
 
     @as_call_result
@@ -103,11 +116,11 @@ class WeightExtension:
     def vectorlm_parameter_sums(self, manifest: Sequence[TensorSpec]) -> Any:
         """Return the `WorkerSums` of the trainer's tensors, whoever loaded them; works without `vectorlm_prepare`."""
         model = self.model_runner.get_model()
-        require_no_latent_attention(model)
         require_plain_layers(model)
         if getattr(self, "_vectorlm_packs", False):
             check_packed(model)
-        return parameter_sums(model, manifest)
+        require_derivable(model, self.model_config.dtype)
+        return parameter_sums(model, manifest, derived_names(model))
 
     @as_call_result
     def vectorlm_clear(self, weight_set: str) -> Any:

@@ -27,12 +27,38 @@ PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneT
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
+
+def _gated(activation: Activation) -> Activation:
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return apply
+
+
+def clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    r"""Return :math:`g \sigma(1.702 g) (u + 1)`, with gates g at most 7 and u between -7 and 7.
+
+    *Source*: OpenAI 2025, gpt-oss-120b & gpt-oss-20b Model Card, arXiv 2508.10925, sec. 2.2; the constants are those
+    of its reference code.
+
+    Args:
+        x: g and u in turn, [T, 2 I].
+
+    Returns:
+        [T, I].
+    """
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "silu": _gated(functional.silu),
+    "gelu": _gated(functional.gelu),
+    "gelu_tanh": _gated(functools.partial(functional.gelu, approximate="tanh")),
+    "swigluoai": clamped_swiglu,
 }
-"""Gated activations, by vLLM's names."""
+"""Gated activations of the products with gate and up, by vLLM's names."""
 
 PROBED_EXPERTS = 2
 """Experts of each layer that one check packs again."""
@@ -118,10 +144,14 @@ def check_packed(model: torch.nn.Module, seed: int = 0) -> None:
             sound = layer.weight.isfinite().all(dim=1)
             if not torch.equal(found[sound], expected[sound]) or found[~sound].isfinite().any():
                 stale.append(name)
-    stale += stale_experts(model, generator)
+    require_none(stale + stale_experts(model, generator))
+
+
+def require_none(stale: list[str]) -> None:
+    """Raise `ChecksumMismatch` if there are weights that vLLM rearranges and that are not those that were sent."""
     if stale:
         raise ChecksumMismatch(
-            f"the packed weights of {len(stale)} layers differ from those that were sent: {stale}."
+            f"{len(stale)} weights that vLLM rearranges differ from those that were sent: {stale}."
         )
 
 
@@ -140,12 +170,55 @@ def require_plain_layers(model: torch.nn.Module) -> None:
         )
 
 
-def require_no_latent_attention(model: torch.nn.Module) -> None:
-    """Raise for latent attention (MLA): vLLM multiplies two weights at load time and keeps only the product."""
-    if any(type(module).__name__ == "MLAAttention" for module in model.modules()):
+def _derived(model: torch.nn.Module) -> Iterator[tuple[str, Any, dict[str, torch.Tensor]]]:
+    """Yield layers whose parameters vLLM makes from a projection's after loading, with their names and parameters.
+
+    These are the layers of latent attention (MLA, of DeepSeek-V2 and V3).
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "MLAAttention":
+            yield name, module, dict(module.named_parameters(prefix=name, recurse=False))
+
+
+def derived_names(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that `derive` makes."""
+    return frozenset(name for _, _, parameters in _derived(model) for name in parameters)
+
+
+def derive(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Make the parameters again that vLLM makes from others after loading; `dtype` is the model's."""
+    for _, layer, _ in _derived(model):
+        layer.process_weights_after_loading(dtype)
+
+
+def stale_derived(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
+    """Make these parameters again, and name those whose bits or place in memory change."""
+    stale = []
+    for name, layer, parameters in _derived(model):
+        before = {each: parameter.detach().clone() for each, parameter in parameters.items()}
+        layer.process_weights_after_loading(dtype)
+        after = dict(layer.named_parameters(prefix=name, recurse=False))
+        stale += [
+            each
+            for each, parameter in parameters.items()
+            # A captured graph goes on reading the old place.
+            if after[each].data_ptr() != parameter.data_ptr()
+            or not torch.equal(
+                after[each].contiguous().view(torch.uint8), before[each].contiguous().view(torch.uint8)
+            )
+        ]
+    return stale
+
+
+def require_derivable(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Raise if an update could not make the derived parameters of the model again."""
+    # On processors with AMX vLLM drops the projection.
+    has_all = all(layer.kv_b_proj.weight.numel() for _, layer, _ in _derived(model))
+    if not has_all or stale_derived(model, dtype):
         raise WeightMismatch(
             "this engine cannot take new weights: for latent attention (MLA, of DeepSeek-V2 and V3) vLLM keeps "
-            "products of weights that no update fills. Set VLLM_MLA_DISABLE=1, which keeps the weights themselves."
+            "rearranged weights here that no update can fill. Set VLLM_MLA_DISABLE=1, which keeps the weights "
+            "themselves."
         )
 
 
@@ -195,11 +268,11 @@ def mix_experts(
 
     Args:
         x: Tokens, [T, H].
-        weights: Gate and up, one after the other, [E, 2 I, H]; down, [E, H, I].
+        weights: Gate and up, in the order that `activation` takes, [E, 2 I, H]; down, [E, H, I].
         biases: [E, 2 I] and [E, H], or None.
         chosen: The experts of each token, int [T, K].
         shares: Their shares, [T, K]; None if the tokens are already multiplied by them.
-        activation: a.
+        activation: Computes :math:`a(g) \odot u` from the products g and u, [T, 2 I].
 
     Returns:
         [T, H], in the dtype of `x`, summed in float32.
@@ -209,9 +282,9 @@ def mix_experts(
     for expert in chosen.unique().tolist():
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
         bias = None if gate_up_bias is None else gate_up_bias[expert]
-        gate, up = functional.linear(x[tokens], gate_up[expert], bias).chunk(2, dim=-1)
+        hidden = activation(functional.linear(x[tokens], gate_up[expert], bias))
         bias = None if down_bias is None else down_bias[expert]
-        part = functional.linear(activation(gate) * up, down[expert], bias).float()
+        part = functional.linear(hidden, down[expert], bias).float()
         total.index_add_(0, tokens, part if shares is None else part * shares[tokens, places, None])
     return total.to(x.dtype)
 

@@ -54,6 +54,32 @@ def adapt_to_cpu() -> None:
         keep_plain_weights()
         let_seeded_requests_wait()
         expand_for_drafts()
+        rotate_every_head()
+
+
+def rotate_every_head() -> None:
+    """Correct vLLM's rotary kernel on CPU for queries and keys [T, H, D]; call before the engine is built.
+
+    vllm 0.32: the kernel takes the distance of two heads for the distance of two tokens, so only [T, H D] comes out
+    right. DeepSeek-V2 and GLM-4-MoE-Lite pass [T, H, D]; log-probabilities were up to 0.3 off. Delete when
+    ``ops.rotary_embedding`` is right for both.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    original = RotaryEmbedding.forward_cpu
+    if hasattr(original, "takes_heads"):
+        return
+
+    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        if query.dim() != 3:
+            return original(self, positions, query, key)
+        rows = [each.reshape(each.shape[0], -1) for each in (query, key) if each is not None]
+        original(self, positions, *rows)
+        rotated = [row.unflatten(1, (-1, self.head_size)) for row in rows]
+        return rotated[0], None if key is None else rotated[1]
+
+    forward_cpu.takes_heads = True  # type: ignore[attr-defined]
+    RotaryEmbedding.forward_cpu = forward_cpu  # type: ignore[method-assign]
 
 
 def let_seeded_requests_wait() -> None:
