@@ -90,6 +90,12 @@ def test_an_adapter_that_the_layers_did_not_take_is_caught(receivers, manager):
         load(receivers, specs())
 
 
+def test_vllm_writes_the_rows_of_the_next_batch_anew_after_an_update(receivers, manager):
+    manager._last_mapping = "rows that sleep has dropped"
+    load(receivers, specs())
+    assert manager._last_mapping is None
+
+
 def test_numbers_of_an_earlier_adapter_that_stay_are_caught(receivers, manager):
     load(receivers, specs(rank=3))
     manager.keeps_old_numbers = True

@@ -140,6 +140,8 @@ class AdapterReceiver:
         self._manager.remove_adapter(ADAPTER_ID)
         self._manager.add_adapter(LoRAModel(ADAPTER_ID, max(len(a) for a in tensors.values()), layers))
         self._manager.activate_adapter(ADAPTER_ID)
+        # vllm before 0.33: sleep drops the rows of the batch's adapters too, and vLLM writes only changes of them.
+        self._manager._last_mapping = None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
