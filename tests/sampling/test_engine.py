@@ -1,6 +1,7 @@
 """One engine, no launcher: `SamplingEngine` as a script or a notebook uses it."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def test_before_any_update_it_samples_from_the_checkpoint_and_seeds_mean_the_sam
         assert all(equal)
         assert gap < 1e-4
         assert fresh.receiver == "live"  # what `auto` chooses for a tiny model
+        assert re.fullmatch(r"vLLM [\d.]+, model runner V[12] \(CPUModelRunner\)", fresh.runner)
         prompts = [[2 + index] * 30 for index in range(8)]
         params = [{"seed": seed, "max_tokens": 6, "ignore_eos": True, "n": 2} for seed in range(8)]
         first, again = fresh.sample(prompts, params), fresh.sample(prompts, params)

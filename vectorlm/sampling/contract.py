@@ -160,6 +160,10 @@ class Backend(Protocol):
         """Optional: token ids are below it; without it, the vocabulary size in the model folder's config counts."""
 
     @property
+    def runner(self) -> str:
+        """Optional: the inference library with its version, and what runs the model in it; printed at the start."""
+
+    @property
     def tokenizer(self) -> Any:
         """Optional: what encodes texts and chat messages, by ``encode`` and ``apply_chat_template``; it is pickled.
 

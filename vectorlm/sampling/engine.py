@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
 import time
 import warnings
 import weakref
@@ -174,6 +175,11 @@ class SamplingEngine:
         """Storage of the weights, `live` (in place) or `packed`; waits until the engine is loaded."""
         return self.wait_until_ready().receiver
 
+    @property
+    def runner(self) -> str:
+        """vLLM's version and model runner, as in ``vLLM 0.32.0, model runner V1 (CPUModelRunner)``; else empty."""
+        return self.wait_until_ready().runner
+
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The tokenizer for texts and chat messages: the backend's, that of ``tokenizer=…``, or the folder's."""
@@ -206,6 +212,8 @@ class SamplingEngine:
                 # The sampler sends it once, but every later call must raise it. A silent engine may answer later.
                 self._start_error = None if isinstance(error, EngineTimeout) else error
                 raise
+            if self._ready.runner and self._topology.is_main:
+                print(f"the engine is ready: {self._ready.runner}", file=sys.stderr, flush=True)
         return self._ready
 
     def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:

@@ -48,6 +48,8 @@ class Ready:
     """The tokenizer for its prompts; None uses the tokenizer in the model's folder."""
     warning: str = ""
     """A warning about the weights before the first update; empty if there is none."""
+    runner: str = ""
+    """The inference library with its version, and the part of it that runs the model; empty if unknown."""
 
 
 @dataclass(frozen=True)

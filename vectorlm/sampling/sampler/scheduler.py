@@ -65,6 +65,7 @@ def ready(backend: Backend, load_s: float) -> messages.Ready:
         getattr(backend, "transports", ("push",)),
         getattr(backend, "tokenizer", None),
         getattr(backend, "warning", ""),
+        getattr(backend, "runner", ""),
     )
 
 

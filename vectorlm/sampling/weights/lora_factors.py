@@ -105,7 +105,7 @@ WRITES, SCORES = "CAUSAL_LM", "SEQ_CLS"
 """PEFT's names for a language model and a reward model."""
 
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM accepts for ``max_lora_rank`` (0.26 to 0.32)."""
+"""The values that vLLM accepts for ``max_lora_rank``."""
 
 MERGED = 'engine.lora_mode: merged (in Python SamplingEngine(..., lora_mode="merged"))'
 """The advice in error messages to use merged weights."""

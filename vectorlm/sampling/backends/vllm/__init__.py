@@ -1,4 +1,7 @@
-"""Defaults of an engine on CPU, which memory plans read without loading vLLM."""
+"""Facts about vLLM engines, which doctor and memory plans read without loading vLLM."""
+
+SUPPORTED_VERSIONS = ">=0.26,<0.34"
+"""The versions of vLLM that have all names that vectorlm uses (tests/gpu/test_vllm_window.py)."""
 
 CPU_KV_CACHE_BYTES = 512 << 20
 """Size of the KV cache."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vectorlm.errors import EngineError
+from vectorlm.ranks.engine_ranks import results_or_first_error
 from vectorlm.sampling.backends.vllm.shim import (
     CudaSleep,
     adapt_to_cpu,
@@ -36,6 +37,7 @@ class VLLM:
     def __init__(self, model: str, *, receiver: str, **engine_args: Any) -> None:
         """Build the engine and sample one token; raise `EngineError` if vLLM cannot run the model here."""
         import torch
+        import vllm
         from torch import distributed
 
         # vLLM would change the threads of a rank, and hang if the ranks have a process group.
@@ -57,6 +59,8 @@ class VLLM:
             self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None
             warm_up(self._engine)
         self.receiver = self._receiver.kind
+        (runner, *_) = results_or_first_error(self._engine.collective_rpc("vectorlm_runner"))
+        self.runner = f"vLLM {vllm.__version__}, model runner {runner}"
         config = self._engine.vllm_config
         self.max_num_seqs: int = config.scheduler_config.max_num_seqs
         self.vocab_size: int = config.model_config.get_vocab_size()
@@ -281,7 +285,7 @@ class Texts:
         """Make vLLM sample the request without text, unless it needs the text for stop strings."""
         from transformers import PreTrainedTokenizerFast
 
-        # vLLM's own condition (0.26 to 0.32) for decoding with the tokenizers library.
+        # vLLM's own condition for decoding with the tokenizers library.
         is_fast = isinstance(self._tokenizer, PreTrainedTokenizerFast)
         if params.detokenize and not params.stop and is_fast:
             params.detokenize = False

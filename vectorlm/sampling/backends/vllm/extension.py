@@ -69,6 +69,13 @@ class WeightExtension:
         return kind
 
     @as_call_result
+    def vectorlm_runner(self) -> str:
+        """Return the model runner's generation and class, as in ``V1 (CPUModelRunner)``."""
+        kinds = type(self.model_runner).__mro__
+        is_v2 = any(kind.__module__.startswith("vllm.v1.worker.gpu.") for kind in kinds)
+        return f"{'V2' if is_v2 else 'V1'} ({kinds[0].__name__})"
+
+    @as_call_result
     def vectorlm_describe(self, weight_set: str, manifest: Sequence[TensorSpec]) -> Any:
         """Return the `LoadPlan` of this worker."""
         if weight_set == BASE:

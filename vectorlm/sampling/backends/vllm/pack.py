@@ -67,7 +67,7 @@ PROBED_EXPERTS = 2
 def keep_plain_weights() -> None:
     """Make vLLM keep the plain weights of linear layers and experts; call before the engine is built.
 
-    vllm 0.26 to 0.32: ``dispatch_cpu_unquantized_gemm`` is looked up at each call. Delete when vLLM packs behind a
+    ``dispatch_cpu_unquantized_gemm`` is looked up at each call. Delete when vLLM packs behind a
     parameter that can still be written to.
     """
     from vllm.model_executor.layers import utils

@@ -1,4 +1,4 @@
-"""All calls into vLLM's internals (0.26 to 0.32)."""
+"""All calls into vLLM's internals (for `SUPPORTED_VERSIONS`)."""
 
 from __future__ import annotations
 
