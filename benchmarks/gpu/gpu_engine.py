@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import vectorlm
 from vectorlm.errors import ChecksumMismatch
+from vectorlm.sampling.testing import EngineUnderTest
 from vectorlm.sampling.weights import exports
 
 PROMPTS = [[2, 3, 4, 5], [6, 7]]
@@ -90,8 +91,12 @@ def corrupt_a_row(bench: Bench, folder: str) -> None:
 
 def swap_often(bench: Bench, folder: str) -> None:
     """See whether memory grows, and swap in the midst of a completion."""
-    model = fully_shard(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    with vectorlm.SamplingEngine(folder, **{**TINY_ENGINE, "max_model_len": 2048}) as engine:
+    model, whole = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    fully_shard(model)
+    perturb(model, whole, seed=0)
+    arguments = {**TINY_ENGINE, "max_model_len": 2048}
+    with vectorlm.SamplingEngine(folder, **arguments) as engine:
+        bench.note("model runner", engine.runner)
         for step in range(WARM_UP + SWAPS):
             if step == WARM_UP:
                 before = used_bytes()
@@ -103,6 +108,13 @@ def swap_often(bench: Bench, folder: str) -> None:
             engine.update(model, engine.version + 1, in_flight=mode)
             ((answer,),) = handle.result()
             bench.note(f"{mode}: tokens of both weights", len(set(answer.versions)) == 2)
+        swapped = logprobs(engine, PROMPTS)
+    with (
+        EngineUnderTest(engine, folder).saved(whole) as path,
+        vectorlm.SamplingEngine(path, **arguments) as fresh,
+    ):
+        same = logprobs(fresh, PROMPTS) == swapped
+        bench.note("a fresh engine of the same weights has the same log-probs", same)
 
 
 def sleep(bench: Bench) -> None:
@@ -148,7 +160,7 @@ def adapter(bench: Bench) -> None:
 def adapter_on_rank(bench: Bench, folder: str) -> None:
     model, reference = adapted(folder), adapted(folder)
     fully_shard(model)
-    # vllm 0.26 to 0.32: the Triton kernels of LoRA assert float16 or bfloat16.
+    # The Triton kernels of LoRA assert float16 or bfloat16.
     arguments = {**TINY_ENGINE, **WITH_LORA, "dtype": "bfloat16" if bench.is_cuda else "float32"}
     with vectorlm.SamplingEngine(folder, **arguments, enable_sleep_mode=True) as engine:
         whole = engine.update(model, 0).num_bytes

@@ -70,15 +70,22 @@ class Step:
     limit_s: float
     min_gpus: int = 1
     expected: tuple[Expected, ...] = ()
+    runner: int | None = None
+    """The generation of vLLM's model runner, on CUDA; None for vLLM's default."""
 
 
 def read_steps() -> tuple[Step, ...]:
     """Read steps.yaml."""
     steps = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text())
-    for each in steps.values():
+    found = []
+    for name, each in steps.items():
         figures = each.pop("figures")
-        each["expected"] = tuple(Expected(figure=name, **figures[name]) for name in figures)
-    return tuple(Step(name=name, **steps[name]) for name in steps)
+        each["expected"] = tuple(Expected(figure=figure, **figures[figure]) for figure in figures)
+        runners = (2, 1) if each.pop("both_runners", False) else (None,)
+        found += [
+            Step(name=f"{name}_v1" if runner == 1 else name, runner=runner, **each) for runner in runners
+        ]
+    return tuple(found)
 
 
 STEPS = read_steps()
@@ -137,7 +144,8 @@ def plan(steps: Sequence[Step]) -> str:
     """Say what each step needs and should show."""
     lines = []
     for step in steps:
-        lines.append(f"{step.name}: {step.what} ({step.min_gpus} GPU, at most {step.limit_s:g} s)")
+        runner = f", model runner V{step.runner}" if step.runner else ""
+        lines.append(f"{step.name}: {step.what} ({step.min_gpus} GPU, at most {step.limit_s:g} s{runner})")
         lines += [f"    {each.figure}: {each.text}" for each in step.expected]
     one = sum(step.limit_s for step in steps if step.min_gpus == 1)
     return "\n".join([*lines, f"on one GPU: at most {one / 60:.1f} minutes"])
@@ -148,6 +156,11 @@ def rows_of(step: Step, is_cuda: bool, devices: Sequence[Gpu]) -> Iterator[dict[
     # Two ranks fit onto the cores of any machine.
     if step.min_gpus > (len(devices) if is_cuda else 2):
         print(f"== {step.name}: left out, needs {step.min_gpus} GPUs", flush=True)
+        return
+    if step.runner == 1 and not is_cuda:
+        print(
+            f"== {step.name}: left out, the step above has run on V1, because the CPU has no V2", flush=True
+        )
         return
     print(f"== {step.name}: {step.what}", flush=True)
     before = gpus() if is_cuda else []
@@ -191,6 +204,7 @@ def run_step(step: Step, is_cuda: bool, memory_gib: float) -> tuple[dict[str, An
         Its figures; its exit code, or that there was none, if it did not end well; the last lines that it printed.
     """
     limit_s = step.limit_s * (1 if is_cuda else REHEARSAL_FACTOR)
+    chosen = {"VLLM_USE_V2_MODEL_RUNNER": str(step.runner - 1)} if is_cuda and step.runner else {}
     words = ["--call", step.call, "--device", "cuda" if is_cuda else "cpu", "--memory_gib", str(memory_gib)]
     with tempfile.TemporaryDirectory(prefix="vectorlm-gpu-", ignore_cleanup_errors=True) as name:
         folder, problem = Path(name), ""
@@ -198,6 +212,7 @@ def run_step(step: Step, is_cuda: bool, memory_gib: float) -> tuple[dict[str, An
             process = subprocess.Popen(
                 [sys.executable, __file__, *words, "--folder", name],
                 cwd=ROOT,
+                env={**os.environ, **chosen},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -30,7 +30,13 @@ def test_the_plan_names_every_step_and_has_most_of_it_in_the_first_ten_minutes_o
         assert all(f"    {each.figure}: " in printed for each in step.expected)
     assert STEPS[0].name == "first"
     assert STEPS[0].limit_s <= 10 * 60
-    assert sum(step.limit_s for step in STEPS if step.min_gpus == 1) <= 35 * 60
+    assert sum(step.limit_s for step in STEPS if step.min_gpus == 1) <= 42 * 60
+
+
+def test_engine_checks_run_on_both_model_runners():
+    calls = {runner: {step.call for step in STEPS if step.runner == runner} for runner in (1, 2)}
+    assert calls[1] == calls[2] >= {"gpu_engine:gap_fp32", "gpu_engine:swaps"}
+    assert len({step.name for step in STEPS}) == len(STEPS)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
