@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kit.families import FAMILIES, save_family
+from kit.rl_runs import config_of, save_files
 from peft import LoraConfig, get_peft_model
 
+from vectorlm import HFEngine
 from vectorlm.cli import main
-from vectorlm.errors import ConfigError
+from vectorlm.errors import ConfigError, WeightMismatch
 from vectorlm.sampling import verify
+from vectorlm.sampling.verify import verify_updates
 
 OTHERS = "the engine does not have these weights: no tensor fills these parameters: "
 FOUND = {
@@ -77,3 +80,36 @@ def test_a_model_with_adapters_is_refused(monkeypatch):
     monkeypatch.setattr(verify, "ScoringServer", lambda *args, **more: server)
     with pytest.raises(ConfigError, match=r"return model\.merge_and_unload\(\)"):
         verify.verify_server("u", lambda: model)
+
+
+@pytest.mark.slow
+def test_a_check_proves_that_updates_do_what_a_start_does(tmp_path, capsys):
+    save_files(tmp_path)
+    config_of(tmp_path, tmp_path / "run")
+    assert main(["check", str(tmp_path / "run.yaml"), "--fresh_engine"]) == 0
+    assert "the same bits as a fresh engine in 6 answers" in capsys.readouterr().out
+    assert (
+        main(
+            [
+                "check",
+                str(tmp_path / "run.yaml"),
+                "--fresh_engine",
+                "--set",
+                "engine={inference: transformers}",
+            ]
+        )
+        == 2
+    )
+    assert "--fresh_engine" in capsys.readouterr().err
+
+
+def test_an_engine_that_computes_something_else_after_an_update_is_noticed(folder):
+    class Stale(HFEngine):
+        def update(self, model, step, **options):
+            with torch.no_grad():
+                model.get_output_embeddings().weight[0] += 1
+            return super().update(model, step, **options)
+
+    assert "6 answers" in verify_updates(str(folder), HFEngine)
+    with pytest.raises(WeightMismatch, match="not those of an engine that starts"):
+        verify_updates(str(folder), Stale)

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 
@@ -20,8 +21,9 @@ from vectorlm.cli.arguments import (
     config_from_arguments,
 )
 from vectorlm.errors import ConfigError
-from vectorlm.ranks.topology import Topology
+from vectorlm.ranks.topology import Topology, has_gpu
 from vectorlm.runs.config.load import config_text, load_config
+from vectorlm.runs.config.schema import Config
 from vectorlm.runs.preflight.accelerate import accelerate_overrides
 from vectorlm.runs.preflight.checked import preflight
 from vectorlm.runs.preflight.local_model import missing_files, with_download
@@ -92,6 +94,10 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     add_path_argument(parser)
     add_override_arguments(parser)
     add_memory_argument(parser)
+    help_text = (
+        "start the config's engine twice, and prove that an update does what a start with its weights does"
+    )
+    parser.add_argument("--fresh_engine", action="store_true", help=help_text)
     help_text = "number of machines, each with the same number of ranks (default 1)"
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help=help_text)
 
@@ -114,10 +120,23 @@ def check_command(args: argparse.Namespace) -> int:
         from vectorlm.runs.preflight.dry_run import dry_run
 
         notes = dry_run(checked.config)
+    if args.fresh_engine:
+        notes.append(f"updates of the engine: {_compare_engines(checked.config)}")
     summary = summarise(checked, args.world_size, args.nnodes, notes)
     print(config_text(checked.config))
     print(indent(f"{args.yaml_path}: ok\n{summary}\n{report}", "# ", lambda line: True))
     return 0
+
+
+def _compare_engines(config: Config) -> str:
+    if not config.has_engine or config.engine.inference != "vllm":
+        raise ConfigError("--fresh_engine needs a config with an engine of vLLM. Leave it out.")
+    from vectorlm.sampling.engine import SamplingEngine
+    from vectorlm.sampling.verify import verify_updates
+
+    plain = replace(config.engine, engine_args={}, chat=config.chat)
+    arguments = config.engine_arguments(has_gpu())
+    return verify_updates(config.model, lambda folder: SamplingEngine(folder, plain, **arguments))
 
 
 def _positive(text: str) -> float:

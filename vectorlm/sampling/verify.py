@@ -1,8 +1,9 @@
-"""Proof that a vLLM server or another trainer's engine holds a model's weights."""
+"""Proofs that an engine holds a model's weights, and that updates do what a start does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from vectorlm.ranks.engine_ranks import results_or_first_error
 from vectorlm.sampling.backends.server.client import ScoringServer
 from vectorlm.sampling.backends.server.serve import TOKEN_VARIABLE
 from vectorlm.sampling.backends.vllm.extension import WeightExtension
+from vectorlm.sampling.testing.subject import GREEDY, PROMPTS, SAMPLED, EngineUnderTest
 from vectorlm.sampling.weights.model_tensors import adapter_prefixes, trainer_tensors
 from vectorlm.sampling.weights.module_source import manifest_of
 from vectorlm.sampling.weights.plan import TensorSpec
 from vectorlm.sampling.weights.receive import WorkerSums, require_same_weights, tensor_sum
+from vectorlm.types import Engine
 
 SENT_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes in which an engine may hold a tensor."""
@@ -85,6 +88,48 @@ def _by_logprobs(server: ScoringServer, model: Any, num_tokens: int) -> str:
 def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     logprobs = model(ids).logits[:, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def verify_updates(model: str, start: Callable[[str], AbstractContextManager[Engine]]) -> str:
+    """Prove that an update does what a start with the new weights does; return a description of the proof.
+
+    The model plus noise is sent to a running engine; then another engine starts with it. Both must return tokens and
+    log-probabilities with the same bits. Unlike checksums of weights, this covers what an engine computes from them
+    when it loads them, and it needs no other implementation of the model.
+
+    Args:
+        model: The model's folder.
+        start: Starts an engine with the model of a folder.
+
+    Raises:
+        WeightMismatch: The engines differ, or the update changed nothing.
+        VectorLMError: As `Engine.update`.
+    """
+    with start(model) as engine:
+        subject = EngineUnderTest(engine, model)
+        sent, plain = subject.models()
+        before = _answers(engine)
+        engine.update(sent, 0)
+        found = _answers(engine)
+        del sent
+    with subject.saved(plain) as folder, start(folder) as fresh:
+        expected = _answers(fresh)
+    if found == before:
+        raise WeightMismatch("the update changed no answer of the engine, so its weights have not arrived.")
+    differ = sum(ours != theirs for ours, theirs in zip(found, expected, strict=True))
+    if differ:
+        raise WeightMismatch(
+            f"after an update, {differ} of {len(found)} answers are not those of an engine that starts with the same "
+            "weights. Do not train with this model and these engine arguments: rollouts would come from other weights."
+        )
+    return (
+        f"the same bits as a fresh engine in {len(found)} answers, {sum(len(ids) for ids, _ in found)} tokens"
+    )
+
+
+def _answers(engine: Engine) -> list[tuple[Sequence[int], Sequence[float]]]:
+    sampled = [engine.sample(PROMPTS, {**how, "logprobs": 0}) for how in (GREEDY, SAMPLED)]
+    return [(each.token_ids, each.sampler_logprobs) for answers in sampled for (each,) in answers]
 
 
 def verify_each_sync(trainer: Any) -> None:

@@ -14,8 +14,9 @@ def receivers_of(*models):
     """Return the receivers of an engine with one worker for each of `models`, which are plain and on CPU."""
     extensions = [WeightExtension() for _ in models]
     for extension, model in zip(extensions, models, strict=True):
-        extension.model_runner = SimpleNamespace(get_model=lambda model=model: model)
-        extension.model_config = SimpleNamespace(dtype=torch.float32)
+        extension.model_runner = SimpleNamespace(
+            get_model=lambda model=model: model, model_config=SimpleNamespace(dtype=torch.float32)
+        )
     return EngineReceiver(
         lambda method, args=(): [getattr(each, method)(*args) for each in extensions], "live"
     )

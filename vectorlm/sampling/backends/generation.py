@@ -347,9 +347,12 @@ def read_parameters(given: Any, defaults: Parameters = DEFAULTS) -> Parameters:
 class Detokenizer:
     """A detokenizer that decodes completions as vLLM does; without a tokenizer texts are empty."""
 
-    def __init__(self, model_path: str, model: Any) -> None:
-        """Load the tokenizer of a folder, if there is one, and the end tokens of tokenizer and model."""
-        self._tokenizer = load_tokenizer(model_path) if has_tokenizer(model_path) else None
+    def __init__(self, model_path: str, model: Any, **options: Any) -> None:
+        """Load the tokenizer of a folder, if there is one, and the end tokens of tokenizer and model.
+
+        `options` are of transformers' ``from_pretrained``.
+        """
+        self._tokenizer = load_tokenizer(model_path, **options) if has_tokenizer(model_path) else None
         ends = model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
         if self._tokenizer is not None and self._tokenizer.eos_token_id is not None:

@@ -25,7 +25,6 @@ from vectorlm.sampling.weights.copy_list import PlainWeights
 from vectorlm.sampling.weights.model_tensors import trainer_tensors
 from vectorlm.sampling.weights.module_source import manifest_of
 from vectorlm.sampling.weights.plan import Layout, TensorSpec, dtype_of, require_same
-from vectorlm.train.load import trust_code
 
 LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 """Log-probabilities of the sampling distribution, or of the model; the names are vLLM's."""
@@ -75,7 +74,7 @@ class Transformers:
         self.model = _load(model, dtype, trust_remote_code).to(device).eval()
         if fp32_head:
             compute_head_in_float32(self.model.get_output_embeddings())
-        self._tokenizer = Detokenizer(model, self.model)
+        self._tokenizer = Detokenizer(model, self.model, trust_remote_code=trust_remote_code)
         # Otherwise `generate` would apply the folder's sampling defaults.
         self.model.generation_config = type(self.model.generation_config)()
         own_length: int = self.model.config.get_text_config().max_position_embeddings
@@ -202,9 +201,9 @@ def _load(model_path: str, dtype: str, trust_remote_code: bool) -> Any:
             f"model={model_path!r} has no config.json. Pass a folder written by save_pretrained."
         )
     load: Any = AutoModelForCausalLM.from_pretrained
-    if trust_remote_code:
-        trust_code(model_path)
-    model, info = load(model_path, dtype=dtype_of(dtype), output_loading_info=True)
+    model, info = load(
+        model_path, dtype=dtype_of(dtype), output_loading_info=True, trust_remote_code=trust_remote_code
+    )
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:5])
         raise EngineError(

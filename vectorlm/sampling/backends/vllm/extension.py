@@ -42,7 +42,6 @@ class WeightExtension:
     """
 
     model_runner: Any
-    model_config: Any
 
     @as_call_result
     def vectorlm_prepare(self, kind: str) -> str:
@@ -79,7 +78,7 @@ class WeightExtension:
     def vectorlm_describe(self, weight_set: str, manifest: Sequence[TensorSpec]) -> Any:
         """Return the `LoadPlan` of this worker."""
         if weight_set == BASE:
-            require_derivable(self.model_runner.get_model(), self.model_config.dtype)
+            require_derivable(self.model_runner.get_model(), self.model_runner.model_config.dtype)
         return self._vectorlm_receivers[weight_set].describe(manifest)
 
     @as_call_result
@@ -99,7 +98,7 @@ class WeightExtension:
         receiver.load()
         if weight_set != BASE:
             return receiver.checksums() if with_checksums else []
-        model, dtype = self.model_runner.get_model(), self.model_config.dtype
+        model, dtype = self.model_runner.get_model(), self.model_runner.model_config.dtype
         derive(model, dtype)
         if self._vectorlm_packs:
             pack(model)
@@ -126,7 +125,7 @@ class WeightExtension:
         require_plain_layers(model)
         if getattr(self, "_vectorlm_packs", False):
             check_packed(model)
-        require_derivable(model, self.model_config.dtype)
+        require_derivable(model, self.model_runner.model_config.dtype)
         return parameter_sums(model, manifest, derived_names(model))
 
     @as_call_result
