@@ -117,9 +117,12 @@ Refusal = tuple[str, Any, str, str]
 def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refusal]:
     """Yield the options of ``peft.LoraConfig`` that an engine does not support in mode `adapter` or `merged`."""
     for option, value in options.items():
-        if option in SERVED or value in (None, False, "none") or value in ([], {}, ()):
+        if option in SERVED or value in (None, False, "none") or value in ([], {}, (), set()):
             continue
-        if option not in MERGEABLE:
+        if option == "target_parameters":
+            rule = "adapts fused experts, which neither vLLM's LoRA layers nor merged weights express"
+            yield option, value, rule, "Leave it out, and gate_proj, up_proj and down_proj out of target_modules."
+        elif option not in MERGEABLE:
             rule = "changes the model in a way that neither vLLM's LoRA layers nor merged weights express"
             yield option, value, rule, "Leave it out."
         elif lora_mode == "adapter":
