@@ -66,6 +66,10 @@ class StaleHandle(EngineError, LookupError):
     """The memory that a rank exported for its weights has moved or was freed."""
 
 
+class ChangedBySleep(EngineError):
+    """After a sleep the engine computes something else; it samples nothing until it is built again."""
+
+
 class HandleRefused(EngineError, OSError):
     """A device's memory cannot be read by another process on this machine."""
 

@@ -1,5 +1,8 @@
 """The order of sleeping, waking, updating and sampling, without an engine."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from vectorlm.errors import EngineError
@@ -29,6 +32,11 @@ class Memory:
         assert not self.mapped & parts
         self.mapped |= parts
         self.calls.append(("wake_up", sorted(parts)))
+
+
+@pytest.fixture(autouse=True)
+def _vllm_is_not_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
 
 
 @pytest.fixture

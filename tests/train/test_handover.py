@@ -70,6 +70,23 @@ def test_the_engine_takes_its_kv_cache_back_last_and_sleeps_again(sleep, expecte
     assert engine.calls == expected
 
 
+@pytest.mark.parametrize(
+    ("sleep", "block"),
+    [
+        ("none", []),
+        ("kv_cache", ["update 0", "wake kv", "sleep kv"]),
+        ("all", ["wake weights", "update 0", "wake kv", "sleep weights+kv"]),
+    ],
+)
+def test_the_check_before_the_first_step_wakes_updates_and_sleeps_and_counts_for_nothing(sleep, block):
+    engine = ScribeEngine()
+    turn = turn_over(engine, sleep=sleep)
+    engine.calls.clear()
+    turn.check_sleep()
+    assert engine.calls == 2 * block
+    assert (turn.swapped_at, turn.busy) == (None, [])
+
+
 def test_torch_s_cache_is_emptied_before_each_part_of_the_engine_wakes(monkeypatch):
     engine = ScribeEngine()
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: engine.calls.append("empty"))

@@ -172,7 +172,7 @@ class Run:
         overlap = self.config.overlap
         if self.engine is None:
             return None
-        return DeviceTurn(
+        turn = DeviceTurn(
             self.engine,
             model=model,
             optimizer=optimizer,
@@ -181,6 +181,8 @@ class Run:
             in_flight="refuse" if overlap is None else overlap.update,
             topology=self.topology,
         )
+        turn.check_sleep()
+        return turn
 
 
 def on_main(topology: Topology, work: Callable[[], Any]) -> Any:

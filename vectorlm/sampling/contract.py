@@ -149,8 +149,15 @@ class Backend(Protocol):
             EngineError: The engine cannot sleep; nothing has changed.
         """
 
-    def wake_up(self, parts: frozenset[str]) -> None:
-        """Take back the memory of `parts`; weights are garbage until the next `load`."""
+    def wake_up(self, parts: frozenset[str]) -> Sequence[str] | None:
+        """Take back the memory of `parts`; weights are garbage until the next `load`.
+
+        Returns:
+            Optional: names of other tensors that the sleep lost and that were restored; rank 0 warns of them.
+
+        Raises:
+            ChangedBySleep: The engine has lost more than that, and no rank uses it any more.
+        """
 
     def close(self) -> None:
         """End what this object started."""

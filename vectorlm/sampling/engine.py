@@ -9,14 +9,14 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data import encoding
 from vectorlm.data.prompts import as_list
-from vectorlm.errors import EngineError, EngineTimeout
+from vectorlm.errors import ChangedBySleep, EngineError, EngineTimeout
 from vectorlm.ranks.collectives import Collectives
 from vectorlm.ranks.engine_ranks import EngineRanks, capture, comparable, require_equal
 from vectorlm.ranks.process_end import require_own_process
@@ -24,7 +24,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import arguments, messages
 from vectorlm.sampling.contract import WeightSource
 from vectorlm.sampling.handle import BatchHandle, LocalRequests, exchange_results
-from vectorlm.sampling.hot_swap import HotSwap
+from vectorlm.sampling.hot_swap import HotSwap, warn_of_restored
 from vectorlm.sampling.inline_channel import InlineChannel
 from vectorlm.sampling.process_channel import ProcessChannel, let_go_of_last_error
 from vectorlm.sampling.sampler.scheduler import require_room_for_sleep
@@ -109,7 +109,8 @@ class SamplingEngine:
         self.engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         """The ranks that own an engine, and their exchanges with the other ranks."""
         self._ready: messages.Ready | None = None
-        self._start_error: EngineError | None = None
+        self._final_error: EngineError | None = None
+        """The error that every call raises: the engine could not be built, or a sleep has changed it."""
         self._closed = False
         self._names = itertools.count()
         self._pid = os.getpid()
@@ -197,9 +198,9 @@ class SamplingEngine:
             EngineError: The engine is closed, could not be built (the text says why), or died.
         """
         require_own_process(self._pid)
-        if self._start_error is not None:
+        if self._final_error is not None:
             # Without this, each notebook cell that raises it adds its frames.
-            raise self._start_error.with_traceback(None)
+            raise self._final_error.with_traceback(None)
         self._collectives.require_open()
         if self._ready is None:
             require_equal(self._collectives.all_gather_object("start the engine", self._same))
@@ -210,7 +211,7 @@ class SamplingEngine:
                 )[0]
             except EngineError as error:
                 # The sampler sends it once, but every later call must raise it. A silent engine may answer later.
-                self._start_error = None if isinstance(error, EngineTimeout) else error
+                self._final_error = None if isinstance(error, EngineTimeout) else error
                 raise
             if self._ready.runner and self._topology.is_main:
                 print(f"the engine is ready: {self._ready.runner}", file=sys.stderr, flush=True)
@@ -368,7 +369,8 @@ class SamplingEngine:
         with nullcontext() if self.local is None else self.local.held():
             while in_flight == "drain" and not self._is_drained():
                 pass
-            return self._swap.update(model, train_step, in_flight, ready.transports, self._num_in_flight)
+            with self._refusing_changes():
+                return self._swap.update(model, train_step, in_flight, ready.transports, self._num_in_flight)
 
     def next_name(self) -> str:
         """Return a new name, unique in this engine and equal on all ranks."""
@@ -379,7 +381,9 @@ class SamplingEngine:
 
         No rank returns before the memory is free. Sleeping weights are lost until the next `update`, and the prefix
         cache is emptied. On CUDA the engine must have been built with ``enable_sleep_mode=True``; on CPU the memory
-        stays where it is, under the same rules.
+        stays where it is, under the same rules. ``kv_cache=False`` needs vLLM 0.29 on CUDA.
+
+        Before the weights sleep, vLLM's workers list the tensors that neither vLLM nor an update would bring back.
 
         Raises:
             EngineError: Requests are running, or the engine was built without sleep mode; nothing sleeps then.
@@ -396,10 +400,18 @@ class SamplingEngine:
         No memory is taken before every rank has called. `update` wakes the weights, so this order needs the least
         memory: sleep, train, update, wake the KV cache, sample.
 
+        When the weights wake, listed tensors that the sleep changed are restored, with a warning on rank 0. Once per
+        engine, log-probabilities of a fixed text are compared with those before the sleep. That happens at the first
+        update after a sleep if it brings the same weights, or when the last sleeping part wakes.
+
         Raises:
+            ChangedBySleep: A tensor is lost, or log-probabilities differ. Every later call raises this, until you build
+                the engine again. `update` raises it too.
             EngineError: The device has too little free memory; the part sleeps on, and the call may be repeated.
         """
-        self._rest(messages.WakeUp(weights, kv_cache), "wake the engine up")
+        with self._refusing_changes():
+            woken = self._rest(messages.WakeUp(weights, kv_cache), "wake the engine up")
+        warn_of_restored(woken, self._topology, stacklevel=3)
 
     def close(self) -> None:
         """End the engine; safe to call twice, and not a collective."""
@@ -509,10 +521,19 @@ class SamplingEngine:
 
         return all(self._look("drain", look, lambda: capture(ended) != (False, None), WAIT_S))
 
-    def _rest(self, command: messages.Sleep | messages.WakeUp, place: str) -> None:
+    @contextmanager
+    def _refusing_changes(self) -> Iterator[None]:
+        """Let every later call raise the error of a sleep that changed the engine, on all ranks and for all engines."""
+        try:
+            yield
+        except ChangedBySleep as error:
+            self._final_error = error
+            raise
+
+    def _rest(self, command: messages.Sleep | messages.WakeUp, place: str) -> list[Any]:
         self.wait_until_ready()
         self.engine_ranks.check_same_args(place, command, str(command))
-        self.engine_ranks.on_engine_ranks(
+        return self.engine_ranks.on_engine_ranks(
             place, lambda: self._channel.call(command, self._settings.timeout_s)
         )
 

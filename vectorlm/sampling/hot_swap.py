@@ -20,6 +20,7 @@ from vectorlm.types import InFlight, UpdateReport
 
 if TYPE_CHECKING:
     from vectorlm.ranks.engine_ranks import EngineRanks
+    from vectorlm.ranks.topology import Topology
     from vectorlm.sampling.settings import EngineSettings
     from vectorlm.sampling.transport import Transport
     from vectorlm.sampling.weights.arena import MappedArenas
@@ -100,7 +101,8 @@ class HotSwap:
         inspections = self._inspect(changed)
         publish_s = time.perf_counter() - inspected_from
         earlier, self._sent = self._sent, None
-        self._ask_engines("begin the update", messages.BeginUpdate(in_flight))
+        woken = self._ask_engines("begin the update", messages.BeginUpdate(in_flight))
+        warn_of_restored(woken, self._topology, stacklevel=4)
         published_from = time.perf_counter()
         totals = self._publish_rounds(changed)
         publish_s += time.perf_counter() - published_from
@@ -391,6 +393,17 @@ class HotSwap:
         """Return the values of this node's ranks."""
         per_node = self._topology.local_world_size
         return of_ranks[self._topology.node * per_node :][:per_node]
+
+
+def warn_of_restored(of_engines: Sequence[Sequence[str] | None], topology: Topology, stacklevel: int) -> None:
+    """Warn on rank 0 of tensors that a sleep lost and that the engines have restored."""
+    names = sorted({name for names in of_engines for name in names or ()})
+    if names and topology.is_main:
+        warnings.warn(
+            f"sleep lost {len(names)} tensors of the engine's model that are neither parameters nor buffers: {names}. "
+            "They were restored from copies, and the engine computes as before.",
+            stacklevel=stacklevel,
+        )
 
 
 def _reference(model: Any) -> Callable[[], Any]:

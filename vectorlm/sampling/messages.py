@@ -94,7 +94,7 @@ class OpenHandles:
 
 @dataclass(frozen=True)
 class BeginUpdate:
-    """Stop sampling until `FinishUpdate`, because the ranks write weights. The answer is None."""
+    """Stop sampling until `FinishUpdate`, because the ranks write weights. The answer is as for `WakeUp`."""
 
     in_flight: InFlight = "refuse"
 
@@ -143,7 +143,10 @@ class Sleep:
 
 @dataclass(frozen=True)
 class WakeUp:
-    """Take back the memory of the parts that are True. The answer is None."""
+    """Take back the memory of the parts that are True.
+
+    The answer is the names of the tensors that a sleep lost and that were restored since the last such answer.
+    """
 
     weights: bool
     kv_cache: bool

@@ -27,6 +27,9 @@ DEVICE_SHARE = 0.35
 WITH_LORA = ReadIf("train_parameters.lora_peft_config")
 
 
+CHECKED_SLEEPS = 2
+"""Sleeps before which the engine notes its log-probabilities. One is not enough for a run: its first update may bring
+other weights than the model folder has, and then the comparison waits for the second."""
 BUCKET_BYTES = 512 << 20
 """Size of the arena that the transport `bucketed` fills in rounds, or of the largest tensor if that is larger."""
 

@@ -10,8 +10,17 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from vectorlm.errors import EngineDied, EngineError, EngineTimeout, OutOfTurn, RankMismatch, WeightMismatch
+from vectorlm.errors import (
+    ChangedBySleep,
+    EngineDied,
+    EngineError,
+    EngineTimeout,
+    OutOfTurn,
+    RankMismatch,
+    WeightMismatch,
+)
 from vectorlm.ranks.topology import Topology
+from vectorlm.sampling.settings import CHECKED_SLEEPS
 from vectorlm.sampling.weights.arena import pin
 from vectorlm.settings import require_choice
 from vectorlm.types import Engine, InFlight, UpdateReport
@@ -19,7 +28,7 @@ from vectorlm.types import Engine, InFlight, UpdateReport
 SleepMode = Literal["none", "kv_cache", "all"]
 """The memory that the engine frees while the trainer works."""
 RAISED_ON_ALL_RANKS = (EngineError, RankMismatch, WeightMismatch)
-ENGINE_IS_GONE = (EngineDied, EngineTimeout)
+ENGINE_IS_GONE = (EngineDied, EngineTimeout, ChangedBySleep)
 
 
 def put_to_sleep(engine: Engine, sleep: SleepMode) -> None:
@@ -137,6 +146,20 @@ class DeviceTurn:
             if self._offload is not None:
                 self._offload.move_back()
             self._step = None
+
+    def check_sleep(self) -> None:
+        """Wake the engine, update it and let it sleep again, so that it compares itself with before the sleep.
+
+        All ranks call this before the first step.
+
+        Raises:
+            ChangedBySleep: See `SamplingEngine.wake_up`.
+        """
+        if self._sleep != "none":
+            for _ in range(CHECKED_SLEEPS):
+                with self.sampling(0):
+                    pass
+            self.swapped_at, self.busy = None, []
 
     def _empty_cache(self) -> None:
         """Free torch's cached memory, which the engine's process could not use."""

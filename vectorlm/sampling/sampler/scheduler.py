@@ -94,10 +94,13 @@ class SleepState:
     garbage until the next update.
     """
 
-    def __init__(self, free: Callable[[Parts, Parts], None], take_back: Callable[[Parts], None]) -> None:
+    def __init__(
+        self, free: Callable[[Parts, Parts], None], take_back: Callable[[Parts], Sequence[str] | None]
+    ) -> None:
         """Take `Backend.sleep` and `Backend.wake_up`."""
         self._free, self._take_back = free, take_back
         self._weights_are_lost = False
+        self._restored: list[str] = []
         self.asleep: Parts = frozenset()
         """The parts that sleep."""
 
@@ -119,8 +122,13 @@ class SleepState:
     def wake_up(self, parts: Parts) -> None:
         """Wake the sleeping `parts`; after an error they still sleep, and you may call again."""
         if due := parts & self.asleep:
-            self._take_back(due)
+            self._restored += self._take_back(due) or ()
             self.asleep -= due
+
+    def take_restored(self) -> list[str]:
+        """Return the names of restored tensors that were not returned before."""
+        restored, self._restored = self._restored, []
+        return restored
 
     def finish_update(self) -> None:
         """Note that the weights were loaded."""
@@ -218,12 +226,14 @@ class Scheduler:
                 return self._finish_update(command)
             case messages.BeginUpdate():
                 self._begin_update(command)
+                return self._sleep_state.take_restored()
             case messages.RequireWhole():
                 self._require_whole()
             case messages.Sleep():
                 self._sleep_state.sleep(_parts_of(command), num_requests=len(self._batches))
             case messages.WakeUp():
                 self._sleep_state.wake_up(_parts_of(command))
+                return self._sleep_state.take_restored()
             case _:
                 raise EngineError(f"the sampler knows no command {type(command).__name__}.")
         return None

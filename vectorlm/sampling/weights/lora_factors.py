@@ -121,7 +121,12 @@ def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refu
             continue
         if option == "target_parameters":
             rule = "adapts fused experts, which neither vLLM's LoRA layers nor merged weights express"
-            yield option, value, rule, "Leave it out, and gate_proj, up_proj and down_proj out of target_modules."
+            yield (
+                option,
+                value,
+                rule,
+                "Leave it out, and gate_proj, up_proj and down_proj out of target_modules.",
+            )
         elif option not in MERGEABLE:
             rule = "changes the model in a way that neither vLLM's LoRA layers nor merged weights express"
             yield option, value, rule, "Leave it out."

@@ -14,6 +14,7 @@ from vectorlm.sampling.weights.exports import Export
 from vectorlm.sampling.weights.inspection import checksums, row_sums
 from vectorlm.sampling.weights.plan import Layout, TensorSpec, dtype_name, dtype_of, shortened
 from vectorlm.sampling.weights.record import Copy, LoadPlan, View
+from vectorlm.sampling.weights.unlisted import held_tensors
 
 ADAPTER_ID = 1
 ADAPTER_NAME = "vectorlm"
@@ -173,6 +174,15 @@ class AdapterReceiver:
         self._manager.remove_adapter(ADAPTER_ID)
         self._worker_manager.add_dummy_lora(adapter_request(), rank=1)
         self._manager.activate_adapter(ADAPTER_ID)
+
+    def stacked(self) -> dict[str, list[torch.Tensor]]:
+        """Return the buffers of all LoRA layers, which `clear` and `load` fill, by layer and attribute."""
+        return {
+            f"{name}.{attribute}": [tensor for _, tensor in held_tensors(value)]
+            for name, layer in self._manager.modules.items()
+            for attribute, value in vars(layer).items()
+            if attribute.endswith("_stacked")
+        }
 
     def _places(self) -> Iterator[tuple[str, LoraSlot]]:
         """Yield the layers that can have an adapter, with the engine's names of the unfused layers."""

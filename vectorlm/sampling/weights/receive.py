@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,22 @@ class EngineReceiver:
         for name in self._pieces.keys() - {BASE, *weight_sets}:
             self._call("vectorlm_clear", name)
         return time.perf_counter() - start
+
+    def before_sleep(self) -> None:
+        """Let all workers list the tensors that a sleep of the weights may lose; see `UnlistedTensors`."""
+        self._call("vectorlm_before_sleep")
+
+    def after_wake(self) -> list[str]:
+        """Compare the listed tensors once the weights are awake; return the names of those that were restored.
+
+        Raises:
+            ChangedBySleep: A tensor is lost; the text names it.
+        """
+        return sorted({name for names in self._call("vectorlm_after_wake") for name in names})
+
+    def weight_sums(self) -> list[dict[str, int]]:
+        """Return the checksums of the tensors that an update fills, by worker; before the first one, of some more."""
+        return self._call("vectorlm_weight_sums")
 
     def empty_kv_cache(self) -> None:
         """Overwrite the KV caches of all workers with zeros."""
@@ -279,6 +295,24 @@ class WorkerReceiver:
         """
         return piece_sums(self._load_plan.copies, self._tensors(), self._slots)
 
+    def weight_sums(self) -> dict[str, int]:
+        """Return the checksums of the tensors that an update fills, without a vocabulary's padding.
+
+        Before `describe` they are of all tensors that the loader may fill.
+        """
+        tensors = loaded_tensors(self._model)
+        plan: LoadPlan | None = getattr(self, "_load_plan", None)
+        names: Iterable[str] = tensors
+        if plan is not None:
+            computed = itertools.chain.from_iterable(plan.computed.values())
+            filled = (copy.parameter for copy in plan.copies if copy.source not in plan.computed)
+            names = dict.fromkeys([*filled, *computed])
+        rows = []
+        for name in names:
+            tensor, num_rows = tensors[name].data, _filled_rows(self._model, name)
+            rows.append((row_sums(tensor if num_rows is None else tensor[:num_rows]), 0))
+        return dict(zip(names, checksums(rows), strict=True))
+
 
 @dataclass(frozen=True)
 class WorkerSums:
@@ -386,14 +420,17 @@ def match_tensors(
     unfilled = []
     for name, parameter in model.named_parameters():
         count = parameter.numel()
-        owner: Any = model.get_submodule(name.rpartition(".")[0])
-        if hasattr(owner, "shard_indices"):
-            # An engine pads its vocabulary tables; no checkpoint fills the padding.
-            rows = owner.shard_indices.org_vocab_end_index - owner.shard_indices.org_vocab_start_index
-            count = rows * parameter[0].numel()
+        if (num_rows := _filled_rows(model, name)) is not None:
+            count = num_rows * parameter[0].numel()
         if filled[name] < count and name not in derived:
             unfilled.append(name)
     return load_plan, unfilled
+
+
+def _filled_rows(model: Any, name: str) -> int | None:
+    """Return how many rows of a vocabulary table a checkpoint fills; engines pad it. None for other tensors."""
+    indices = getattr(model.get_submodule(name.rpartition(".")[0]), "shard_indices", None)
+    return None if indices is None else indices.org_vocab_end_index - indices.org_vocab_start_index
 
 
 def piece_sums(

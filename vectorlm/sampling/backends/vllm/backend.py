@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from vectorlm.errors import EngineError
+import numpy as np
+
+from vectorlm.errors import ChangedBySleep, EngineError
 from vectorlm.ranks.engine_ranks import results_or_first_error
 from vectorlm.sampling.backends.vllm.shim import (
     CudaSleep,
@@ -17,10 +19,12 @@ from vectorlm.sampling.backends.vllm.shim import (
     finish_steps,
     make_sampling_params,
     naming_the_model,
+    next_tokens,
     warm_up,
 )
 from vectorlm.sampling.backends.vllm.workers import Workers, shorten_socket_paths, start_worker
 from vectorlm.sampling.contract import RequestOutput
+from vectorlm.sampling.settings import CHECKED_SLEEPS
 from vectorlm.sampling.weights.lora_receive import adapter_request
 from vectorlm.sampling.weights.receive import EngineReceiver
 from vectorlm.types import Completion
@@ -69,6 +73,9 @@ class VLLM:
         self.version = -1
         self._num_loads = 0
         self._asleep: frozenset[str] = frozenset()
+        self._has_weights = True
+        """Whether the weights are those of the checkpoint or of an update that succeeded."""
+        self._sleep_check = SleepCheck(self._score, self._receiver)
         self._may_hold_nan = False
         """Whether the KV cache may contain NaN: attention would return NaN even where it masks the NaN."""
         self._spans = VersionSpans()
@@ -121,6 +128,11 @@ class VLLM:
 
     def pause(self) -> None:
         """Wait until no step runs on the device; only `poll` starts steps."""
+        # The ranks may write weights from here on.
+        self._has_weights = False
+        self._finish_steps()
+
+    def _finish_steps(self) -> None:
         if self._device_sleep is not None:
             # On CPU no step runs ahead, and an empty step could reorder the rows of vLLM's batch.
             self._finished += self._finished_of(finish_steps(self._engine))
@@ -141,6 +153,9 @@ class VLLM:
         self._spans.close(self._engine, self.version)
         self.version = version
         self._num_loads += 1
+        self._has_weights = True
+        self._sleep_check.after_update()
+        self._compare()
         return load_s
 
     def expect_nan(self) -> None:
@@ -152,20 +167,28 @@ class VLLM:
 
     def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
         """Free device memory; on CPU, where vLLM has no sleep mode, empty the prefix cache."""
-        self.pause()
+        self._finish_steps()
+        if self._has_weights and not self._asleep:
+            self._sleep_check.before_sleep()
+        if "weights" in parts:
+            self._receiver.before_sleep()
         if self._device_sleep is not None:
             self._device_sleep.sleep(parts, asleep)
         elif not self._engine.reset_prefix_cache():
             raise EngineError("the prefix cache cannot be emptied: requests are running.")
         self._asleep = parts | asleep
+        self._has_weights &= "weights" not in parts
 
-    def wake_up(self, parts: frozenset[str]) -> None:
-        """Allocate device memory again."""
+    def wake_up(self, parts: frozenset[str]) -> list[str]:
+        """Allocate device memory again; return the names of the tensors that were restored."""
         if self._device_sleep is not None:
             self._device_sleep.wake_up(parts)
         self._asleep -= parts
+        restored = self._receiver.after_wake() if "weights" in parts else []
         if "kv_cache" in parts:
             self._empty_kv_cache()
+        self._compare()
+        return restored
 
     def close(self) -> None:
         """End the workers of a parallel engine."""
@@ -176,6 +199,20 @@ class VLLM:
         if self._may_hold_nan and "kv_cache" not in self._asleep:
             self._receiver.empty_kv_cache()
             self._may_hold_nan = False
+
+    def _compare(self) -> None:
+        """Compare log-probabilities with those before a sleep, if the engine is awake, idle and has its weights."""
+        if self._has_weights and not self._asleep and not self._engine.has_unfinished_requests():
+            self._sleep_check.compare()
+
+    def _score(self, salt: str) -> np.ndarray:
+        """Return the next tokens after parts of a fixed text, and their log-probabilities."""
+        # In the middle of a vocabulary are no tokens with a meaning, such as placeholders of images.
+        first, span = self.vocab_size // 2, max(self.vocab_size // 4, 1)
+        length = min(SCORED_TOKENS, self._engine.vllm_config.model_config.max_model_len - 1)
+        text = [first + 7 * place % span for place in range(length)]
+        prompts = [text[:end] for end in range(length, 0, -SCORED_EVERY)]
+        return next_tokens(self._engine, prompts, salt, self._adapter_request)
 
     def _finished_of(self, outputs: Iterable[Any]) -> list[RequestOutput]:
         found = []
@@ -224,6 +261,58 @@ def _sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> tuple[float, .
         return ()
     pairs: Iterable[tuple[int, Mapping[int, Any]]] = zip(token_ids, logprobs, strict=True)
     return tuple(candidates[token].logprob for token, candidates in pairs)
+
+
+SCORED_TOKENS, SCORED_EVERY = 32, 4
+"""Length of the text that is scored before and after a sleep, and the tokens between two scored places."""
+NOISE_FACTOR = 8
+"""Largest accepted difference, in units of the difference between two scorings without a sleep in between. Where
+kernels always add in the same order, as on CPU, that is 0, and the bits must be equal."""
+
+
+class SleepCheck:
+    """The comparison of log-probabilities before and after a sleep, made once, with the same weights."""
+
+    def __init__(self, score: Callable[[str], np.ndarray], receiver: EngineReceiver) -> None:
+        """Compare the answers of `score`, whose argument must be new at each call."""
+        self._score, self._receiver = score, receiver
+        self._notes_left = CHECKED_SLEEPS
+        self._noted: tuple[np.ndarray, float, list[dict[str, int]]] | None = None
+        """Log-probabilities before the last sleep, their largest difference without a sleep, and checksums."""
+
+    def before_sleep(self) -> None:
+        """Note the log-probabilities and the checksums of the weights."""
+        if self._notes_left:
+            self._notes_left -= 1
+            noted = self._score("before sleep")
+            noise = _largest_gap(noted, self._score("before sleep, again"))
+            self._noted = noted, noise, self._receiver.weight_sums()
+
+    def after_update(self) -> None:
+        """Drop the note unless the update brought the same weights."""
+        if self._noted is not None:
+            workers = zip(self._receiver.weight_sums(), self._noted[2], strict=True)
+            if not all(now.items() <= before.items() for now, before in workers):
+                self._noted = None
+
+    def compare(self) -> None:
+        """Compare with the note, if there is one; raise `ChangedBySleep` for a difference."""
+        if self._noted is None:
+            return
+        noted, noise, _ = self._noted
+        gap = _largest_gap(noted, self._score("after sleep"))
+        if not gap <= NOISE_FACTOR * noise:
+            raise ChangedBySleep(
+                "sleep changed what the engine computes: with the same weights as before, the log-probabilities of a "
+                f"fixed text differ by up to {gap:.2g}. The engine samples nothing any more. Build it again, and let "
+                "it stay awake."
+            )
+        self._noted, self._notes_left = None, 0
+
+
+def _largest_gap(before: np.ndarray, after: np.ndarray) -> float:
+    """Return the largest difference of tokens and log-probabilities; NaN if only one of two values is NaN."""
+    return float(np.abs(before - after)[~(np.isnan(before) & np.isnan(after))].max(initial=0.0))
 
 
 class VersionSpans:

@@ -13,6 +13,7 @@ from vectorlm.sampling.backends.vllm.pack import (
     derive,
     derived_names,
     pack,
+    packed_experts,
     require_derivable,
     require_none,
     require_plain_layers,
@@ -20,9 +21,11 @@ from vectorlm.sampling.backends.vllm.pack import (
     use_norm_kernel,
 )
 from vectorlm.sampling.weights.exports import Export
+from vectorlm.sampling.weights.inspection import checksums, row_sums
 from vectorlm.sampling.weights.lora_receive import AdapterReceiver
 from vectorlm.sampling.weights.plan import BASE, Layout, TensorSpec
 from vectorlm.sampling.weights.receive import WorkerReceiver, parameter_sums
+from vectorlm.sampling.weights.unlisted import UnlistedTensors
 
 
 def as_call_result(method: Callable[..., Any]) -> Callable[..., CallResult]:
@@ -42,6 +45,7 @@ class WeightExtension:
     """
 
     model_runner: Any
+    _vectorlm_unlisted: UnlistedTensors | None = None
 
     @as_call_result
     def vectorlm_prepare(self, kind: str) -> str:
@@ -109,6 +113,36 @@ class WeightExtension:
         require_none(stale_derived(model, dtype))
         if self._vectorlm_packs:
             check_packed(model, seed=version)
+        return sums
+
+    @as_call_result
+    def vectorlm_before_sleep(self) -> Any:
+        """List the tensors that sleeping weights may lose, with checksums and copies."""
+        model = self.model_runner.get_model()
+        # The KV cache comes back empty and may be asleep already; reading it would crash.
+        caches = [getattr(module, "kv_cache", None) for module in model.modules()]
+        brought = [self.model_runner.kv_caches, caches, packed_experts(model)]
+        if (adapter := self._vectorlm_receivers.get("adapter")) is not None:
+            brought.append(adapter.stacked())
+        self._vectorlm_unlisted = UnlistedTensors(model, brought)
+
+    @as_call_result
+    def vectorlm_after_wake(self) -> Any:
+        """Compare the listed tensors; return the names of those that were restored."""
+        restored = [] if self._vectorlm_unlisted is None else self._vectorlm_unlisted.restore()
+        self._vectorlm_unlisted = None
+        if (adapter := self._vectorlm_receivers.get("adapter")) is not None:
+            # The next update may send the base alone.
+            adapter.clear()
+        return restored
+
+    @as_call_result
+    def vectorlm_weight_sums(self) -> Any:
+        """Return the checksums of everything that updates fill, the LoRA layers included."""
+        sums = self._vectorlm_receivers[BASE].weight_sums()
+        if (adapter := self._vectorlm_receivers.get("adapter")) is not None:
+            for name, tensors in adapter.stacked().items():
+                sums[name] = sum(checksums([(row_sums(tensor), 0) for tensor in tensors]))
         return sums
 
     @as_call_result

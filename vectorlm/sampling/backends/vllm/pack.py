@@ -305,6 +305,11 @@ def expert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "cpu_experts"))
 
 
+def packed_experts(model: torch.nn.Module) -> list[Any]:
+    """Return the reordered weights of all experts, which `pack_experts` makes again at each update."""
+    return [layer.cpu_experts.packed for _, layer in expert_layers(model)]
+
+
 def pack_experts(model: torch.nn.Module) -> None:
     """Reorder the present plain weights of all experts for their kernel."""
     for _, layer in expert_layers(model):

@@ -8,7 +8,7 @@ import functools
 import inspect
 import json
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,11 +234,26 @@ def finish_steps(engine: Any) -> list[Any]:
 
 def warm_up(engine: Any) -> None:
     """Sample one token; the prefix cache stays empty, because it keeps whole blocks only."""
-    params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
-    engine.add_request("warm-up", {"prompt_token_ids": [0]}, make_sampling_params(params))
+    next_tokens(engine, [[0]], "warm-up")
+
+
+def next_tokens(
+    engine: Any, prompts: Sequence[Sequence[int]], salt: str, lora_request: Any = None
+) -> np.ndarray:
+    """Return the most likely next token of each prompt and its log-probability, float64 [P, 2].
+
+    Nothing else may be in flight. Prompts of one salt share cached blocks.
+    """
+    params = make_sampling_params({"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False})
+    for index, token_ids in enumerate(prompts):
+        request = {"prompt_token_ids": list(token_ids), "cache_salt": salt}
+        engine.add_request(f"{salt}-{index}", request, params.clone(), lora_request=lora_request)
+    found: dict[str, Any] = {}
     while engine.has_unfinished_requests():
-        engine.step()
+        found |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
     finish_steps(engine)
+    answers = [found[f"{salt}-{index}"] for index in range(len(prompts))]
+    return np.array([(each.token_ids[0], each.logprobs[0][each.token_ids[0]].logprob) for each in answers])
 
 
 @contextlib.contextmanager
@@ -270,10 +285,14 @@ class CudaSleep:
 
     vllm 0.32: level 2 drops both pools and keeps the model's buffers (rotary tables, scales) on the host. Level 1 keeps
     the weights on the host too. ``wake_up(tags=…)`` maps single pools; scheduling resumes with the last one.
+
+    Below vllm 0.29, waking the KV cache while the weights sleep writes to unmapped memory. Delete
+    `_require_weights_alone` when we require 0.29.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._weights_sleep = False
 
     def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
         """Free the memory of `parts`; those in `asleep` are already free."""
@@ -281,11 +300,14 @@ class CudaSleep:
             raise EngineError(
                 "sleep() needs vLLM's sleep mode. Build SamplingEngine with enable_sleep_mode=True."
             )
+        if "kv_cache" not in parts | asleep:
+            _require_weights_alone("sleep(kv_cache=False)", "Let the KV cache sleep too")
         if asleep:
             # vLLM ignores a second sleep; 0.26 does so while any part sleeps.
             self.wake_up(asleep)
         if "weights" in parts | asleep:
             self._engine.sleep(level=2)
+            self._weights_sleep = True
             if "kv_cache" not in parts | asleep:
                 self._engine.wake_up(tags=["kv_cache"])
         elif hasattr(self._engine, "release_kv_cache_memory"):
@@ -304,5 +326,20 @@ class CudaSleep:
 
     def wake_up(self, parts: frozenset[str]) -> None:
         """Allocate the memory of `parts` again, uninitialised."""
+        if self._weights_sleep and "weights" not in parts:
+            _require_weights_alone("wake_up(weights=False)", "Wake the weights first")
         for part in sorted(parts, reverse=True):
             self._engine.wake_up(tags=[part])
+            self._weights_sleep &= part != "weights"
+
+
+def _require_weights_alone(call: str, fix: str) -> None:
+    """Raise for a vLLM whose weights cannot sleep while the KV cache is awake."""
+    import vllm
+    from packaging.version import Version
+
+    if Version(vllm.__version__) < Version("0.29"):
+        raise EngineError(
+            f"{call} needs vLLM 0.29 or newer, but {vllm.__version__} is installed: its KV cache cannot be awake while "
+            f"the weights sleep. {fix}."
+        )

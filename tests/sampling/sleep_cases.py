@@ -1,0 +1,105 @@
+"""A vLLM backend whose sleep discards what vLLM's level 2 discards, for a sampler process to import."""
+
+from __future__ import annotations
+
+import gc
+import os
+import types
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+
+from vectorlm.sampling.backends.vllm.backend import VLLM, prepare_process, start_worker
+from vectorlm.sampling.weights.unlisted import COPIED_BYTES
+
+__all__ = ["Discarding", "prepare_process", "start_worker"]
+
+OWNERS = ("vllm.model_executor", "vllm._custom_ops", "vllm.lora", "torch.nn.modules", __name__)
+"""Modules of the classes whose tensors a sleep discards."""
+FOLLOWED = (dict, OrderedDict, list, tuple, types.CellType)
+PLANT = "VECTORLM_TEST_PLANT"
+"""The planted hazard of an engine: a key of `PLANTS`."""
+
+
+@dataclass
+class Scales:
+    """An object with a tensor, in a cycle."""
+
+    by_name: dict = field(default_factory=dict)
+    owner: object = None
+
+
+def small(layer):
+    layer.quant_method.scales = Scales({"k": [torch.ones(7)]}, layer.quant_method)
+
+
+def large(layer):
+    layer.table = torch.ones(COPIED_BYTES // 4 + 1)
+
+
+def number(layer):
+    layer.factor = 1.0
+    # vLLM's layers return the product and a bias.
+    layer.register_forward_hook(lambda layer, given, answer: (answer[0] * layer.factor, *answer[1:]))
+
+
+PLANTS = {"small": small, "large": large, "number": number}
+
+
+def layer_of(worker):
+    """Return a matrix of the second block, under a name that most families have."""
+    modules = worker.model_runner.get_model().named_modules()
+    return next(
+        layer for name, layer in modules if name.endswith(("1.self_attn.o_proj", "1.attention.dense"))
+    )
+
+
+def plant(worker, name):
+    if name:
+        PLANTS[name](layer_of(worker))
+
+
+def change_number(worker):
+    if hasattr(layer := layer_of(worker), "factor"):
+        layer.factor = 1.5
+
+
+def discard(worker):
+    """Fill with garbage what a sleep loses: all parameters, and every tensor that is not a buffer or KV cache.
+
+    Finds tensors by the garbage collector's references, and so by another way than the code under test.
+    """
+    model = worker.model_runner.get_model()
+    kept = {each.untyped_storage().data_ptr() for each in model.buffers()}
+    caches = [getattr(module, "kv_cache", []) for module in model.modules()]
+    kept |= {each.untyped_storage().data_ptr() for each in tensors_in(caches)}
+    for tensor in tensors_in(model):
+        if tensor.untyped_storage().data_ptr() not in kept:
+            tensor.data.fill_(77)
+
+
+def tensors_in(root):
+    found, left = {id(root): root}, [root]
+    while left:
+        value = left.pop()
+        if type(value).__module__.startswith(OWNERS) or type(value) in FOLLOWED:
+            for part in gc.get_referents(value):
+                if id(part) not in found and not isinstance(part, type | types.ModuleType):
+                    found[id(part)] = part
+                    left.append(part)
+    return [value for value in found.values() if isinstance(value, torch.Tensor)]
+
+
+class Discarding(VLLM):
+    """vLLM on CPU, whose weights are garbage after they slept."""
+
+    def __init__(self, model, **arguments):
+        super().__init__(model, **arguments)
+        self._engine.collective_rpc(plant, args=(os.environ.get(PLANT, ""),))
+
+    def sleep(self, parts, asleep):
+        super().sleep(parts, asleep)
+        self._engine.collective_rpc(change_number)
+        if "weights" in parts:
+            self._engine.collective_rpc(discard)
