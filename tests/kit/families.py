@@ -20,6 +20,10 @@ class Family:
     """Settings that differ from the common ones, or are not among them."""
     always_tied: bool = False
     """Whether vLLM knows no head for it but the embedding table."""
+    never_tied: bool = False
+    """Whether vLLM always loads a head of its own."""
+    dtype: str = "float32"
+    """The dtype in which vLLM computes it on CPU."""
 
 
 _COMMON = {
@@ -45,6 +49,23 @@ _GROUPED_EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
+
+_LATENT = {
+    **_EXPERTS,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_MAMBA_2 = {"mamba_n_groups": 1, "mamba_d_state": 32, "mamba_chunk_size": 16}
+_HYBRID = {**_MAMBA_2, "mamba_d_head": 32, "mamba_expand": 2, "mamba_n_heads": 4}
 
 FAMILIES = {
     "Llama": Family("LlamaConfig", "q, k, v and gate, up fused in vLLM"),
@@ -99,6 +120,71 @@ FAMILIES = {
         "q, k, v interleaved by head; vLLM runs the transformers code",
         {"num_key_value_heads": 2},
     ),
+    "OLMoE": Family(
+        "OlmoeConfig",
+        "experts; norms on q and k over all heads",
+        {**_EXPERTS, "num_experts": 4, "num_key_value_heads": 2},
+        never_tied=True,
+    ),
+    "Cohere 2": Family(
+        "Cohere2Config",
+        "a factor on the logits, attention beside the MLP; always tied",
+        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.5},
+        always_tied=True,
+    ),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        "attention sinks; gate and up of experts in turn, transposed, with biases",
+        {**_EXPERTS, "num_local_experts": 4, "head_dim": 32, "sliding_window": 16}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        never_tied=True,
+    ),
+    "DeepSeek-V2": Family(
+        "DeepseekV2Config",
+        "latent attention: vLLM keeps parts of a projection in another order too",
+        {**_LATENT, "q_lora_rank": None},
+        never_tied=True,
+    ),
+    "GLM-4-MoE-Lite": Family(
+        "Glm4MoeLiteConfig",
+        "the same, with latent queries and a correction of the router",
+        {**_LATENT, "q_lora_rank": 32},
+        never_tied=True,
+    ),
+    "Mamba-2": Family(
+        "Mamba2Config",
+        "vLLM computes `-exp(A_log)` when it loads `A_log`; no attention",
+        {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 32, "expand": 2, "chunk_size": 16}
+        | {"intermediate_size": 128, "hidden_act": "silu"},
+    ),
+    "Falcon-H1": Family(
+        "FalconH1Config",
+        "the same, in layers that also have attention",
+        {**_MAMBA_2, "head_dim": 32, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32},
+    ),
+    "Granite 4 hybrid": Family(
+        "GraniteMoeHybridConfig",
+        "the same, in layers between those with attention",
+        {**_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
+        | {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    ),
+    "Nemotron-H": Family(
+        "NemotronHConfig",
+        "the same, between layers with attention; vLLM computes its experts on GPUs only",
+        {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 32}
+        | {"n_groups": 1, "ssm_state_size": 32, "chunk_size": 16, "head_dim": 32, **_EXPERTS}
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32}
+        | {"moe_shared_expert_intermediate_size": 32},
+    ),
+    "Qwen3-Next": Family(
+        "Qwen3NextConfig",
+        "Gated DeltaNet in every second layer, experts",
+        {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+        | {"head_dim": 64, "linear_num_value_heads": 2, "linear_num_key_heads": 1}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+        dtype="bfloat16",
+    ),
 }
 
 WITH_BUFFERS = {
@@ -117,37 +203,22 @@ WITH_BUFFERS = {
 """Names of tensors that these models compute with and no optimizer trains."""
 
 
-_MAMBA_2 = {"mamba_n_groups": 1, "mamba_d_state": 32, "mamba_chunk_size": 16}
-_HYBRID = {**_MAMBA_2, "mamba_d_head": 32, "mamba_expand": 2, "mamba_n_heads": 4}
-
 REFUSED = {
-    "Mamba-2": Family(
-        "Mamba2Config",
-        "vLLM computes `-exp(A_log)` once, when it loads `A_log`",
-        {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 32, "expand": 2, "chunk_size": 16}
-        | {"intermediate_size": 128, "hidden_act": "silu"},
+    "LFM2": (
+        Family("Lfm2Config", "short convolutions", {"layer_types": ["conv", "full_attention"]}),
+        "vLLM 0.32 reads `conv_dim`, which transformers 5.19 does not have",
     ),
-    "Falcon-H1": Family(
-        "FalconH1Config",
-        "the same, in layers that also have attention",
-        {**_MAMBA_2, "head_dim": 32, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32},
-    ),
-    "Granite 4 hybrid": Family(
-        "GraniteMoeHybridConfig",
-        "the same, in layers between those with attention",
-        {**_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
-        | {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
-    ),
-    "Nemotron-H": Family(
-        "NemotronHConfig",
-        "the same, between layers with experts",
-        {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 32}
-        | {"n_groups": 1, "ssm_state_size": 32, "chunk_size": 16, "head_dim": 32, **_EXPERTS}
-        | {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32}
-        | {"moe_shared_expert_intermediate_size": 32},
+    "Jamba": (
+        Family(
+            "JambaConfig",
+            "Mamba-1 between layers with attention",
+            {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+            | {"mamba_d_state": 16, "mamba_expand": 2, "mamba_dt_rank": 4},
+        ),
+        "vLLM 0.32 has no kernel for Mamba-1 on CPU",
     ),
 }
-"""Families that no engine can be updated with: its loader computes with what it has loaded."""
+"""Families that vLLM cannot run here, and why."""
 
 
 def save_family(family: Family, path: Path, *, tied: bool = False) -> Path:

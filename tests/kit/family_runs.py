@@ -44,19 +44,25 @@ class Result:
     fresh_equal: bool | None = None
     """After the updates, tokens and log-probabilities have the bits of an engine that starts from these weights.
     None if the run was recorded before this was compared."""
+    why_padded: str | None = None
+    """Why its rows are padded in training; empty if they are packed, None if the run was recorded before."""
+    adapted_gap: float | None = None
+    """The same gap with merged adapters; None with several ranks, or if the run was recorded before."""
 
 
 # Tied heads are what packing gets wrong, untied ones what aliasing could: each family meets both receivers.
 ON_ONE_RANK = [
     Run(name, tied, receiver, 1)
     for name, family in FAMILIES.items()
-    for tied, receiver in [(True, "packed"), (family.always_tied, "live")]
+    for tied, receiver in [(not family.never_tied, "packed"), (family.always_tied, "live")]
 ]
 ON_TWO_RANKS = [
     Run("Qwen2", True, "live", 2),
     Run("Phi-3", False, "packed", 2),
     Run("Mixtral", False, "packed", 2),
     Run("Qwen3-MoE", True, "live", 2),
+    Run("Granite 4 hybrid", True, "packed", 2),
+    Run("DeepSeek-V2", False, "live", 2),
 ]
 RUNS = [*ON_ONE_RANK, *ON_TWO_RANKS]
 # One family for each oddity, now with this receiver and now with the other; the rest runs when results are recorded.
@@ -64,6 +70,7 @@ ALWAYS = [
     Run("Qwen3-MoE", True, "live", 2),
     Run("Phi-3", False, "live", 1),
     Run("GPT-NeoX", True, "packed", 1),
+    Run("Granite 4 hybrid", True, "packed", 2),
 ]
 
 
@@ -87,54 +94,87 @@ def page(results: Sequence[Result]) -> str:
     lines = [
         "# Model families",
         "",
-        "Look up whether vectorlm can update a vLLM engine that runs your model.",
+        "Look up whether vectorlm can update a vLLM engine that runs your model, and train it.",
         "",
-        "Each row is a tiny random model in fp32 on CPU. The test swaps new weights into a running engine twice and",
-        "compares the engine with transformers after each update. Greedy completions must be equal, and no",
-        "log-probability may differ by 1e-4 or more. Then the test starts a fresh engine from the same weights. Both",
-        "engines must return tokens and log-probabilities with the same bits.",
+        "Each row is a tiny random model on CPU. The test swaps new weights into a running engine twice and",
+        "compares the engine with transformers after each update. Greedy completions must be equal, and no log-",
+        "probability may differ by 1e-4 or more. Then the test starts a fresh engine from the same weights. Both",
+        "engines must return tokens and log-probabilities with the same bits. vLLM computes Gated DeltaNet on CPU",
+        "in bfloat16 only; for such a family the test compares with a fresh engine alone.",
+        "",
+        "The test also trains each model: four steps must lower the loss, and transformers must read the exported",
+        "model with the same logits. It then updates the engine with adapters on the linear layers, merged.",
         f"Versions: {'; '.join(versions)}. Made by `python tests/kit/family_runs.py` from what",
         "`python -m pytest tests/sampling/test_families.py --record-families` wrote to `families.json`.",
         "",
-        "Path *direct* means that every parameter of the engine is a view of the memory that the trainer writes to.",
-        "*direct, n % copied* means that the engine copies that share of the weights at each update. With the receiver",
-        "`packed`, the engine packs its matrices again after either.",
+        "| family | what is odd about it | swap, training, export | rows in training | LoRA, merged: largest gap |",
+        "| --- | --- | --- | --- | ---: |",
+    ]
+    for name, family in FAMILIES.items():
+        found = [each for each in results if each.run.family == name and each.why_padded is not None]
+        gaps = [each.adapted_gap for each in found if each.adapted_gap is not None]
+        why = found[0].why_padded if found else None
+        rows = {None: "not recorded", "": "packed"}.get(why, f"padded: {why}")
+        in_16_bits = " (bfloat16)" if family.dtype != "float32" else ""
+        gap = f"{max(gaps):.0e}{in_16_bits}" if gaps else "not recorded"
+        lines.append(f"| {name} | {family.layout} | yes | {rows} | {gap} |")
+    lines += [
         "",
-        "| family | what is odd about it | head | receiver | ranks | path | largest log-prob gap | greedy | fresh |",
-        "| --- | --- | --- | --- | ---: | --- | ---: | --- | --- |",
+        "## What was measured",
+        "",
+        "Path *direct* means that every parameter of the engine is a view of the memory that the trainer writes",
+        "to. *direct, n % copied* means that the engine copies that share of the weights at each update. With the",
+        "receiver `packed`, the engine packs its matrices again after either.",
+        "",
+        "| family | head | receiver | ranks | path | largest log-prob gap | greedy | fresh |",
+        "| --- | --- | --- | ---: | --- | ---: | --- | --- |",
     ]
     for each in results:
         run = each.run
         path = "direct" if not each.copied else f"direct, {each.copied:.0%} copied"
+        in_16_bits = " (bfloat16)" if FAMILIES[run.family].dtype != "float32" else ""
         cells = [
             run.family,
-            FAMILIES[run.family].layout,
             "tied" if run.tied else "untied",
             run.receiver,
             str(run.world_size),
             path,
-            f"{each.gap:.0e}",
-            "equal" if each.greedy_equal else "**differs**",
+            f"{each.gap:.0e}{in_16_bits}",
+            "equal" if each.greedy_equal else "differs",
             {True: "same bits", False: "**differs**", None: "not recorded"}[each.fresh_equal],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "## Refused families",
+        "## Weights that vLLM computes with",
         "",
-        "vLLM computes with some weights of these families when it loads them, and keeps only the result. An update",
-        "cannot reach the result. The first `update` raises `WeightMismatch`, and the engine keeps its weights.",
+        "Some loaders compute with a weight and keep only the result, such as `-exp(A_log)` of Mamba-2. An update",
+        "sends such a weight whole, checks that it arrived, and runs vLLM's own loader on it. Then it loads the",
+        "weight once more, and no bit may change. For latent attention vLLM keeps parts of a projection in another",
+        "order; an update makes them again and checks them in the same way. A loader that computes with several",
+        "weights at once is refused: `update` raises `WeightMismatch`, and the engine keeps its weights.",
         "",
-        "**Earlier versions reported updates of these families as proven, and the updates were wrong**: the engine's",
-        "log-probabilities were 0.76 to 2.35 off. The checksums matched because they compare the bytes that were sent",
-        "with the bytes that arrived, and not with what vLLM computes from them. Do not trust runs that sampled from",
-        "one of these families.",
+        "**Before version 0.1, updates of Mamba-2, Falcon-H1, Granite 4 hybrid and Nemotron-H were reported as",
+        "proven, and were wrong**: log-probabilities were 0.76 to 2.35 off. The checksums matched because they",
+        "compared the bytes that were sent with the bytes that arrived, and not with what vLLM computes from them.",
+        "Do not trust runs that sampled from one of these families then.",
         "",
-        "| family | reason |",
+        "## A family that is not listed",
+        "",
+        "`vectorlm check my.yaml --fresh_engine` starts the config's engine, sends it the model plus noise, starts",
+        "a second engine with the same weights, and compares the bits of both. It needs disk space for the model.",
+        "",
+        "LoRA on the weights of fused experts is refused (PEFT's `target_parameters`); adapters on other layers",
+        "work.",
+        "",
+        "## Not possible",
+        "",
+        "| model | reason |",
         "| --- | --- |",
-        *(f"| {name} | {family.layout} |" for name, family in REFUSED.items()),
-        "",
-        "Other models whose loader computes with a loaded weight are refused in the same way, whatever their name.",
+        *(f"| {name} | {reason} |" for name, (_, reason) in REFUSED.items()),
+        "| Qwen3.5 on CPU | vLLM needs torchvision to load it; engines on GPUs have it |",
+        "| latent attention on CPUs with AMX | vLLM drops the projection; `VLLM_MLA_DISABLE=1` keeps it |",
+        "| MXFP4 checkpoints of gpt-oss | vLLM keeps its experts quantised; save the model in bfloat16 first |",
     ]
     return "\n".join([*lines, ""])
 
