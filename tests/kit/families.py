@@ -220,6 +220,21 @@ REFUSED = {
 }
 """Families that vLLM cannot run here, and why."""
 
+ATTENTIVE = {
+    "gpt-oss": Family(
+        "GptOssConfig",
+        "attention sinks, sliding window, experts",
+        {**_EXPERTS, "num_local_experts": 4, "head_dim": 32, "sliding_window": 8}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "Cohere 2": Family(
+        "Cohere2Config",
+        "a factor of the logits, sliding window",
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+"""Families that only the trainer is tested with, because of their attention or their output layer."""
+
 
 def save_family(family: Family, path: Path, *, tied: bool = False) -> Path:
     """Save a model of `family` with random weights and no tokenizer; with `tied`, its head is the embedding table."""

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit.families import FAMILIES, save_family
+from kit.families import ATTENTIVE, FAMILIES, save_family
 from kit.rank_processes import on_ranks, save_tiny_llama
 from test_packing import assert_alike, random_rows, values_and_gradient
 
@@ -71,8 +71,9 @@ def assert_same(world_size, folders, size, tolerance=1e-5, num_nodes=1, **how):
 
 @pytest.mark.slow
 def test_two_ranks_say_of_every_kind_of_attention_what_one_says(tmp_path):
-    names = ("Gemma 2", "Gemma 3", "Mixtral", "OPT")
-    assert_same(2, [save_family(FAMILIES[name], tmp_path / name) for name in names], 2)
+    names = ("Gemma 2", "Gemma 3", "Mixtral", "OPT", "gpt-oss", "Cohere 2")
+    families = FAMILIES | ATTENTIVE
+    assert_same(2, [save_family(families[name], tmp_path / name) for name in names], 2)
 
 
 @pytest.mark.parametrize(

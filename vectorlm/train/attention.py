@@ -33,6 +33,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     packing: Packing | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -52,6 +53,7 @@ def packed_attention(
         dropout: Share of the probabilities that is dropped.
         sliding_window: Number of tokens that a token attends to, itself included; None means all before it.
         softcap: Bound of the scores, as in Gemma 2.
+        s_aux: Attention sinks, float [H]: the score of a further key of each head, whose value is 0, as in gpt-oss.
         packing: The layout of the rows; None for a padded batch, [B, H, T, D] and so on, with a mask. Ranks that share
             the pass exchange their tokens for a share of the heads.
         **kwargs: Further arguments of `sdpa_attention_forward`.
@@ -59,11 +61,13 @@ def packed_attention(
     Returns:
         float [1, N, H, E] in the order of the pass, and None.
     """
-    if packing is None and softcap is None:
+    if packing is None and softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    attend = partial(_attend, scaling=scaling, dropout=dropout, softcap=softcap)
+    if packing is not None and packing.context is not None and s_aux is not None:
+        s_aux = s_aux.view(packing.context.size, -1)[packing.context.rank]
+    attend = partial(_attend, scaling=scaling, dropout=dropout, softcap=softcap, sinks=s_aux)
     if packing is None:
         mask = None if attention_mask is None else _additive(attention_mask, query.dtype)
         # transformers passes no mask if every token attends to all before it.
@@ -74,7 +78,7 @@ def packed_attention(
     if context is not None:
         query, key, value = (context.to_heads(x, packing.num_tokens) for x in (query, key, value))
     found: Any
-    if softcap is None and dropout == 0 and flash_takes(query, value):
+    if softcap is None and s_aux is None and dropout == 0 and flash_takes(query, value):
         queries, keys = packing.stretches
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         grouped: Any = {"enable_gqa": query.shape[1] > key.shape[1]} if ASKS_FOR_GROUPS else {}
@@ -141,14 +145,16 @@ def _attend(
     scaling: float | None,
     dropout: float,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return float [B, H, T, E]; `mask` is added to the scores, and None means causal attention."""
     repeats = query.shape[1] // key.shape[1]
+    is_plain = softcap is None and sinks is None
     # On CUDA, torch's kernels for padded rows support grouped keys only where `flash_takes` holds too.
-    takes_fewer = softcap is None and mask is None and not query.is_cuda
+    takes_fewer = is_plain and mask is None and not query.is_cuda
     if repeats > 1 and not takes_fewer:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    if softcap is None:
+    if is_plain:
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -162,9 +168,12 @@ def _attend(
     if mask is None:
         mask = _mask(0, query.shape[2], None, query.dtype, query.device)
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap) + mask
+    scores = (scores if softcap is None else softcap * torch.tanh(scores / softcap)) + mask
+    if sinks is not None:
+        sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return F.dropout(weights, dropout) @ value
+    return F.dropout(weights[..., : key.shape[2]], dropout) @ value
 
 
 def _mask(

@@ -303,8 +303,9 @@ def inner_model(model: nn.Module) -> Any:
 def _why_not_packed(causal: Any) -> str | None:
     """Return why rows cannot be packed, as far as the model's config and code show; None if nothing prevents it."""
     implementation, config = causal.config._attn_implementation, causal.config.get_text_config()
-    # `packed_attention` lacks what torch's own kernel lacks, such as attention sinks.
-    is_known = causal._supports_attention_backend and causal._supports_sdpa
+    # Models for these kernels compute nothing beside the arguments of their attention, which `_unread` checks.
+    has_kernels = causal._supports_sdpa or causal._supports_flash_attn
+    is_known = causal._supports_attention_backend and has_kernels
     if not is_known or implementation not in ("sdpa", "eager", PACKED):
         return f"its attention is {implementation}" + ("" if is_known else ", which is not torch's")
     others = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
@@ -341,12 +342,15 @@ def _packed_pass(
 def _head(causal: Any, layer: Head) -> Head:
     """Return the function from hidden states to logits with the output `layer`; the trial of packing checks it."""
     scaling = getattr(causal.config, "logits_scaling", None)
+    factors = [getattr(causal.config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
     cap = getattr(causal.config, "final_logit_softcapping", None)
 
     def head(states: torch.Tensor) -> torch.Tensor:
         logits = layer(states)
         if scaling is not None:
             logits = logits / scaling
+        for factor in factors:
+            logits = logits if factor is None else logits * factor
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     return head
