@@ -220,6 +220,39 @@ REFUSED = {
 }
 """Families that vLLM cannot run here, and why."""
 
+_DELTA_NET = {
+    "head_dim": 64,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_DELTA_NET_EXPERTS = {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32} | {
+    "shared_expert_intermediate_size": 32
+}
+
+RECURRENT = {
+    **REFUSED,
+    "Qwen3-Next": Family("Qwen3NextConfig", "Gated DeltaNet, experts", {**_DELTA_NET, **_DELTA_NET_EXPERTS}),
+    "Qwen3.5": Family("Qwen3_5TextConfig", "Gated DeltaNet", _DELTA_NET),
+    "Qwen3.5-MoE": Family(
+        "Qwen3_5MoeTextConfig", "Gated DeltaNet, experts", {**_DELTA_NET, **_DELTA_NET_EXPERTS}
+    ),
+    "Granite 4 hybrid MoE": Family(
+        "GraniteMoeHybridConfig",
+        "Mamba-2, experts",
+        {**_HYBRID, **_EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 96}
+        | {"layer_types": ["mamba", "attention"]},
+    ),
+    "LFM2": Family(
+        "Lfm2Config",
+        "short convolutions",
+        {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
+    ),
+}
+"""Families with layers that hand a state from token to token."""
+
 ATTENTIVE = {
     "gpt-oss": Family(
         "GptOssConfig",

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from kit.families import ATTENTIVE, FAMILIES, save_family
+from kit.families import ATTENTIVE, FAMILIES, RECURRENT, save_family
 from kit.rank_processes import on_ranks, save_tiny_llama
 from test_packing import assert_alike, random_rows, values_and_gradient
 
@@ -74,6 +74,17 @@ def test_two_ranks_say_of_every_kind_of_attention_what_one_says(tmp_path):
     names = ("Gemma 2", "Gemma 3", "Mixtral", "OPT", "gpt-oss", "Cohere 2")
     families = FAMILIES | ATTENTIVE
     assert_same(2, [save_family(families[name], tmp_path / name) for name in names], 2)
+
+
+def refused(topology, folder):
+    topology = replace(topology, context_parallel=2)
+    with pytest.raises(ConfigError, match=r"context_parallel=2 .* recurrent layers"):
+        LanguageModel(load_model(folder), context=ContextGroup.of(topology))
+
+
+@pytest.mark.slow
+def test_ranks_share_no_pass_of_a_model_with_recurrent_layers(tmp_path):
+    on_ranks(2, refused, save_family(RECURRENT["LFM2"], tmp_path))
 
 
 @pytest.mark.parametrize(

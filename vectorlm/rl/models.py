@@ -32,6 +32,7 @@ from vectorlm.train.language_model import LanguageModel, inner_model, probe, req
 from vectorlm.train.load import load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
 from vectorlm.train.packing import Rows, num_needed, pack
+from vectorlm.train.row_by_row import follow
 from vectorlm.types import TrainedModel
 
 LoadSharded = Callable[[Callable[[bool], nn.Module]], nn.Module]
@@ -102,6 +103,7 @@ class Critic:
         require_packed(self._context, self.why_padded)
         if self.why_padded is None:
             inner.set_attn_implementation(PACKED)
+            follow(inner.base_model, inner_model(policy.model).base_model)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return float32 [B, T]: the value of the state before each requested token."""

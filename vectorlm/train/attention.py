@@ -74,6 +74,7 @@ def packed_attention(
         return attend(query, key, value, mask).transpose(1, 2).contiguous(), None
     for name, given in {**kwargs, "sliding_window": sliding_window}.items():
         packing.seen.setdefault(name, set()).add(given if isinstance(given, int) else type(given))
+    packing.attended.add(module)
     context = packing.context
     if context is not None:
         query, key, value = (context.to_heads(x, packing.num_tokens) for x in (query, key, value))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from vectorlm.ranks.topology import Topology
 
+Made = TypeVar("Made")
 MOST_PADDED, SPARE = 1.25, 64
 """Stretches are padded to attend together while they have at most `MOST_PADDED` times their tokens, plus `SPARE`."""
 
@@ -147,7 +148,9 @@ class Packing:
         self.bundles = tuple(bundles)
         self.seen: dict[str, set[Any]] = {}
         """Arguments of attention layers beside queries, keys and values, by name."""
-        self._made: dict[Any, torch.Tensor] = {}
+        self.attended: set[torch.nn.Module] = set()
+        """The layers that attended."""
+        self._made: dict[Any, Any] = {}
 
     def arguments(self, device: str | torch.device) -> dict[str, Any]:
         """Return the arguments of a transformers model for this pass."""
@@ -192,12 +195,13 @@ class Packing:
                 start += length
         return torch.cat(parts)
 
-    def once(self, make: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    def once(self, make: Callable[..., Made], *arguments: Any) -> Made:
         """Return `make(*arguments)`, computed once for all layers of the pass."""
         key = (make, *arguments)
         if key not in self._made:
             self._made[key] = make(*arguments)
-        return self._made[key]
+        made: Made = self._made[key]
+        return made
 
 
 def num_needed(is_asked: torch.Tensor) -> list[int]:
@@ -228,7 +232,7 @@ def pack(rows: Rows, context: ContextGroup | None = None) -> Packing:
     def lay(stretches: list[tuple[list[int], int, int]], shared: tuple[int, int] = (0, 0)) -> None:
         """Append stretches (rows, first token, last token), the longest first."""
         stretches.sort(key=lambda stretch: stretch[1] - stretch[2])
-        for lengths in _alike([last - first for _, first, last in stretches]):
+        for lengths in alike([last - first for _, first, last in stretches]):
             bundles.append(Bundle(bundles[-1].end if bundles else 0, lengths, shared))
         start = bundles[-1].end - sum(last - first for _, first, last in stretches)
         for members, first, last in stretches:
@@ -258,7 +262,7 @@ def pack(rows: Rows, context: ContextGroup | None = None) -> Packing:
     return Packing(input_ids[None], position_ids[None], before, bundles, context)
 
 
-def _alike(lengths: Sequence[int]) -> list[tuple[int, ...]]:
+def alike(lengths: Sequence[int]) -> list[tuple[int, ...]]:
     """Cut a falling sequence wherever padding would cost more than a further part."""
     parts: list[list[int]] = []
     for length in lengths:
