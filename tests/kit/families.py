@@ -67,6 +67,21 @@ _LATENT = {
 _MAMBA_2 = {"mamba_n_groups": 1, "mamba_d_state": 32, "mamba_chunk_size": 16}
 _HYBRID = {**_MAMBA_2, "mamba_d_head": 32, "mamba_expand": 2, "mamba_n_heads": 4}
 
+_DELTA_NET = {
+    "head_dim": 64,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_DELTA_NET_EXPERTS = {
+    **_EXPERTS,
+    "num_experts": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
 FAMILIES = {
     "Llama": Family("LlamaConfig", "q, k, v and gate, up fused in vLLM"),
     "Mistral": Family("MistralConfig", "sliding window", {"sliding_window": 8}),
@@ -179,10 +194,7 @@ FAMILIES = {
     "Qwen3-Next": Family(
         "Qwen3NextConfig",
         "Gated DeltaNet in every second layer, experts",
-        {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-        | {"head_dim": 64, "linear_num_value_heads": 2, "linear_num_key_heads": 1}
-        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-        | {"layer_types": ["linear_attention", "full_attention"]},
+        {**_DELTA_NET, **_DELTA_NET_EXPERTS},
         dtype="bfloat16",
     ),
 }
@@ -205,7 +217,11 @@ WITH_BUFFERS = {
 
 REFUSED = {
     "LFM2": (
-        Family("Lfm2Config", "short convolutions", {"layer_types": ["conv", "full_attention"]}),
+        Family(
+            "Lfm2Config",
+            "short convolutions",
+            {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
+        ),
         "vLLM 0.32 reads `conv_dim`, which transformers 5.19 does not have",
     ),
     "Jamba": (
@@ -220,21 +236,12 @@ REFUSED = {
 }
 """Families that vLLM cannot run here, and why."""
 
-_DELTA_NET = {
-    "head_dim": 64,
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 1,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-_DELTA_NET_EXPERTS = {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32} | {
-    "shared_expert_intermediate_size": 32
-}
-
 RECURRENT = {
-    **REFUSED,
-    "Qwen3-Next": Family("Qwen3NextConfig", "Gated DeltaNet, experts", {**_DELTA_NET, **_DELTA_NET_EXPERTS}),
+    **{
+        name: FAMILIES[name]
+        for name in ("Mamba-2", "Falcon-H1", "Granite 4 hybrid", "Nemotron-H", "Qwen3-Next")
+    },
+    "LFM2": REFUSED["LFM2"][0],
     "Qwen3.5": Family("Qwen3_5TextConfig", "Gated DeltaNet", _DELTA_NET),
     "Qwen3.5-MoE": Family(
         "Qwen3_5MoeTextConfig", "Gated DeltaNet, experts", {**_DELTA_NET, **_DELTA_NET_EXPERTS}
@@ -245,28 +252,11 @@ RECURRENT = {
         {**_HYBRID, **_EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 96}
         | {"layer_types": ["mamba", "attention"]},
     ),
-    "LFM2": Family(
-        "Lfm2Config",
-        "short convolutions",
-        {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
-    ),
 }
-"""Families with layers that hand a state from token to token."""
+"""Families with layers that hand a state from token to token; the trainer is tested with all of them."""
 
-ATTENTIVE = {
-    "gpt-oss": Family(
-        "GptOssConfig",
-        "attention sinks, sliding window, experts",
-        {**_EXPERTS, "num_local_experts": 4, "head_dim": 32, "sliding_window": 8}
-        | {"layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "Cohere 2": Family(
-        "Cohere2Config",
-        "a factor of the logits, sliding window",
-        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-}
-"""Families that only the trainer is tested with, because of their attention or their output layer."""
+ATTENTIVE = {name: FAMILIES[name] for name in ("gpt-oss", "Cohere 2")}
+"""Families whose attention or output layer the trainer must follow."""
 
 
 def save_family(family: Family, path: Path, *, tied: bool = False) -> Path:
