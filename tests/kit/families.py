@@ -195,6 +195,7 @@ FAMILIES = {
         "Qwen3NextConfig",
         "Gated DeltaNet in every second layer, experts",
         {**_DELTA_NET, **_DELTA_NET_EXPERTS},
+        never_tied=True,
         dtype="bfloat16",
     ),
 }

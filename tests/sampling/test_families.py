@@ -11,7 +11,6 @@ from kit.letters import letter_tokenizer
 from kit.rank_processes import forked
 from kit.tiny_engine import TINY_ENGINE
 from swap_cases import FP32_GAP, GREEDY, PROMPTS, SAMPLED, compare, perturb, publishing
-from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine
 from vectorlm.errors import ChecksumMismatch, EngineError
@@ -102,7 +101,7 @@ def train(folder):
         losses.append(loss.item())
     with tempfile.TemporaryDirectory() as path:
         export_model(model.eval(), letter_tokenizer(), f"{path}/model")
-        exported = AutoModelForCausalLM.from_pretrained(f"{path}/model").eval()
+        exported = load_model(f"{path}/model").eval()
     with torch.no_grad():
         found, expected = (each(ids, use_cache=False).logits for each in (exported, model))
     return language_model.why_padded, losses[-1] < losses[0], torch.equal(found, expected)
