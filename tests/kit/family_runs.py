@@ -104,7 +104,7 @@ def page(results: Sequence[Result]) -> str:
         "",
         "The test also trains each model: four steps must lower the loss, and transformers must read the exported",
         "model with the same logits. It then updates the engine with adapters on the linear layers, merged.",
-        f"Versions: {'; '.join(versions)}. Made by `python tests/kit/family_runs.py` from what",
+        f"Versions: {'; '.join(versions)}. Made by `PYTHONPATH=tests python tests/kit/family_runs.py` from what",
         "`python -m pytest tests/sampling/test_families.py --record-families` wrote to `families.json`.",
         "",
         "| family | what is odd about it | swap, training, export | rows in training | LoRA, merged: largest gap |",
