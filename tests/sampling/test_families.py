@@ -1,11 +1,13 @@
 """A hot swap works for every family in the table, and a model that vLLM cannot run says so before training."""
 
+import os
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from kit.families import FAMILIES, REFUSED, Family, save_family
+from kit.families import FAMILIES, RECURRENT, REFUSED, Family, save_family
 from kit.family_runs import ALWAYS, PAGE, RUNS, Result, page, read_results, record
 from kit.letters import letter_tokenizer
 from kit.rank_processes import forked
@@ -23,6 +25,7 @@ from vectorlm.train.packing import Rows
 from vectorlm.train.shard import transformer_blocks
 
 NUM_UPDATES = 2
+KIT = Path(__file__).parents[1] / "kit"
 
 
 def swap(folder, receiver, dtype="float32"):
@@ -174,6 +177,20 @@ def test_after_each_update_the_engine_is_the_trainer_and_a_spoiled_tensor_is_nam
         copied, adapted = outcomes[0][2], outcomes[0][4]
         versions = vllm.__version__, transformers.__version__
         record(Result(run, equal, gap, copied, *versions, True, why_padded or "", adapted))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "VECTORLM_TORCHVISION" not in os.environ, reason="VECTORLM_TORCHVISION names no folder with torchvision"
+)
+@pytest.mark.parametrize("receiver", ["live", "packed"])
+def test_with_torchvision_qwen35_is_updated_as_a_fresh_engine_starts(receiver, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(KIT / "torchvision_on_cpu"), prepend=os.pathsep)
+    folder = str(save_family(RECURRENT["Qwen3.5"], tmp_path / "model"))
+    seen, (swapped, fresh), _, (spoiled, text), _ = swap(folder, receiver, "bfloat16")
+    assert swapped == fresh
+    assert seen[0][2] != seen[1][2]
+    assert repr(spoiled) in text
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ def test_on_v2_an_updated_engine_has_the_log_probabilities_of_a_fresh_one(folder
     monkeypatch.setenv("PYTHONPATH", str(INTERPRETER), prepend=os.pathsep)
     with SamplingEngine(str(folder), **TINY_ENGINE) as engine:
         assert "model runner V2" in engine.runner
-    seen, (swapped, fresh), _, (spoiled, text) = swap(str(folder), "live")
+    seen, (swapped, fresh), _, (spoiled, text), _ = swap(str(folder), "live")
     assert swapped == fresh
     assert max(gap for _, gap, _ in seen) < FP32_GAP
     assert spoiled in text
