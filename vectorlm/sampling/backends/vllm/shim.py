@@ -16,6 +16,7 @@ import numpy as np
 
 from vectorlm.data.encoding import has_tokenizer
 from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.packages import is_installed
 from vectorlm.sampling.backends.vllm import CPU_KV_CACHE_BYTES
 from vectorlm.sampling.backends.vllm.pack import keep_plain_weights
 from vectorlm.sampling.settings import DEVICE_SHARE
@@ -266,9 +267,12 @@ def naming_the_model(model: str) -> Iterator[None]:
     except Exception as error:
         import vllm
 
+        # vLLM does not name the package whose import failed.
+        needs = not is_installed("torchvision") and "failed to be inspected" in str(error)
+        hint = " It may need torchvision, which is not installed (docs/families.md)." if needs else ""
         raise EngineError(
             f"vLLM {vllm.__version__} cannot run {_architecture(model)} on this machine with these arguments: "
-            f"{type(error).__name__}: {error}\n\nIn the sampler process:\n{traceback.format_exc()}"
+            f"{type(error).__name__}: {error}{hint}\n\nIn the sampler process:\n{traceback.format_exc()}"
         ) from error
 
 
