@@ -220,9 +220,17 @@ def sleep_over(folder, receiver, planted="", moved=0.0, **engine_args):
     return [str(each.message) for each in caught if "sleep" in str(each.message)], errors, before == after
 
 
+ONE_OR_TWO = [pytest.param(1, marks=pytest.mark.long), 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "receiver"), [("Gemma 3", "live"), ("Qwen3-MoE", "packed"), ("Qwen2", "packed")]
+    ("family", "receiver"),
+    [
+        ("Gemma 3", "live"),
+        pytest.param("Qwen3-MoE", "packed", marks=pytest.mark.long),
+        pytest.param("Qwen2", "packed", marks=pytest.mark.long),
+    ],
 )
 def test_an_engine_that_loses_everything_in_its_sleep_answers_as_before(family, receiver, saved):
     said, errors, is_as_before = sleep_over(saved(family), receiver, "small")
@@ -234,7 +242,7 @@ def test_an_engine_that_loses_everything_in_its_sleep_answers_as_before(family, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", ONE_OR_TWO)
 def test_rank_0_is_warned_and_no_other_rank(world_size, saved):
     results = forked(sleep_over, saved("Gemma 3"), "live", "small", world_size=world_size)
     assert [len(said) for said, _, _ in results] == [2, 0][:world_size]
@@ -242,7 +250,7 @@ def test_rank_0_is_warned_and_no_other_rank(world_size, saved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", ONE_OR_TWO)
 def test_a_tensor_that_is_lost_is_named_on_all_ranks_and_nothing_is_sampled_any_more(world_size, saved):
     for said, errors, _ in forked(sleep_over, saved("Gemma 3"), "live", "large", world_size=world_size):
         assert not said
@@ -253,7 +261,7 @@ def test_a_tensor_that_is_lost_is_named_on_all_ranks_and_nothing_is_sampled_any_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", ONE_OR_TWO)
 def test_a_change_that_no_tensor_shows_is_found_by_log_probabilities(world_size, saved):
     for _, errors, _ in forked(sleep_over, saved("Gemma 3"), "live", "number", world_size=world_size):
         # The update and all calls after it.
@@ -280,8 +288,15 @@ def test_workers_of_a_parallel_engine_compare_their_own(saved, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sleep", ["all", "kv_cache"])
-@pytest.mark.parametrize("planted", ["", "number"])
+@pytest.mark.parametrize(
+    ("sleep", "planted"),
+    [
+        ("all", "number"),
+        ("kv_cache", ""),
+        pytest.param("all", "", marks=pytest.mark.long),
+        pytest.param("kv_cache", "number", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_that_sleeps_compares_before_its_first_step(sleep, planted, inputs, tmp_path, monkeypatch):
     monkeypatch.setenv(PLANT, planted)
     path = tmp_path / "run"

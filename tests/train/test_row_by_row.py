@@ -167,7 +167,7 @@ def test_sharded_hybrids_say_the_same_packed_and_padded(world_size, tmp_path):
             assert_alike(packed, padded, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_blocks_call_recurrent_layers_row_by_row(tmp_path):
     model, rows = load("LFM2", tmp_path), random_rows()
     expected = values_and_gradient(model, rows, LanguageModel(model, TEMPERATURE))
