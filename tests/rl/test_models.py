@@ -3,12 +3,14 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import transformers
 from kit.batches import rollout_of
+from kit.families import RECURRENT, save_family
 from kit.rank_processes import on_ranks, save_adapters
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -159,6 +161,20 @@ def test_the_head_of_a_critic_alone_may_be_missing(folder, tmp_path, caplog):
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="broken"):
         load_critic(str(broken), lambda load: load(False))
+
+
+def test_a_critic_with_more_recurrent_layers_than_the_policy_pads_its_rows(tmp_path):
+    family = RECURRENT["Qwen3-Next"]
+    more = {**family.settings, "layer_types": ["linear_attention"] * 3, "num_hidden_layers": 3}
+    folders = [
+        save_family(replace(family, settings=settings), tmp_path / name)
+        for name, settings in (("policy", family.settings), ("more", more))
+    ]
+    policy = LanguageModel(disable_dropout(load_model(folders[0])))
+    assert policy.packs
+    same, other = (Critic(load_critic(str(folder), lambda load: load(False)), policy) for folder in folders)
+    assert same.why_padded is None
+    assert "other layers than the policy" in other.why_padded
 
 
 @pytest.mark.parametrize("packs", [True, False])

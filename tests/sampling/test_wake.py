@@ -142,6 +142,14 @@ def test_noise_without_a_sleep_and_nan_in_the_weights_are_no_change(scores):
     sleep_and_update(check, weights, "checkpoint")
 
 
+@pytest.mark.parametrize(("moved", "is_refused"), [(0.001, False), (0.5, True)])
+def test_where_kernels_round_in_any_order_equal_tokens_may_change_places(moved, is_refused):
+    answers = iter([[[5.0, -1.0]], [[5.0, -1.0]], [[9.0, -1.0 - moved]]])
+    check = SleepCheck(lambda salt: np.array(next(answers)), Weights(), 0.02)
+    with pytest.raises(ChangedBySleep) if is_refused else contextlib.nullcontext():
+        sleep_and_update(check, check._receiver, "checkpoint")
+
+
 class Pools:
     def __init__(self):
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))

@@ -136,6 +136,11 @@ def _compare_engines(config: Config) -> str:
 
     plain = replace(config.engine, engine_args={}, chat=config.chat)
     arguments = config.engine_arguments(has_gpu())
+    arguments.pop("data_parallel_size", None)
+    if has_gpu() and (arguments.get("tensor_parallel_size") or 1) > 1:
+        raise ConfigError(
+            "--fresh_engine uses one device. Add --set engine.tensor_parallel_size=1, or leave it out."
+        )
     return verify_updates(config.model, lambda folder: SamplingEngine(folder, plain, **arguments))
 
 

@@ -97,13 +97,17 @@ class Critic:
         """Take a sharded token-classification model with one label; with the policy's architecture it packs rows."""
         self.model, self._device, self._context = model, policy.device, policy.context
         inner = inner_model(model)
-        is_alike = type(inner.base_model) is type(inner_model(policy.model).base_model)
+        leader = inner_model(policy.model)
+        is_alike = type(inner.base_model) is type(leader.base_model)
         self.why_padded = policy.why_padded if is_alike else "it is of another family than the policy"
+        is_recurrent = any(hasattr(module, "row_by_row") for module in leader.modules())
+        if self.why_padded is None and is_recurrent and _layers(inner) != _layers(leader):
+            self.why_padded = "it has other layers than the policy, and some are recurrent"
         """Why its rows are padded; None if they are packed."""
         require_packed(self._context, self.why_padded)
         if self.why_padded is None:
             inner.set_attn_implementation(PACKED)
-            follow(inner.base_model, inner_model(policy.model).base_model)
+            follow(inner.base_model, leader.base_model)
 
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return float32 [B, T]: the value of the state before each requested token."""
@@ -117,6 +121,10 @@ class Critic:
         inputs = {"input_ids": rows.input_ids.to(device), "attention_mask": rows.attention_mask.to(device)}
         values = align(self.model(**inputs, use_cache=False).logits[..., 0].float())
         return torch.where(is_asked, values, 0.0)
+
+
+def _layers(model: Any) -> list[tuple[str, type]]:
+    return [(name, type(module)) for name, module in model.base_model.named_modules()]
 
 
 @dataclass(frozen=True)

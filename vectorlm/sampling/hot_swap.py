@@ -102,7 +102,6 @@ class HotSwap:
         publish_s = time.perf_counter() - inspected_from
         earlier, self._sent = self._sent, None
         woken = self._ask_engines("begin the update", messages.BeginUpdate(in_flight))
-        warn_of_restored(woken, self._topology, stacklevel=4)
         published_from = time.perf_counter()
         totals = self._publish_rounds(changed)
         publish_s += time.perf_counter() - published_from
@@ -116,6 +115,8 @@ class HotSwap:
         except StaleHandle:
             self._opened.clear()
             raise
+        # Not earlier: if the warning is an error, this rank would leave the others alone in a collective.
+        warn_of_restored(woken, self._topology, stacklevel=4)
         self.version = train_step
         fingerprints = {weight_set.name: weight_set.fingerprint for weight_set in sets}
         sums = {} if earlier is None else dict(earlier.sums)

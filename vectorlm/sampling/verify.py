@@ -112,6 +112,8 @@ def verify_updates(model: str, start: Callable[[str], AbstractContextManager[Eng
         engine.update(sent, 0)
         found = _answers(engine)
         del sent
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     with subject.saved(plain) as folder, start(folder) as fresh:
         expected = _answers(fresh)
     if found == before:

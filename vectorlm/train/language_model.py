@@ -322,7 +322,7 @@ def _try(
     causal.set_attn_implementation(PACKED)
     reason = why_not()
     if reason is not None and candidates and not applied:
-        if has_context:
+        if has_context and "change each other" in reason:
             reason = "its recurrent layers need whole rows on every rank"
         layers = tuple(candidates)
         for in_one_call in () if has_context else (True, False):

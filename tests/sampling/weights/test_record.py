@@ -207,6 +207,25 @@ def test_a_loader_that_computes_runs_at_every_update_and_again_for_the_proof(loa
         receiver.load(2, [sums[0] + 1], ["base"])
 
 
+def test_a_source_that_this_worker_changes_and_does_not_take_is_no_part_of_its_plan():
+    parameters = {"weight": torch.zeros(2)}
+    found = record_loading(
+        lambda weights: [tensor.mul_(2) for _, tensor in weights], parameters, [TensorSpec("weight", (2,))]
+    )
+    assert (found.copies, found.computed) == ([], {})
+
+
+def test_a_parameter_that_is_laid_down_in_another_order_is_compared_too():
+    engine = LoadsOddly(negative_exponential_in_place)
+    del engine.second
+    engine.weight.data = torch.zeros(3, 2).t()
+    receiver = receivers_of(engine)
+    layout = receiver.connect([TensorSpec("weight", (2, 3))], None, "base")
+    sent, sums = send(layout)
+    receiver.load(0, sums, ["base"])
+    assert torch.equal(engine.weight, -torch.exp(sent["weight"]))
+
+
 def test_a_result_that_changes_after_the_loader_made_it_is_named():
     engine = LoadsOddly(negative_exponential_in_place)
     del engine.second

@@ -98,6 +98,11 @@ def checksum(rows: torch.Tensor, first_row: int = 0, word_bytes: int = 0) -> int
     return checksums([(row_sums(rows, word_bytes), first_row)])[0]
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, uint8 [N]: NaN is equal to itself there, and 0 is not -0."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def row_sums(rows: torch.Tensor, word_bytes: int = 0) -> torch.Tensor:
     """Return the sum of the words of each row of `rows`, int64; `checksums` makes checksums of them."""
     if rows.numel() == 0:

@@ -18,7 +18,7 @@ from vectorlm.ranks.engine_ranks import CallResult, results_or_first_error
 from vectorlm.sampling.weights.arena import in_rounds, path_of, place_slots, reserve
 from vectorlm.sampling.weights.copy_list import CopyList
 from vectorlm.sampling.weights.exports import Export
-from vectorlm.sampling.weights.inspection import checksum, checksums, row_sums, widest_word
+from vectorlm.sampling.weights.inspection import bits_of, checksum, checksums, row_sums, widest_word
 from vectorlm.sampling.weights.model_tensors import persistent_buffers
 from vectorlm.sampling.weights.plan import BASE, Layout, Slot, TensorSpec, dtype_name, dtype_of, shortened
 from vectorlm.sampling.weights.record import (
@@ -275,9 +275,7 @@ class WorkerReceiver:
             changed += [
                 name
                 for owner, held in before.items()
-                if not torch.equal(
-                    held.view(torch.uint8), parameters[owner].detach().contiguous().view(torch.uint8)
-                )
+                if not torch.equal(bits_of(held), bits_of(parameters[owner]))
             ]
         if changed:
             raise ChecksumMismatch(
@@ -415,7 +413,8 @@ def match_tensors(
             filled[parameter] += view.count
         whole, staged = View.of(torch.empty(shapes[name], device="meta"), 0), staged_name(name)
         copies.append(Copy(name, whole, staged, whole))
-        dtypes[staged], sizes[staged] = dtypes[owners[0]], whole.count
+        dtypes[staged] = max((dtypes[owner] for owner in owners), key=lambda dtype: dtype_of(dtype).itemsize)
+        sizes[staged] = whole.count
     load_plan = LoadPlan(tuple(copies), dtypes, sizes, computed)
     unfilled = []
     for name, parameter in model.named_parameters():

@@ -155,6 +155,8 @@ def record_loading(
                 *((copy.parameter, copy.parameter_view) for copy in recorder.copies if copy.source == name),
             ]
             for name, pieces in recorder.computed.items()
+            # Another worker may take what this loader has only changed.
+            if pieces or any(copy.source == name for copy in recorder.copies)
         },
     )
 

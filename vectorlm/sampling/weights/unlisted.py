@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -106,7 +107,8 @@ def held_tensors(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, value
         for name, part in _parts_of(value):
             # Kept in `seen`, so that no later object gets the same id.
-            if id(part) not in seen and not isinstance(part, LEAVES):
+            is_proxy = type(part) in weakref.ProxyTypes  # It may raise, whatever is asked of it.
+            if id(part) not in seen and not is_proxy and not isinstance(part, LEAVES):
                 seen[id(part)] = part
                 queue.append((f"{path}{name}" if path else name.removeprefix("."), part))
 
@@ -114,7 +116,7 @@ def held_tensors(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, by the text that leads from the object to it."""
     if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
+        yield from ((f"[{key!r}]", part) for key, part in list(value.items()))
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif isinstance(value, types.FunctionType):
@@ -126,7 +128,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     # pickle's own list of a class's slots.
     names = (*OF_C.get(type(value), ()), *copyreg._slotnames(type(value)))  # type: ignore[attr-defined]
     yield from ((f".{name}", getattr(value, name)) for name in names if hasattr(value, name))
-    for name, part in getattr(value, "__dict__", {}).items():
+    for name, part in list(getattr(value, "__dict__", {}).items()):
         if name in MODULE_DICTS and isinstance(value, torch.nn.Module):
             yield from ((f".{own}", tensor) for own, tensor in part.items())
         else:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.sampling.weights.inspection import bits_of
 
 ONEDNN_CACHE_SIZE = 32
 """Shapes for which a layer keeps compiled products; vLLM's value."""
@@ -203,9 +204,7 @@ def stale_derived(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
             for each, parameter in parameters.items()
             # A captured graph goes on reading the old place.
             if after[each].data_ptr() != parameter.data_ptr()
-            or not torch.equal(
-                after[each].contiguous().view(torch.uint8), before[each].contiguous().view(torch.uint8)
-            )
+            or not torch.equal(bits_of(after[each]), bits_of(before[each]))
         ]
     return stale
 
@@ -313,7 +312,9 @@ def packed_experts(model: torch.nn.Module) -> list[Any]:
 def pack_experts(model: torch.nn.Module) -> None:
     """Reorder the present plain weights of all experts for their kernel."""
     for _, layer in expert_layers(model):
-        if not (_missing_columns(layer) and layer.cpu_experts.w1_bias is not None):
+        # Zeros can be added to neither a bias nor gates and ups in turn.
+        is_fixed = layer.cpu_experts.w1_bias is not None or layer.activation.value == "swigluoai"
+        if not (_missing_columns(layer) and is_fixed):
             layer.cpu_experts.packed = _packed(layer, slice(None))
 
 
