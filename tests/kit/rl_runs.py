@@ -13,6 +13,7 @@ from kit.sft_runs import lines
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.value import raise_problems
 from vectorlm.runs.preflight.rl import rl_problems
+from vectorlm.runs.preflight.settings import step_problems
 from vectorlm.runs.reinforcement import reinforce
 from vectorlm.train.checkpoint.state import CheckpointStore
 
@@ -80,7 +81,7 @@ def save_files(folder):
 
 def check_rl(config):
     """Raise `ConfigError` with every problem of the section ``rl``, whatever else the config lacks."""
-    raise_problems(list(rl_problems(config, config.rl)))
+    raise_problems([*rl_problems(config, config.rl), *step_problems(config)])
 
 
 def config_of(files, output, algorithm="grpo", overrides=()):
