@@ -7,11 +7,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
+from kit.families import FAMILIES, save_family
+from safetensors.torch import load_file, save_file
 
 from vectorlm.cli import main, model
 from vectorlm.errors import ConfigError
 from vectorlm.runs.preflight.local_model import download, local_folder
 from vectorlm.train.checkpoint.export import SOURCE, _source
+from vectorlm.train.load import load_model
 
 
 def write_gguf(path, architecture="llama", scaling=None, tensor=None):
@@ -115,3 +119,41 @@ def test_the_small_model_comes_from_the_index_and_a_config_may_name_its_file(smo
     made = Path(local_folder(str(file)))
     assert made == file.with_suffix("")
     assert (made / "model.safetensors").read_bytes() == (smollm2 / "model.safetensors").read_bytes()
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of four bits with one for the sign: E2M1 of the OCP Microscaling Formats, table 5."""
+
+
+def save_mxfp4(path):
+    """Save a tiny gpt-oss whose experts are in MXFP4; return its experts in float32, by name."""
+    save_family(FAMILIES["gpt-oss"], path)
+    weights = load_file(path / "model.safetensors")
+    experts = {}
+    for name in [each for each in weights if each.endswith(("gate_up_proj", "down_proj"))]:
+        num, width, rows = weights.pop(name).shape
+        blocks = torch.randint(256, (num, rows, width // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (num, rows, width // 32), dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        # The low half of a byte is the first number.
+        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
+        numbers = torch.tensor([*FP4, *(-each for each in FP4)])[codes]
+        values = numbers * 2.0 ** (scales.float() - 127)[..., None]
+        experts[name] = values.flatten(2).transpose(1, 2)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    described = json.loads((path / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (path / "config.json").write_text(json.dumps(described))
+    (path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    return experts
+
+
+def test_experts_in_mxfp4_become_bfloat16(tmp_path, capsys):
+    experts = save_mxfp4(tmp_path / "published")
+    assert main(["model", str(tmp_path / "published"), str(tmp_path / "made")]) == 0
+    found = load_file(tmp_path / "made/model.safetensors")
+    for name, expected in experts.items():
+        assert torch.equal(found[name], expected.bfloat16())
+    assert "quantization_config" not in json.loads((tmp_path / "made/config.json").read_text())
+    assert json.loads((tmp_path / "made/generation_config.json").read_text())["eos_token_id"] == [3, 5]
+    assert load_model(tmp_path / "made").dtype == torch.float32

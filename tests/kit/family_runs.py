@@ -167,6 +167,11 @@ def page(results: Sequence[Result]) -> str:
         "LoRA on the weights of fused experts is refused (PEFT's `target_parameters`); adapters on other layers",
         "work.",
         "",
+        "## gpt-oss",
+        "",
+        "It is published with experts in MXFP4, which cannot be trained. `vectorlm model openai/gpt-oss-20b DIR` writes",
+        "them in bfloat16; a folder in MXFP4 in place of the name works too. A run refuses MXFP4 with this command.",
+        "",
         "## Qwen3.5",
         "",
         "vLLM needs torchvision to load it. Engines on GPUs have it. On CPU, install PyTorch's CPU build of it:",
@@ -185,7 +190,6 @@ def page(results: Sequence[Result]) -> str:
         "| --- | --- |",
         *(f"| {name} | {reason} |" for name, (_, reason) in REFUSED.items()),
         "| latent attention on CPUs with AMX | vLLM drops the projection; `VLLM_MLA_DISABLE=1` keeps it |",
-        "| MXFP4 checkpoints of gpt-oss | vLLM keeps its experts quantised; save the model in bfloat16 first |",
     ]
     return "\n".join([*lines, ""])
 

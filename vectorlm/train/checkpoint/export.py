@@ -8,7 +8,7 @@ import errno
 import json
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -304,19 +304,64 @@ def convert_gguf(file: Path, path: Path) -> None:
             f"{file} cannot be read as a GGUF file ({type(error).__name__}: {error}). Download it again, or use an "
             "architecture that transformers reads from GGUF files."
         ) from error
-    config = read.config
-    # The model still counts as quantised, which cannot be saved, although its weights are float32 now.
-    del config.quantization_config
+
+    def save_rest(work: Path) -> None:
+        tokenizer.save_pretrained(work)
+        (work / SOURCE).write_text(_source(file), encoding="utf-8")
+
+    _save_dequantised(read, path, save_rest, tokenizer.eos_token_id)
+
+
+def is_mxfp4(source: Path) -> bool:
+    """Whether the folder `source` has a model whose experts are in MXFP4, as gpt-oss is published."""
+    try:
+        described = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        return bool(described["quantization_config"]["quant_method"] == "mxfp4")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def convert_mxfp4(source: Path, path: Path) -> None:
+    """Write the model in the folder `source` to `path` with its experts in bfloat16, and the other files as they are.
+
+    Raises:
+        ConfigError: The model cannot be read.
+        CheckpointError: The folder cannot be written.
+    """
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        read = load(source, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True))
+    except Exception as error:  # transformers raises all kinds of errors.
+        raise ConfigError(
+            f"{source} cannot be read ({type(error).__name__}: {error}). Download it again."
+        ) from error
+    left = shutil.ignore_patterns(
+        "*.safetensors", "*.bin", "*.index.json", "config.json", "original", "metal"
+    )
+    _save_dequantised(read, path, lambda work: shutil.copytree(source, work, ignore=left, dirs_exist_ok=True))
+
+
+def _save_dequantised(
+    read: Any, path: Path, save_rest: Callable[[Path], object], eos_token_id: int | None = None
+) -> None:
+    """Write a model that was dequantised while it was read, then the other files by `save_rest`."""
+    from transformers import AutoModelForCausalLM
+
+    config, weights = read.config, read.state_dict()
+    # Read from GGUF, the model still counts as quantised, which cannot be saved.
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(read.state_dict(), assign=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=read.dtype)
+    model.load_state_dict(weights, assign=True)
     model.tie_weights()
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    if eos_token_id is not None:
+        model.generation_config.eos_token_id = eos_token_id
     with folder.naming(path, "export"):
         work = folder.begin(path)
         model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-        (work / SOURCE).write_text(_source(file), encoding="utf-8")
+        save_rest(work)
         folder.finish(path)
 
 
