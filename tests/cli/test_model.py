@@ -8,11 +8,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from kit.config_texts import MINIMAL
 from kit.families import FAMILIES, save_family
 from safetensors.torch import load_file, save_file
 
 from vectorlm.cli import main, model
 from vectorlm.errors import ConfigError
+from vectorlm.runs.config.load import load_config
+from vectorlm.runs.preflight.files import file_problems
 from vectorlm.runs.preflight.local_model import download, local_folder
 from vectorlm.train.checkpoint.export import SOURCE, _source
 from vectorlm.train.load import load_model
@@ -157,3 +160,7 @@ def test_experts_in_mxfp4_become_bfloat16(tmp_path, capsys):
     assert "quantization_config" not in json.loads((tmp_path / "made/config.json").read_text())
     assert json.loads((tmp_path / "made/generation_config.json").read_text())["eos_token_id"] == [3, 5]
     assert load_model(tmp_path / "made").dtype == torch.float32
+    (tmp_path / "my.yaml").write_text(MINIMAL)
+    for name, is_refused in (("published", True), ("made", False)):
+        config = load_config(tmp_path / "my.yaml", [f"model={tmp_path / name}"])
+        assert any("vectorlm model" in problem for problem in file_problems(config)) is is_refused

@@ -328,7 +328,8 @@ def convert_mxfp4(source: Path, path: Path) -> None:
         ConfigError: The model cannot be read.
         CheckpointError: The folder cannot be written.
     """
-    from transformers import AutoModelForCausalLM, Mxfp4Config
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
 
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
