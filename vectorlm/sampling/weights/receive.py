@@ -226,7 +226,7 @@ class WorkerReceiver:
         self._specs = {spec.name: spec for spec in manifest if spec.name in self._load_plan.computed}
         parameters, dtypes = loaded_tensors(self._model), self._load_plan.dtypes
         self._staged = {
-            staged_name(name): torch.empty(
+            staged_name(name): torch.zeros(
                 spec.shape,
                 dtype=dtype_of(dtypes[staged_name(name)]),
                 device=parameters[self._load_plan.computed[name][0]].device,
