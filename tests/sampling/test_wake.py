@@ -1,4 +1,4 @@
-"""What an engine checks when it wakes: tensors that vLLM does not bring back, and log-probabilities of a fixed text."""
+"""Checks of an engine that wakes: tensors that vLLM does not bring back, and log-probabilities of a fixed text."""
 
 import contextlib
 import functools

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vectorlm.cli import at_interrupt
 from vectorlm.errors import ConfigError
-from vectorlm.runs.preflight.local_model import HUB_NAME, fetch, missing_files
+from vectorlm.runs.preflight.local_model import HUB_NAME, fetch, is_mxfp4, missing_files
 from vectorlm.train.checkpoint import folder
 
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -47,7 +47,7 @@ def model_command(args: argparse.Namespace) -> int:
 
 def _make(name: str, path: Path) -> None:
     # This imports torch, which the other commands do not need.
-    from vectorlm.train.checkpoint.export import convert_gguf, convert_mxfp4, is_mxfp4
+    from vectorlm.train.checkpoint.export import convert_gguf, convert_mxfp4
 
     if name.endswith(".gguf"):
         if not Path(name).is_file():

@@ -23,6 +23,7 @@ from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.preflight.local_model import (
     describe_absent,
     description_of,
+    is_mxfp4,
     missing_weights,
     own_code,
     own_length,
@@ -58,7 +59,7 @@ def file_problems(config: Config) -> Iterator[str]:
             rule = f"must be at most {limit}, the model's own limit"
             yield refuse(config, "train_parameters.max_seq_len", rule, f"Use {limit} or less.")
     # Costs more than a minute: the engine refuses its weights after it has loaded them.
-    if ((description_of(folder) or {}).get("quantization_config") or {}).get("quant_method") == "mxfp4":
+    if is_mxfp4(folder):
         fix = f"Run `vectorlm model {config.model} {folder.name}-bf16`, and name that folder."
         yield refuse(config, "model", "cannot be trained in MXFP4", fix)
     # Costs more than a minute: transformers asks on a terminal that ranks do not have.

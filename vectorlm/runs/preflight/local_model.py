@@ -205,7 +205,7 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def own_code(folder: Path) -> list[str]:
-    """Return the Python files of the classes of a model and its tokenizer; empty for those of transformers."""
+    """Return the Python files of the classes of a model and its tokenizer; empty if transformers has them."""
     names = set()
     for file in ("config.json", "tokenizer_config.json"):
         named = (description_of(folder, file) or {}).get("auto_map")
@@ -242,6 +242,12 @@ def number_in(description: Mapping[str, Any], names: Sequence[str]) -> int | Non
     sections = (description, description.get("text_config"))
     named = (section.get(name) for section in sections if isinstance(section, Mapping) for name in names)
     return next((number for number in named if type(number) is int and number > 0), None)
+
+
+def is_mxfp4(folder: Path) -> bool:
+    """Whether the experts of a model are in MXFP4, as gpt-oss is published."""
+    quantised = (description_of(folder) or {}).get("quantization_config")
+    return isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
 
 
 def vocab_size(folder: Path) -> float:

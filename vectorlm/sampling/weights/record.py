@@ -109,7 +109,7 @@ def staged_name(source: str) -> str:
 
 
 class Recording(NamedTuple):
-    """What a loader does with the trainer's tensors."""
+    """The pieces of the trainer's tensors that a loader copies, and the tensors that it computes with."""
 
     copies: list[Copy]
     """The pieces that it copies."""
@@ -222,7 +222,6 @@ class _Recorder(TorchDispatchMode):
         self._pieces: dict[int, tuple[torch.Tensor, View | None]] = {}
         """By storage: the source (None), and contiguous copies of its pieces, which are kept so that no other tensor
         gets their storage."""
-
         self._derived: dict[int, StorageWeakRef] = {}
         """By storage: what the loader computes from the source."""
 

@@ -312,15 +312,6 @@ def convert_gguf(file: Path, path: Path) -> None:
     _save_dequantised(read, path, save_rest, tokenizer.eos_token_id)
 
 
-def is_mxfp4(source: Path) -> bool:
-    """Whether the folder `source` has a model whose experts are in MXFP4, as gpt-oss is published."""
-    try:
-        described = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        return bool(described["quantization_config"]["quant_method"] == "mxfp4")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
 def convert_mxfp4(source: Path, path: Path) -> None:
     """Write the model in the folder `source` to `path` with its experts in bfloat16, and the other files as they are.
 

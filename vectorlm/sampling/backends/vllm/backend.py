@@ -75,7 +75,7 @@ class VLLM:
         self._num_loads = 0
         self._asleep: frozenset[str] = frozenset()
         self._has_weights = True
-        """Whether the weights are those of the checkpoint or of an update that succeeded."""
+        """Whether the engine holds all weights of the checkpoint, or all weights of one update."""
         self._sleep_check = SleepCheck(self._score, self._receiver, 0.0 if on_cpu else CUDA_NOISE)
         self._may_hold_nan = False
         """Whether the KV cache may contain NaN: attention would return NaN even where it masks the NaN."""
