@@ -14,7 +14,7 @@ from vectorlm.errors import EngineDied, HandleRefused, NonFiniteWeights, StaleHa
 from vectorlm.sampling import messages
 from vectorlm.sampling.contract import WeightSet, WeightSource
 from vectorlm.sampling.sampler.scheduler import require_room_for_update
-from vectorlm.sampling.weights.inspection import FiniteCheck, Inspection, require_sound
+from vectorlm.sampling.weights.inspection import Inspection, ranks_agree, require_sound
 from vectorlm.sampling.weights.plan import BASE, require_same, shortened
 from vectorlm.types import InFlight, UpdateReport
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vectorlm.sampling.transport import Transport
     from vectorlm.sampling.weights.arena import MappedArenas
     from vectorlm.sampling.weights.exports import Export
-    from vectorlm.sampling.weights.plan import Layout
+    from vectorlm.sampling.weights.inspection import Digest
+    from vectorlm.sampling.weights.plan import Layout, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Sent:
     train_step: int
     model: Callable[[], Any]
     """Returns the model while it lives."""
-    changes: Mapping[int, int]
-    """The result of `changes_of`."""
+    changes: Mapping[int, int] | None
+    """The result of `changes_of`; None if updates are verified, and checksums tell of changes."""
     fingerprints: dict[str, object]
     """By weight set."""
     sums: Mapping[str, Mapping[str, tuple[int, int]]]
@@ -71,6 +72,10 @@ class HotSwap:
         self._opened: set[str] = set()
         """The weight sets that transport and engines have opened; after an error they are opened again."""
         self._layouts: dict[str, Layout] = {}
+        self._fitting: dict[str, tuple[Sequence[TensorSpec], Layout]] = {}
+        """The last manifest of the base that fits its layout."""
+        self._kept: tuple[Callable[[], Any], Sequence[Any]] | None = None
+        """The last model, and its weight sets if later updates may use them."""
         self._sent: Sent | None = None
         """The version that the engines hold; None if it is unknown."""
         self.version = -1
@@ -121,12 +126,12 @@ class HotSwap:
         fingerprints = {weight_set.name: weight_set.fingerprint for weight_set in sets}
         sums = {} if earlier is None else dict(earlier.sums)
         sums |= {name: inspection.sums for name, inspection in inspections.items()}
-        self._sent = Sent(train_step, _reference(model), changes_of(model), fingerprints, sums)
-        slots = (slot for name in names for slot in self._layouts[name].slots)
+        changes = None if self._verify else changes_of(model)
+        self._sent = Sent(train_step, _reference(model), changes, fingerprints, sums)
         return UpdateReport(
             train_step,
             skipped=False,
-            num_bytes=sum(slot.num_bytes for slot in slots),
+            num_bytes=sum(self._layouts[name].num_sent_bytes for name in names),
             publish_s=publish_s,
             load_s=max(answer.load_s for answer in updated),
             total_s=time.perf_counter() - start,
@@ -141,7 +146,7 @@ class HotSwap:
 
     def close(self) -> None:
         """Close the arenas and the exports."""
-        self._transport = None
+        self._transport = self._kept = None
         self._opened.clear()
         if "_arenas" in vars(self):
             self._arenas.close()
@@ -165,13 +170,13 @@ class HotSwap:
         The second value is None if nothing must be sent: the engines hold `train_step`, and no rank's model has changed
         since.
         """
-        from vectorlm.sampling.transport import open_transport, pull_obstacle, weight_sets_of
+        from vectorlm.sampling.transport import open_transport, pull_obstacle
         from vectorlm.sampling.weights.module_source import warn_of_rounded_positions
 
         sets: list[WeightSet] = []
 
         def look() -> tuple[int, bool, str | None, list[SetState]]:
-            sets.extend(weight_sets_of(model, self._topology, self._arenas, self._settings.lora_mode))
+            sets.extend(self._weight_sets_of(model))
             is_as_sent = self._is_as_sent(model, train_step, sets)
             obstacle = pull_obstacle(sets, offered, self._topology) if self._transport is None else None
             return train_step, is_as_sent, obstacle, [self._state(weight_set) for weight_set in sets]
@@ -218,6 +223,22 @@ class HotSwap:
                 self._open(changed)
         return sets, changed
 
+    def _weight_sets_of(self, model: Any) -> Sequence[WeightSet]:
+        """Return the weight sets of `model`: those of the last update if nothing was replaced or moved since."""
+        from vectorlm.sampling.transport import weight_sets_of
+        from vectorlm.sampling.weights.model_tensors import adapter_prefixes
+        from vectorlm.sampling.weights.module_source import ModuleSource
+
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0]() is model and kept[1][0].source.is_current():
+            self._kept = kept
+            return kept[1]
+        sets = weight_sets_of(model, self._topology, self._arenas, self._settings.lora_mode)
+        # Adapters can change without a trace in the model's tensors, and other sources may keep the model alive.
+        if isinstance(sets[0].source, ModuleSource) and not adapter_prefixes(model):
+            self._kept = _reference(model), sets
+        return sets
+
     def _is_as_sent(self, model: Any, train_step: int, sets: Sequence[WeightSet]) -> bool:
         """Return whether the engines hold this rank's `model`, unchanged, under this step."""
         from vectorlm.sampling.transport import changes_of
@@ -240,7 +261,7 @@ class HotSwap:
             sent.fingerprints.update(dict.fromkeys(changed))
             is_as_sent = not changed
         else:
-            is_as_sent = sent.changes == changes_of(model)
+            is_as_sent = sent.changes is not None and sent.changes == changes_of(model)
         if not is_as_sent:
             warnings.warn(
                 f"train_step={train_step} was sent before with other weights: they are sent again, and tokens of both "
@@ -254,14 +275,21 @@ class HotSwap:
         if not (self._verify or self._settings.check_finite):
             return {}
 
-        def look() -> list[Inspection]:
-            return [self._inspection(weight_set, self._settings.check_finite) for weight_set in weight_sets]
+        found: dict[str, Inspection] = {}
 
-        by_rank = self._engine_ranks.on_all_ranks("inspect the weights", look)
-        for of_ranks in zip(*by_rank, strict=True):
-            require_sound(of_ranks)
-        names = (weight_set.name for weight_set in weight_sets)
-        return dict(zip(names, by_rank[self._topology.rank], strict=True))
+        def look() -> list[Digest | None]:
+            found.update(
+                (weight_set.name, self._inspection(weight_set, self._settings.check_finite))
+                for weight_set in weight_sets
+            )
+            return [inspection.digest() for inspection in found.values()]
+
+        digests = self._engine_ranks.on_all_ranks("inspect the weights", look)
+        if not all(map(ranks_agree, zip(*digests, strict=True))):
+            by_rank = self._engine_ranks.on_all_ranks("compare the weights", lambda: [*found.values()])
+            for of_ranks in zip(*by_rank, strict=True):
+                require_sound(of_ranks)
+        return found
 
     def _inspection(self, weight_set: WeightSet, check_finite: bool) -> Inspection:
         inspect: Callable[..., Inspection] | None = getattr(weight_set.source, "inspect", None)
@@ -275,7 +303,11 @@ class HotSwap:
             return False
         slots = self._layouts[weight_set.name].slots
         if weight_set.name == BASE:
-            require_same(weight_set.source.manifest(), slots)
+            manifest, layout = weight_set.source.manifest(), self._layouts[BASE]
+            fitting = self._fitting.get(BASE)
+            if fitting is None or fitting[0] is not manifest or fitting[1] is not layout:
+                require_same(manifest, slots)
+                self._fitting[BASE] = manifest, layout
             return True
         sent = [(spec.name, tuple(spec.shape)) for spec in weight_set.source.manifest()]
         return sent == [(slot.name, slot.shape) for slot in slots]
@@ -326,7 +358,7 @@ class HotSwap:
         The ranks of a node send a whole model together. The engines copy every round but the last, which they load
         with `FinishUpdate`. A set with fewer rounds is not written to again.
         """
-        rounds = {weight_set.name: self._layouts[weight_set.name].rounds() for weight_set in weight_sets}
+        rounds = {weight_set.name: self._layouts[weight_set.name].rounds for weight_set in weight_sets}
         found: dict[str, list[int]] = {name: [] for name in rounds}
         num_rounds = max(map(len, rounds.values()), default=1)
         for number in range(num_rounds):
@@ -351,11 +383,14 @@ class HotSwap:
             return
 
         def look() -> None:
+            from vectorlm.sampling.weights.inspection import Reading
+            from vectorlm.sampling.weights.reader import Reader
+
             for layout in unseen:
-                finite = FiniteCheck()
-                for name, place in self._arenas.slots_of(layout).items():
-                    finite.look_at(name, place, place.dtype)
-                if wrong := finite.wrong():
+                places = self._arenas.slots_of(layout)
+                readings = [Reading(place, 0) for place in places.values()]
+                is_finite = Reader(readings, sums=False, looks=True).read().is_finite
+                if wrong := [name for name, is_good in zip(places, is_finite, strict=True) if not is_good]:
                     raise NonFiniteWeights(
                         f"check_finite=True: {len(wrong)} tensors have NaN or infinity: {shortened(wrong)}. The engine "
                         "samples nothing until the next update. check_finite=False allows them."

@@ -86,8 +86,11 @@ class Engine:
 
     version = -1
 
-    def __init__(self, num_workers=1, tied=False, dtype=torch.float32):
-        self.make = lambda: [Worker(index, num_workers, tied, dtype) for index in range(num_workers)]
+    def __init__(self, num_workers=1, tied=False, dtype=torch.float32, make=None):
+        """Build a `Worker` for each of `num_workers`, or the models that `make` returns."""
+        self.make = make or (
+            lambda: [Worker(index, num_workers, tied, dtype) for index in range(num_workers)]
+        )
         self.workers, self.commands = self.make(), []
         self.receivers = receivers_of(*self.workers)
         self.connect, self.copy_round = self.receivers.connect, self.receivers.copy_round

@@ -162,9 +162,9 @@ def test_no_copy_of_a_pull_crosses_devices(install, monkeypatch):
         plan = LoadPlan.whole(MANIFEST[:1], lambda _: "bfloat16")
         target = torch.empty(8, 4, dtype=torch.bfloat16, device=f"cuda:{own}")
         copies = CopyList(Layout("", 64, LAYOUT.slots[:1]), of_ranks, plan, {"w": target}, may_alias=False)
-        pairs = copies._pairs[0]
-        assert len(pairs) == 2
-        assert {(to.device, source.device) for to, source in pairs} == {(target.device, target.device)}
+        ((targets, sources),) = copies._batches[0]
+        assert len(targets) == len(sources) == 2
+        assert {tensor.device for tensor in (*targets, *sources)} == {target.device}
 
 
 def test_auto_pushes_where_a_handle_is_refused_and_the_run_goes_on(monkeypatch):

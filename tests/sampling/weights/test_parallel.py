@@ -114,17 +114,10 @@ def test_one_changed_bit_on_one_worker_is_caught(receivers, halves, worker, name
     layout = receivers.connect(MANIFEST, None, "base")
     _, sums = send(layout)
     receivers.load(0, sums, ["base"])
-    load = halves[worker].named_parameters
-
     # A view of the arena shares its bytes with the other worker; this one must go wrong alone.
-    def spoilt():
-        for key, parameter in load():
-            if key == name:
-                parameter = torch.nn.Parameter(parameter.clone(), requires_grad=False)
-                parameter.view(torch.int32).flatten()[-1] ^= 1
-            yield key, parameter
-
-    halves[worker].named_parameters = spoilt
+    spoilt = torch.nn.Parameter(getattr(halves[worker], name).clone(), requires_grad=False)
+    spoilt.view(torch.int32).flatten()[-1] ^= 1
+    setattr(halves[worker], name, spoilt)
     tensor = {"gate_up": "up"}.get(name, name)
     with pytest.raises(ChecksumMismatch, match=rf"1 of 8 tensors .*: \['{tensor}'\]"):
         receivers.load(1, sums, ["base"])

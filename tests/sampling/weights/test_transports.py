@@ -3,6 +3,8 @@
 import gc
 import os
 import re
+import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from kit.module_trainer import ModuleTrainer
 from kit.rank_processes import on_ranks
 from peft import LoraConfig, get_peft_model
 from swaps_here import SMALL_BUCKET, TRANSPORTS, Model, move, swap_of
+from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vectorlm.errors import ChecksumMismatch, ConfigError, StaleHandle, WeightMismatch
 from vectorlm.ranks.topology import Topology
@@ -235,6 +239,111 @@ def test_a_source_of_ones_own_is_pushed(transport):
         assert engine.differs_from(model) == []
 
 
+class Stack(nn.Module):
+    """Layers of a few numbers, on both sides of a swap."""
+
+    def __init__(self, num_layers, dtype=torch.float32):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for _ in range(num_layers))
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that are not views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def count(topology, transport, dtype, num_layers):
+    """Return the operations and the Python and C calls of one update, of this rank and of the engine if it owns one."""
+    model, calls = Stack(num_layers), 0
+    if topology.world_size > 1:
+        fully_shard(model)
+    swap, _ = swap_of(topology, transport, make=lambda: [Stack(num_layers, dtype)])
+    for step in range(2):
+        update(swap, model, step)
+    with Operations() as operations:
+        update(swap, model, 2)
+
+    def tally(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(tally)
+    update(swap, model, 3)
+    sys.setprofile(None)
+    return operations.names, calls
+
+
+def count_all(topology):
+    return {
+        (transport, dtype): [count(topology, transport, dtype, num_layers) for num_layers in (5, 25)]
+        for transport in ("push", "pull")
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+def require_few(counts):
+    for case, ((few, calls), (many, more_calls)) in counts.items():
+        assert len(many) == len(few) <= 8, (case, many)
+        # 40 more tensors, whose number is all that differs; an exported file is checked before each pull.
+        assert (more_calls - calls) / 40 < 40, (case, calls, more_calls)
+
+
+def test_the_number_of_operations_does_not_grow_with_the_number_of_tensors():
+    require_few(count_all(Topology()))
+
+
+@pytest.mark.slow
+def test_the_number_of_operations_does_not_grow_on_two_ranks():
+    for counts in on_ranks(2, count_all):
+        require_few(counts)
+
+
+def test_what_was_replaced_is_sent_though_descriptions_are_kept():
+    torch.manual_seed(0)
+    model = Model()
+    swap, engine = swap_of(Topology(), "push")
+    update(swap, model, 0)
+    kept = swap._kept
+    update(swap, model, 1)
+    assert swap._kept is kept
+    changes = [
+        lambda: setattr(model.up, "weight", nn.Parameter(torch.randn(6, 4))),
+        lambda: setattr(model, "gate", nn.Linear(4, 6, bias=False)),
+        lambda: setattr(model, "scale", torch.tensor(3.0)),
+        lambda: setattr(model.norm.bias, "data", torch.randn(8)[::2]),
+    ]
+    for step, change in enumerate(changes):
+        change()
+        update(swap, model, step + 2)
+        assert engine.differs_from(model) == []
+    model.head.weight = model.table.weight
+    with pytest.raises(WeightMismatch, match=r"head\.weight"):
+        update(swap, model, 9)
+
+
+def test_a_swap_keeps_no_model_alive():
+    model = Model()
+    swap, _ = swap_of(Topology(), "push")
+    update(swap, model, 0)
+    parameter, storage = weakref.ref(model.up.weight), weakref.ref(model)
+    del model
+    gc.collect()
+    assert parameter() is None
+    assert storage() is None
+
+
 # What pull alone can get wrong.
 
 
@@ -288,9 +397,9 @@ def test_slots_share_an_arena_in_rounds_and_a_tensor_larger_than_it_has_one_of_i
     num_bytes, placed = in_rounds(slots, 200)
     assert num_bytes == 320, "of the largest, rounded up"
     assert [(slot.round, slot.offset_bytes) for slot in placed] == [(0, 0), (0, 64), (1, 0), (2, 0)]
-    rounds = Layout("", num_bytes, placed).rounds()
+    rounds = Layout("", num_bytes, placed).rounds
     assert [[slot.name for slot in each.slots] for each in rounds] == [["a", "b"], ["c"], ["d"]]
-    two = Layout("", num_bytes, placed[:3]).rounds()
+    two = Layout("", num_bytes, placed[:3]).rounds
     assert [[slot.name for slot in each.slots] for each in two] == [["a", "b"], ["c"]]
 
 

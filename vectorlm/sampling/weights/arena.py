@@ -84,20 +84,20 @@ class MappedArenas:
     """The arenas that a rank writes to; each stays mapped for the next update."""
 
     def __init__(self) -> None:
-        self._mapped: dict[str, tuple[Arena, dict[Slot, torch.Tensor]]] = {}
+        self._mapped: dict[str, tuple[Arena, dict[int, tuple[Layout, Mapping[str, torch.Tensor]]]]] = {}
 
     def slots_of(self, layout: Layout) -> Mapping[str, torch.Tensor]:
-        """Return a view for each tensor of `layout`, by name."""
+        """Return a view for each tensor of `layout`, by name; the same object until the arena changes."""
         known = self._mapped.get(layout.path)
         # A later engine in the same process may get the same descriptor and path.
         if known is None or not known[0].is_at(layout.path):
             self.drop(layout)
             known = self._mapped[layout.path] = Arena.open(layout.path, layout.num_bytes), {}
         arena, places = known
-        for slot in layout.slots:
-            if slot not in places:
-                places[slot] = arena.view(slot)
-        return {slot.name: places[slot] for slot in layout.slots}
+        if id(layout) not in places:
+            # Keeps the layout, because its identity is the key.
+            places[id(layout)] = layout, {slot.name: arena.view(slot) for slot in layout.slots}
+        return places[id(layout)][1]
 
     def drop(self, layout: Layout) -> None:
         """Let go of one arena, if it was mapped."""

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -42,16 +43,18 @@ class CopyList:
         self._arena = Arena.open(layout.path, layout.num_bytes) if layout.path else None
         self._exports = exports
         self._opened: list[tuple[Handle, torch.Tensor]] = []
-        self._pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        self._batches: dict[int, list[tuple[list[torch.Tensor], list[torch.Tensor]]]] = {}
+        """By round: targets and their sources, in batches that torch copies with few kernels."""
         self._last_round = max((slot.round for slot in layout.slots), default=0)
         try:
             # A method of its own, because its local views must be gone before `num_users` counts.
-            self._pair(layout, load_plan, tensors, may_alias, earlier)
+            pairs_by_round = self._pair(layout, load_plan, tensors, may_alias, earlier)
         except BaseException:
             self.close()
             raise
+        self._batches = {number: _in_batches(pairs) for number, pairs in pairs_by_round.items()}
         self._num_users = num_users(self._arena.bytes) if self._arena else 0
-        self.num_bytes: int = sum(target.nbytes for pairs in self._pairs.values() for target, _ in pairs)
+        self.num_bytes: int = sum(target.nbytes for pairs in pairs_by_round.values() for target, _ in pairs)
         """Bytes that each update copies."""
 
     def _pair(
@@ -61,11 +64,13 @@ class CopyList:
         tensors: Mapping[str, torch.Tensor],
         may_alias: bool,
         earlier: CopyList | None,
-    ) -> None:
+    ) -> Mapping[int, Sequence[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return targets and sources by round."""
+        by_round: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
         slots = {slot.name: slot for slot in layout.slots}
         views = set()
         own = earlier and earlier.unseen_storage()
-        if self._arena is not None and may_alias and len(layout.rounds()) == 1:
+        if self._arena is not None and may_alias and len(layout.rounds) == 1:
             for name, start in find_aliases(load_plan, layout.slots, layout.num_bytes).items():
                 tensor = tensors[name]
                 is_alone = num_users(tensor) == 1 or tensor.untyped_storage()._cdata == own
@@ -86,7 +91,8 @@ class CopyList:
                     pairs = [(target, copy.source_view.on(self._arena.view(slot)))]
                 else:
                     pairs = _pull(copy, target, slot.row_size, rows[copy.source])
-                self._pairs[slot.round] += pairs
+                by_round[slot.round] += pairs
+        return by_round
 
     def unseen_storage(self) -> int | None:
         """Return the storage of this arena; None if anything else has taken a view of it since the constructor."""
@@ -98,19 +104,32 @@ class CopyList:
         """Copy the tensors of one round, of the last round if omitted; raises `StaleHandle`."""
         for export in self._exports:
             export.handle.check()
-        for target, source in self._pairs.get(self._last_round if number is None else number, ()):
-            target.copy_(source, non_blocking=True)
+        for targets, sources in self._batches.get(self._last_round if number is None else number, ()):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     def close(self) -> None:
         """Close the arena and the ranks' memory; views of the arena stay valid."""
-        self._pairs.clear()
+        self._batches.clear()
         while self._opened:
             handle, opened = self._opened.pop()
             handle.close(opened)
         if self._arena is not None:
             self._arena.close()
+
+
+def _in_batches(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Sort pairs of target and source: torch copies those of equal dtypes and dense layout together on CUDA."""
+    batches: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+    for target, source in pairs:
+        is_dense = target.is_contiguous() and source.is_contiguous()
+        targets, sources = batches[target.device, source.device, target.dtype, source.dtype, is_dense]
+        targets.append(target)
+        sources.append(source)
+    return [*batches.values()]
 
 
 def num_users(tensor: torch.Tensor) -> int:

@@ -169,24 +169,27 @@ class ExportedRows:
             if write.rows.numel()
         ]
         # While these are alive, no other tensor can get their addresses.
-        self._kept = rows
+        self._kept = [rows, writes]
         self._places = {name: _place(write) for name, write in writes.items()}
 
     def are_current(self, writes: Mapping[str, HeldRows]) -> bool:
         """Whether the exports are still the rows to send."""
-        return self._places == {name: _place(write) for name, write in writes.items()}
+        if writes is not self._kept[1] and self._places == {
+            name: _place(write) for name, write in writes.items()
+        }:
+            self._kept[1] = writes
+        return writes is self._kept[1]
 
     def publish(self, source: ModuleSource, layout: Layout, with_checksums: bool) -> Sequence[int]:
-        """Fill the staging buffers, and sum the rows in the engine's dtypes, one tensor at a time."""
+        """Fill the staging buffers, one tensor at a time, and return the checksums of all rows as they are sent."""
         sums: dict[str, tuple[torch.Tensor, int]] = {}
-        for slot in layout.slots:
-            write, staged = source.writes[slot.name], self._staged.get(slot.name)
-            rows = write.rows
-            if staged is not None:
-                rows = staged.copy_(rows if write.change is None else write.change(rows))
-            if with_checksums and not source.has_summed(slot.name):
-                sums[slot.name] = row_sums(rows.to(dtype_of(slot.dtype)), slot.word_bytes), write.first_row
-        return source.with_known_sums(layout, sums) if with_checksums else []
+        words = {slot.name: slot.word_bytes for slot in layout.slots} if self._staged else {}
+        for name in self._staged.keys() & words.keys():
+            write, staged = source.writes[name], self._staged[name]
+            staged.copy_(write.rows if write.change is None else write.change(write.rows))
+            if with_checksums and write.change is not None:
+                sums[name] = row_sums(staged, words[name]), write.first_row
+        return source.checksums_of(layout, sums) if with_checksums else []
 
 
 def _is_staged(write: HeldRows) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
 from vectorlm.errors import NonFiniteWeights, RankMismatch
@@ -22,35 +24,47 @@ class Inspection:
     """By tensor: the rank's first row and the checksum of its rows; empty without checksums."""
     not_finite: tuple[str, ...]
     """Tensors with a number that is not finite, or not finite in the engine's dtype."""
+    groups: Mapping[str, Sequence[str]] | None = None
+    """The tensors by group: ranks with the same first row of one have the same first row of all. None: unknown."""
+
+    def digest(self) -> Digest | None:
+        """Return hashes of what the ranks compare; None without `groups`."""
+        if self.groups is None and self.sums:
+            return None
+        hashes = {}
+        for group, names in (self.groups or {}).items():
+            first_rows, totals = zip(*map(self.sums.__getitem__, names), strict=True)
+            hashes[group] = _hash(first_rows), _hash(totals)
+        return Digest(self.not_finite, hashes)
 
 
-class FiniteCheck:
-    """A search for tensors with numbers that are not finite, or not finite in the dtype of the engine."""
+def _hash(numbers: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.array(numbers, np.uint64).tobytes(), digest_size=16).digest()
 
-    def __init__(self) -> None:
-        self._seen: list[tuple[str, torch.Tensor, torch.dtype]] = []
-        self._sums: list[torch.Tensor] = []
 
-    def look_at(self, name: str, rows: torch.Tensor, dtype: torch.dtype) -> None:
-        """Read a tensor, which is sent in `dtype`; on CUDA this does not wait for the device."""
-        if rows.is_floating_point() and rows.numel():
-            self._seen.append((name, rows, dtype))
-            # The fastest test. In 16 bits the sum of many finite numbers may overflow.
-            self._sums.append(rows.sum(dtype=torch.float32))
+@dataclass(frozen=True)
+class Digest:
+    """The part of an `Inspection` that ranks exchange; equal digests of the same rows mean equal rows."""
 
-    def wrong(self) -> tuple[str, ...]:
-        """Name the tensors that were found."""
-        if not self._seen:
-            return ()
-        device = self._sums[0].device  # Offloaded weights and buffers are on other devices.
-        finite = torch.stack([total.to(device) for total in self._sums]).isfinite().tolist()
-        return tuple(
-            name
-            for (name, rows, dtype), is_finite in zip(self._seen, finite, strict=True)
-            # A float32 sum may overflow although no number does, and a number may overflow in a narrower dtype.
-            if not (is_finite and torch.finfo(dtype).max >= torch.finfo(rows.dtype).max)
-            and not torch.stack(torch.aminmax(rows)).to(dtype).isfinite().all()
-        )
+    not_finite: tuple[str, ...]
+    """As in `Inspection`."""
+    by_group: Mapping[str, tuple[bytes, bytes]]
+    """By group of tensors that are distributed alike: hashes of the first rows and of the checksums."""
+
+
+def ranks_agree(digests: Sequence[Digest | None]) -> bool:
+    """Return whether all weights are finite, and ranks with the same rows have the same checksums.
+
+    False if a rank's digest is unknown.
+    """
+    seen: dict[tuple[str, bytes], bytes] = {}
+    same = (
+        seen.setdefault((group, place), total) == total
+        for digest in digests
+        if digest is not None
+        for group, (place, total) in digest.by_group.items()
+    )
+    return all(same) and not any(digest is None or digest.not_finite for digest in digests)
 
 
 def require_sound(inspections: Sequence[Inspection]) -> None:
@@ -73,6 +87,22 @@ def require_sound(inspections: Sequence[Inspection]) -> None:
             f"{shortened([*differ])}. No weight of the engine has changed. Shard the model with fully_shard, or "
             "give every rank the same weights and the same gradients (DistributedDataParallel)."
         )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One tensor to read."""
+
+    rows: torch.Tensor
+    """Any dtype and shape; rows along dimension 0."""
+    first_row: int
+    """Index of the first of these rows in the whole tensor."""
+    word_bytes: int = 0
+    """Size of a word of the checksum; 0 for the widest."""
+    sent: torch.dtype | None = None
+    """A second dtype: the rows are summed in it too, and must be finite in it. None: only as they are."""
+    sent_word_bytes: int = 0
+    """Size of a word of the second checksum."""
 
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -103,14 +133,21 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def words_of(rows: torch.Tensor, word_bytes: int = 0) -> torch.Tensor:
+    """Return the bytes of `rows` as integers of `word_bytes` (0: the widest that divides a row), [rows, words].
+
+    The result is a view if the rows are contiguous.
+    """
+    if rows.numel() == 0:
+        return torch.empty(0, 1, dtype=torch.int64, device=rows.device)
+    table = rows.detach().contiguous().reshape(rows.shape[0] if rows.ndim else 1, -1)
+    return table.view(_WORDS[word_bytes or widest_word(table.shape[1] * table.element_size())])
+
+
 def row_sums(rows: torch.Tensor, word_bytes: int = 0) -> torch.Tensor:
     """Return the sum of the words of each row of `rows`, int64; `checksums` makes checksums of them."""
-    if rows.numel() == 0:
-        return torch.empty(0, dtype=torch.int64, device=rows.device)
-    table = rows.detach().contiguous().reshape(rows.shape[0] if rows.ndim else 1, -1)
-    word = _WORDS[word_bytes or widest_word(table.shape[1] * table.element_size())]
     # Torch adds integers of any width in 64 bits.
-    return table.view(word).sum(dim=1)
+    return words_of(rows, word_bytes).sum(dim=1)
 
 
 def checksums(sums: Sequence[tuple[torch.Tensor, int]]) -> list[int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +23,61 @@ def reshard(model: torch.nn.Module) -> None:
 
     FSDP2 keeps the root's parameters whole after a forward without backward; an update must always see the same shards.
     """
+    for module in _sharded_modules(model):
+        module.reshard()
+
+
+def _sharded_modules(model: torch.nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+class Snapshot:
+    """The submodules, parameters and buffers of a model at one time, and their places in memory.
+
+    It keeps neither the model nor its tensors alive.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Take the snapshot; FSDP2's parameters are sharded again first."""
+        self._sharded = [weakref.ref(module) for module in _sharded_modules(model)]
+        self._reshard()
+        modules = list(model.modules())
+        self._modules = [weakref.ref(module) for module in modules]
+        self._members = list(map(_members, modules))
+        tensors: dict[int, torch.Tensor] = {}
+        for module in modules:
+            held = (*module._parameters.values(), *module._buffers.values())
+            tensors.update((id(tensor), tensor) for tensor in held if tensor is not None)
+        self._tensors = [weakref.ref(tensor) for tensor in tensors.values()]
+        self._places = list(map(_place, tensors.values()))
+
+    def is_current(self) -> bool:
+        """Whether nothing was replaced or moved since; FSDP2's parameters are sharded again first."""
+        self._reshard()
+        # Live objects keep their identities, so equal identities are the same objects.
+        modules, tensors = [ref() for ref in self._modules], [ref() for ref in self._tensors]
+        return (
+            id(None) not in {*map(id, modules), *map(id, tensors)}
+            and list(map(_members, modules)) == self._members
+            and list(map(_place, tensors)) == self._places
+        )
+
+    def _reshard(self) -> None:
+        for ref in self._sharded:
+            if (module := ref()) is not None:
+                module.reshard()
+
+
+def _members(module: Any) -> list[int]:
+    held = itertools.chain(module._modules.values(), module._parameters.values(), module._buffers.values())
+    return list(map(id, held))
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.data_ptr(), local.dtype, local.shape, local.stride()
 
 
 def trainer_tensors(

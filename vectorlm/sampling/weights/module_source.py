@@ -20,9 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vectorlm.errors import WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.weights.arena import MappedArenas
-from vectorlm.sampling.weights.inspection import FiniteCheck, Inspection, checksums, row_sums
-from vectorlm.sampling.weights.model_tensors import persistent_buffers, quantized_layers, trainer_tensors
-from vectorlm.sampling.weights.plan import Layout, Piece, TensorSpec, dtype_of
+from vectorlm.sampling.weights.inspection import Inspection, Reading, checksums, row_sums
+from vectorlm.sampling.weights.model_tensors import (
+    Snapshot,
+    persistent_buffers,
+    quantized_layers,
+    trainer_tensors,
+)
+from vectorlm.sampling.weights.plan import Layout, Piece, Slot, TensorSpec, dtype_of
+from vectorlm.sampling.weights.reader import Reader
 
 _MANIFESTS: WeakKeyDictionary[torch.nn.Module, tuple[TensorSpec, ...]] = WeakKeyDictionary()
 """A cache by model, because a model's conversion takes longer than copying a small model's weights."""
@@ -51,8 +57,8 @@ class HeldRows:
 class ModuleSource:
     """A `vectorlm.sampling.contract.WeightSource` over a module, plain or sharded by FSDP2.
 
-    It describes the module at the time of the first call, so build one for each update. `manifest` raises for any wrong
-    sharding, before anything is sent.
+    It describes the module at the time of the first call. `is_current` tells whether it may be used again for a later
+    update. `manifest` raises for any wrong sharding, before anything is sent.
     """
 
     def __init__(
@@ -75,11 +81,16 @@ class ModuleSource:
             changes: By the name of a tensor: a function that computes its rows while they are sent.
             beside: Tensors that `changes` read, by name; they are inspected as buffers are.
         """
-        self._model, self._topology = model, topology
+        self._model: torch.nn.Module | None = model
+        self._topology = topology
         self._arenas = MappedArenas() if arenas is None else arenas
         self._tensors, self._changes, self._beside = tensors, changes or {}, beside or {}
         self._sums: dict[str, int] = {}
-        """This rank's part of a tensor's checksum, known from `inspect` for rows that are sent unchanged."""
+        """This rank's part of a tensor's checksum, known from `inspect` for rows that are stored, not computed."""
+        self._inspections: dict[tuple[int, bool, bool], _PreparedInspection] = {}
+        """By the identity of the layout, and the arguments of `inspect`."""
+        self._writings: dict[int, _PreparedWriting] = {}
+        """By the identity of the layout."""
 
     def manifest(self) -> Sequence[TensorSpec]:
         """List the tensors, whole.
@@ -87,17 +98,24 @@ class ModuleSource:
         Raises:
             WeightMismatch: A tensor is sharded in a way that cannot be sent.
         """
-        return self._description[0]
+        return self._description.manifest
 
     @property
     def writes(self) -> Mapping[str, HeldRows]:
         """This rank's rows of each tensor, by name."""
-        return self._description[1]
+        return self._description.writes
+
+    def is_current(self) -> bool:
+        """Whether the module is as it was described, with other numbers; the checksums of `inspect` are forgotten."""
+        self._sums.clear()
+        return self._description.snapshot.is_current()
 
     @functools.cached_property
     @torch.no_grad()  # `to_local` would record each tensor.
-    def _description(self) -> tuple[Sequence[TensorSpec], Mapping[str, HeldRows]]:
+    def _description(self) -> _Description:
+        assert self._model is not None
         tensors: Mapping[str, torch.Tensor]
+        snapshot = Snapshot(self._model)
         changes = dict(self._changes)
         if self._tensors is None:
             quantized = quantized_layers(self._model)
@@ -108,61 +126,158 @@ class ModuleSource:
         else:
             tensors = self._tensors
             manifest = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
-        return manifest, {
+        writes = {
             name: rows_of(tensor, self._topology, changes.get(name)) for name, tensor in tensors.items()
         }
-
-    def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
-        """Sum all rows of this rank, and search the rows that it sends for numbers that are not finite."""
         buffers = persistent_buffers(self._model)
         others = {**self._beside, **buffers}
         beside = {name: rows_of(tensor, self._topology) for name, tensor in others.items()}
-        shards = {**beside, **self.writes}
-        dtypes = {name: shard.held.dtype for name, shard in shards.items()}
-        words = {
-            slot.name: slot.word_bytes
-            for slot in layout.slots
-            if shards[slot.name].change is None and dtypes[slot.name] == dtype_of(slot.dtype)
-        }
-        dtypes |= {slot.name: dtype_of(slot.dtype) for slot in layout.slots}
-        rows, finite = [], FiniteCheck()
-        # Tensor by tensor, because the second read then hits the cache.
-        for name, shard in shards.items():
-            if with_checksums:
-                rows.append((row_sums(shard.held, words.get(name, 0)), shard.first_held))
-            # A mask may hold infinities.
-            if check_finite and name not in buffers:
-                finite.look_at(name, shard.rows, dtypes[name])
-        totals = dict(zip(shards, checksums(rows), strict=True)) if with_checksums else {}
-        self._sums = {name: totals[name] * shards[name].counts for name in words if name in totals}
-        sums = {name: (shards[name].first_held, total) for name, total in totals.items()}
-        return Inspection(sums, finite.wrong())
+        groups: dict[Any, list[str]] = defaultdict(list)
+        for name, tensor in {**others, **tensors}.items():
+            placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+            groups[placed].append(name)
+        # A source that is kept must not keep the model alive.
+        self._model = None
+        return _Description(
+            manifest,
+            writes,
+            inspected={**beside, **writes},
+            buffers=frozenset(buffers),
+            groups={names[0]: names for names in groups.values()},
+            snapshot=snapshot,
+        )
+
+    def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
+        """Sum all rows of this rank, and search the rows that it sends for numbers that are not finite."""
+        key = id(layout), with_checksums, check_finite
+        if key not in self._inspections:
+            self._inspections[key] = _PreparedInspection(self._description, layout, *key[1:])
+        prepared = self._inspections[key]
+        found = prepared.reader.read()
+        not_finite = [
+            name for name, is_finite in zip(prepared.names, found.is_finite, strict=True) if not is_finite
+        ]
+        # A mask may hold infinities.
+        wrong = tuple(name for name in dict.fromkeys(not_finite) if name not in self._description.buffers)
+        if not with_checksums:
+            return Inspection({}, wrong)
+        self._sums = {name: found.sums[index] * counts for name, index, counts in prepared.stored}
+        self._sums |= {name: found.sent_sums[index] for name, index in prepared.cast}
+        sums = dict(zip(self._description.inspected, zip(prepared.first_rows, found.sums)))  # noqa: B905 (parts come last)
+        return Inspection(sums, wrong, self._description.groups)
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
         """Write this rank's rows into the arena, cast to the dtypes of the slots."""
         places = self._arenas.slots_of(layout)
+        prepared = self._writings.get(id(layout))
+        if prepared is None or prepared.places is not places:
+            prepared = self._writings[id(layout)] = _PreparedWriting(self.writes, layout, places)
+        if prepared.targets:
+            torch._foreach_copy_(prepared.targets, prepared.rows, non_blocking=True)
         sums: dict[str, tuple[torch.Tensor, int]] = {}
-        for slot in layout.slots:
-            write, whole = self.writes[slot.name], places[slot.name]
-            table = whole.reshape(1) if whole.ndim == 0 else whole
-            target = table[write.first_row : write.first_row + len(write.rows)]
-            rows = write.rows if write.change is None else write.change(write.rows)
-            rows = rows.to(target.dtype)
+        for slot, write, change, target in prepared.computed:
+            rows = change(write.rows).to(target.dtype)
             target.copy_(rows, non_blocking=True)
-            if with_checksums and not self.has_summed(slot.name):
+            if with_checksums:
                 sums[slot.name] = row_sums(rows, slot.word_bytes), write.first_row
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
-        return self.with_known_sums(layout, sums) if with_checksums else []
+        return self.checksums_of(layout, sums) if with_checksums else []
 
-    def has_summed(self, name: str) -> bool:
-        """Whether `inspect` has summed the tensor (then it is sent unchanged)."""
-        return name in self._sums
+    def checksums_of(self, layout: Layout, computed: Mapping[str, tuple[torch.Tensor, int]]) -> list[int]:
+        """Return the checksums of what this rank sends, given the `row_sums` of rows that it computes.
 
-    def with_known_sums(self, layout: Layout, sums: Mapping[str, tuple[torch.Tensor, int]]) -> list[int]:
-        """Return the checksums of all slots, given the `row_sums` of those that `inspect` did not sum."""
+        Those of other rows are known from `inspect`, or computed here.
+        """
+        sums = dict(computed)
+        for slot in layout.slots:
+            if slot.name not in self._sums and slot.name not in sums:
+                write = self.writes[slot.name]
+                rows = write.rows.to(dtype_of(slot.dtype))
+                sums[slot.name] = row_sums(rows, slot.word_bytes), write.first_row
         found = self._sums | dict(zip(sums, checksums([*sums.values()]), strict=True))
         return [found[slot.name] for slot in layout.slots]
+
+
+@dataclass(frozen=True)
+class _Description:
+    """A module as `ModuleSource` sends it."""
+
+    manifest: Sequence[TensorSpec]
+    writes: Mapping[str, HeldRows]
+    inspected: Mapping[str, HeldRows]
+    """The rows of all tensors whose values the ranks compare, sent or not."""
+    buffers: frozenset[str]
+    """The tensors that are buffers."""
+    groups: Mapping[str, Sequence[str]]
+    """As in `Inspection`."""
+    snapshot: Snapshot
+    """The module at the time of the description."""
+
+
+class _PreparedInspection:
+    """The reader of `ModuleSource.inspect` for one layout."""
+
+    def __init__(
+        self, description: _Description, layout: Layout, with_checksums: bool, check_finite: bool
+    ) -> None:
+        self._layout = layout  # Its identity is the key, so it must stay alive.
+        slots = {slot.name: slot for slot in layout.slots}
+        readings: list[Reading] = []
+        parts: dict[str, Reading] = {}
+        self.stored: list[tuple[str, int, bool]] = []
+        """Rows that are sent as they are stored: name, index in the reader, whether this rank's checksum counts."""
+        self.cast: list[tuple[str, int]] = []
+        """Rows that are sent in another dtype: name and index in the reader."""
+        for name, shard in description.inspected.items():
+            held, slot = shard.held, slots.get(name)
+            if slot is None or (shard.change is not None and not held.is_floating_point()):
+                readings.append(Reading(held, shard.first_held))
+                continue
+            dtype = dtype_of(slot.dtype)
+            if dtype == held.dtype:
+                if shard.change is None:
+                    self.stored.append((name, len(readings), shard.counts))
+                readings.append(
+                    Reading(held, shard.first_held, slot.word_bytes if shard.change is None else 0)
+                )
+                continue
+            is_all = len(shard.rows) == len(held)
+            if shard.change is None:
+                self.cast.append((name, len(readings) if is_all else len(description.inspected) + len(parts)))
+            if is_all:
+                readings.append(Reading(held, shard.first_held, 0, dtype, slot.word_bytes))
+            else:
+                readings.append(Reading(held, shard.first_held))
+                parts[name] = Reading(shard.rows, shard.first_row, 0, dtype, slot.word_bytes)
+        self.names = [*description.inspected, *parts]
+        self.first_rows = [shard.first_held for shard in description.inspected.values()]
+        self.reader = Reader([*readings, *parts.values()], sums=with_checksums, looks=check_finite)
+
+
+class _PreparedWriting:
+    """The copies of `ModuleSource.publish` into one arena."""
+
+    def __init__(
+        self, writes: Mapping[str, HeldRows], layout: Layout, places: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._layout = layout  # Its identity is the key, so it must stay alive.
+        self.places = places
+        """The arena's tensors by name."""
+        self.targets: list[torch.Tensor] = []
+        self.rows: list[torch.Tensor] = []
+        """The rows to copy to each of `targets`."""
+        self.computed: list[tuple[Slot, HeldRows, Change, torch.Tensor]] = []
+        """The other rows, how to compute them, and their targets."""
+        for slot in layout.slots:
+            write, whole = writes[slot.name], places[slot.name]
+            table = whole.reshape(1) if whole.ndim == 0 else whole
+            target = table[write.first_row : write.first_row + len(write.rows)]
+            if write.change is None:
+                self.targets.append(target)
+                self.rows.append(write.rows)
+            else:
+                self.computed.append((slot, write, write.change, target))
 
 
 def then(first: Change, second: Change | None) -> Change:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -92,8 +93,14 @@ class Layout:
     num_copied_bytes: int = 0
     """Bytes that the engine copies out of the arena at each update; it computes with the others in the arena."""
 
-    def rounds(self) -> list[Layout]:
-        """Return the layout of each round, in order; usually there is one."""
+    @functools.cached_property
+    def num_sent_bytes(self) -> int:
+        """Bytes that each update sends."""
+        return sum(slot.num_bytes for slot in self.slots)
+
+    @functools.cached_property
+    def rounds(self) -> Sequence[Layout]:
+        """The layout of each round, in order; usually there is one."""
         numbers = dict.fromkeys(slot.round for slot in self.slots)
         if len(numbers) < 2:
             return [self]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
@@ -18,9 +19,10 @@ from vectorlm.ranks.engine_ranks import CallResult, results_or_first_error
 from vectorlm.sampling.weights.arena import in_rounds, path_of, place_slots, reserve
 from vectorlm.sampling.weights.copy_list import CopyList
 from vectorlm.sampling.weights.exports import Export
-from vectorlm.sampling.weights.inspection import bits_of, checksum, checksums, row_sums, widest_word
-from vectorlm.sampling.weights.model_tensors import persistent_buffers
+from vectorlm.sampling.weights.inspection import Reading, bits_of, checksum, checksums, row_sums, widest_word
+from vectorlm.sampling.weights.model_tensors import Snapshot, persistent_buffers
 from vectorlm.sampling.weights.plan import BASE, Layout, Slot, TensorSpec, dtype_name, dtype_of, shortened
+from vectorlm.sampling.weights.reader import Reader
 from vectorlm.sampling.weights.record import (
     Copy,
     LoadPlan,
@@ -162,6 +164,7 @@ class PieceMap:
         for worker, load_plan in enumerate(load_plans):
             for index, copy in enumerate(load_plan.copies):
                 self._owners[copy.source][copy.source_view].append((worker, index))
+        self._pieces = self._index(load_plans)
         unused = [
             f"{spec.name} {spec.shape}"
             for spec in manifest
@@ -194,16 +197,33 @@ class PieceMap:
             totals: The checksum of each whole tensor.
             sums: By worker, the checksums of the pieces that its copies filled.
         """
-        wrong = []
-        for spec, expected in zip(self.manifest, totals, strict=True):
-            found = [
-                {sums[worker][index] for worker, index in owners}
-                for owners in self._owners[spec.name].values()
-            ]
-            owners_agree = all(len(values) == 1 for values in found)
-            if not owners_agree or sum(map(sum, found)) % 2**64 != expected:
-                wrong.append(spec.name)
-        return wrong
+        tensors, first_owners, owners, owned = self._pieces
+        found = np.array([total for of_worker in sums for total in of_worker], np.uint64)
+        expected = np.array([0 if total is None else total for total in totals], np.uint64)
+        sent = np.zeros(len(self.manifest), np.uint64)
+        np.add.at(sent, tensors, found[first_owners])
+        is_wrong = sent != expected
+        is_wrong |= np.array([total is None for total in totals], bool)
+        is_wrong[tensors[owned[found[owners] != found[first_owners[owned]]]]] = True
+        return [self.manifest[index].name for index in is_wrong.nonzero()[0]]
+
+    def _index(self, load_plans: Sequence[LoadPlan]) -> tuple[np.ndarray, ...]:
+        """Return the pieces as arrays for `mismatched`, where the copies of all workers are counted through.
+
+        Returns:
+            The tensor of each piece and the copy of its first owner; and every copy, with its piece.
+        """
+        firsts = [0, *itertools.accumulate(len(load_plan.copies) for load_plan in load_plans)]
+        tensors: list[int] = []
+        first_owners, owners, owned = [], [], []
+        for number, spec in enumerate(self.manifest):
+            for copies in self._owners[spec.name].values():
+                places = [firsts[worker] + index for worker, index in copies]
+                owners += places
+                owned += [len(tensors)] * len(places)
+                tensors.append(number)
+                first_owners.append(places[0])
+        return tuple(np.array(numbers, np.int64) for numbers in (tensors, first_owners, owners, owned))
 
 
 class WorkerReceiver:
@@ -219,6 +239,7 @@ class WorkerReceiver:
         self._model, self._derived = model, derived
         self.copies: CopyList | None = None
         """The copies of each update; None before `attach`."""
+        self._sums: tuple[Snapshot, Reader] | None = None
 
     def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
         """Match the trainer's tensors with this worker's parameters; return what the worker takes of them."""
@@ -247,6 +268,7 @@ class WorkerReceiver:
             Bytes that each update copies. The engine uses all other parameters where they are, in the arena.
         """
         earlier, tensors = self.copies, self._tensors()
+        self._sums = None  # Its views of an arena would be taken for other users of that memory.
         self.copies = CopyList(layout, exports, self._load_plan, tensors, may_alias=True, earlier=earlier)
         self._slots = {slot.name: slot for slot in layout.slots}
         if earlier is not None:
@@ -268,6 +290,8 @@ class WorkerReceiver:
 
     def require_computed(self) -> None:
         """Load the sources that the loader computes with again; raise `ChecksumMismatch` if a bit changes."""
+        if not self._load_plan.computed:
+            return
         parameters, changed = loaded_tensors(self._model), []
         for name, filled in self._load_plan.computed.items():
             before = {owner: parameters[owner].detach().clone() for owner in filled}
@@ -291,7 +315,10 @@ class WorkerReceiver:
 
         Reads the parameters and not the arena: a parameter that is no longer a view of the arena must not pass.
         """
-        return piece_sums(self._load_plan.copies, self._tensors(), self._slots)
+        if self._sums is None or not self._sums[0].is_current():
+            pieces = piece_readings(self._load_plan.copies, self._tensors(), self._slots)
+            self._sums = Snapshot(self._model), Reader(pieces)
+        return self._sums[1].read().sums
 
     def weight_sums(self) -> dict[str, int]:
         """Return the checksums of the tensors that an update fills, without a vocabulary's padding.
@@ -350,7 +377,8 @@ def parameter_sums(model: Any, manifest: Sequence[TensorSpec], derived: Set[str]
             if not name.endswith("lm_head.weight")
             or not any(torch.equal(parameters[table], parameters[name]) for table in tables)
         ]
-    return WorkerSums(load_plan, tuple(piece_sums(load_plan.copies, parameters, slots)), tuple(unfilled))
+    sums = Reader(piece_readings(load_plan.copies, parameters, slots)).read().sums
+    return WorkerSums(load_plan, tuple(sums), tuple(unfilled))
 
 
 def require_same_weights(
@@ -432,16 +460,16 @@ def _filled_rows(model: Any, name: str) -> int | None:
     return None if indices is None else indices.org_vocab_end_index - indices.org_vocab_start_index
 
 
-def piece_sums(
+def piece_readings(
     copies: Sequence[Copy], parameters: Mapping[str, torch.Tensor], slots: Mapping[str, Slot]
-) -> list[int]:
-    """Return the checksum of the piece of a parameter that each of `copies` fills; `slots` are their sources."""
-    sums = []
+) -> list[Reading]:
+    """Return the piece of a parameter that each of `copies` fills, to be read; `slots` are the sources."""
+    readings = []
     for copy in copies:
         slot = slots[copy.source]
         rows, first_row = _as_source_rows(copy, parameters[copy.parameter].data, slot)
-        sums.append((row_sums(rows, slot.word_bytes), first_row))
-    return checksums(sums)
+        readings.append(Reading(rows, first_row, slot.word_bytes))
+    return readings
 
 
 def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -66,7 +66,9 @@ class WeightExtension:
         self._vectorlm_packs = kind == "packed"
         if self._vectorlm_packs:
             pack(model)
-        self._vectorlm_receivers: dict[str, Any] = {BASE: WorkerReceiver(model, derived_names(model))}
+        derived = derived_names(model)
+        self._vectorlm_derives = bool(derived)
+        self._vectorlm_receivers: dict[str, Any] = {BASE: WorkerReceiver(model, derived)}
         if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
             self._vectorlm_receivers["adapter"] = AdapterReceiver(manager, model)
         return kind
@@ -103,14 +105,16 @@ class WeightExtension:
         if weight_set != BASE:
             return receiver.checksums() if with_checksums else []
         model, dtype = self.model_runner.get_model(), self.model_runner.model_config.dtype
-        derive(model, dtype)
+        if self._vectorlm_derives:
+            derive(model, dtype)
         if self._vectorlm_packs:
             pack(model)
         if not with_checksums:
             return []
         sums = receiver.checksums()
         receiver.require_computed()
-        require_none(stale_derived(model, dtype))
+        if self._vectorlm_derives:
+            require_none(stale_derived(model, dtype))
         if self._vectorlm_packs:
             check_packed(model, seed=version)
         return sums
