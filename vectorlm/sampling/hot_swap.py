@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import EngineDied, HandleRefused, NonFiniteWeights, StaleHandle, WeightMismatch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vectorlm.sampling.weights.arena import MappedArenas
     from vectorlm.sampling.weights.exports import Export
     from vectorlm.sampling.weights.inspection import Digest
+    from vectorlm.sampling.weights.model_tensors import Snapshot
     from vectorlm.sampling.weights.plan import Layout, TensorSpec
 
 
@@ -74,8 +75,8 @@ class HotSwap:
         self._layouts: dict[str, Layout] = {}
         self._fitting: dict[str, tuple[Sequence[TensorSpec], Layout]] = {}
         """The last manifest of the base that fits its layout."""
-        self._kept: tuple[Callable[[], Any], Sequence[Any]] | None = None
-        """The last model, and its weight sets if later updates may use them."""
+        self._kept: tuple[Callable[[], Any], Snapshot, Sequence[Any]] | None = None
+        """The last model, a snapshot of it, and its weight sets if later updates may use them."""
         self._sent: Sent | None = None
         """The version that the engines hold; None if it is unknown."""
         self.version = -1
@@ -226,18 +227,32 @@ class HotSwap:
     def _weight_sets_of(self, model: Any) -> Sequence[WeightSet]:
         """Return the weight sets of `model`: those of the last update if nothing was replaced or moved since."""
         from vectorlm.sampling.transport import weight_sets_of
-        from vectorlm.sampling.weights.model_tensors import adapter_prefixes
+        from vectorlm.sampling.weights.model_tensors import Snapshot, adapter_prefixes
         from vectorlm.sampling.weights.module_source import ModuleSource
 
         kept, self._kept = self._kept, None
-        if kept is not None and kept[0]() is model and kept[1][0].source.is_current():
+        if kept is not None and kept[0]() is model and kept[1].is_current():
             self._kept = kept
-            return kept[1]
+            for weight_set in kept[2]:
+                weight_set.source.forget_sums()
+            return [
+                replace(weight_set, fingerprint=_renewed(weight_set.fingerprint)) for weight_set in kept[2]
+            ]
         sets = weight_sets_of(model, self._topology, self._arenas, self._settings.lora_mode)
-        # Adapters can change without a trace in the model's tensors, and other sources may keep the model alive.
-        if isinstance(sets[0].source, ModuleSource) and not adapter_prefixes(model):
-            self._kept = _reference(model), sets
+        # Sources of other classes may keep the model alive. Merging gathers factors, which are new at each update.
+        if not isinstance(sets[0].source, ModuleSource):
+            return sets
+        if self._settings.lora_mode != "merged" or not adapter_prefixes(model):
+            # The kept rows would keep a model's memory, though not the model.
+            this = weakref.ref(self)
+            reference = weakref.ref(model, lambda _: HotSwap._drop(this()))
+            self._kept = reference, Snapshot(model), sets
         return sets
+
+    @staticmethod
+    def _drop(swap: HotSwap | None) -> None:
+        if swap is not None:
+            swap._kept = None
 
     def _is_as_sent(self, model: Any, train_step: int, sets: Sequence[WeightSet]) -> bool:
         """Return whether the engines hold this rank's `model`, unchanged, under this step."""
@@ -440,6 +455,11 @@ def warn_of_restored(of_engines: Sequence[Sequence[str] | None], topology: Topol
             "They were restored from copies, and the engine computes as before.",
             stacklevel=stacklevel,
         )
+
+
+def _renewed(fingerprint: Any) -> Any:
+    """Return a fingerprint of the same tensors as they are now."""
+    return None if fingerprint is None else fingerprint.again()
 
 
 def _reference(model: Any) -> Callable[[], Any]:

@@ -153,18 +153,17 @@ class AdapterReceiver:
             ChecksumMismatch: The buffers contain more than this adapter.
         """
         slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
-        sums, filled = [], 0
+        sums, filled = [], []
         for name, view in self._pieces.items():
             buffer = self._lora_slots[name].buffers(slot)[not name.endswith(".lora_A")]
             rows = buffer[: view.shape[0], : view.shape[1]]
-            filled += int(rows.count_nonzero())
+            filled.append(rows.count_nonzero())
             sums.append((row_sums(rows, self._word_bytes[name]), view.offset // view.stride[0]))
-        found = sum(
-            int(buffer.count_nonzero()) for _, place in self._places() for buffer in place.buffers(slot)
-        )
-        if found != filled:
+        found = [buffer.count_nonzero() for _, place in self._places() for buffer in place.buffers(slot)]
+        # One read, because each waits for the device.
+        if num_more := int(torch.stack(found).sum() - torch.stack(filled).sum()):
             raise ChecksumMismatch(
-                f"after the update the engine's LoRA layers contain {found - filled} numbers that the trainer "
+                f"after the update the engine's LoRA layers contain {num_more} numbers that the trainer "
                 "did not send."
             )
         return checksums(sums)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -53,6 +55,14 @@ class Fingerprint:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._states = [_state(tensor) for tensor in tensors]
         self._is_trained = any(tensor.requires_grad for tensor in tensors)
+
+    def again(self) -> Fingerprint:
+        """Return the fingerprint of the same tensors as they are now; None of them may have been replaced."""
+        later = copy.copy(self)
+        tensors: list[Any] = [ref() for ref in self._tensors]
+        later._states = [_state(tensor) for tensor in tensors]
+        later._is_trained = any(tensor.requires_grad for tensor in tensors)
+        return later
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import weakref
@@ -34,7 +35,7 @@ def _sharded_modules(model: torch.nn.Module) -> list[Any]:
 
 
 class Snapshot:
-    """The submodules, parameters and buffers of a model at one time, and their places in memory.
+    """The submodules, parameters and buffers of a model at one time, their places in memory, and adapters in use.
 
     It keeps neither the model nor its tensors alive.
     """
@@ -52,6 +53,9 @@ class Snapshot:
             tensors.update((id(tensor), tensor) for tensor in held if tensor is not None)
         self._tensors = [weakref.ref(tensor) for tensor in tensors.values()]
         self._places = list(map(_place, tensors.values()))
+        self._options = [
+            (weakref.ref(module), _plain_values(module)) for module in modules if _has_adapters(module)
+        ]
 
     def is_current(self) -> bool:
         """Whether nothing was replaced or moved since; FSDP2's parameters are sharded again first."""
@@ -62,6 +66,7 @@ class Snapshot:
             id(None) not in {*map(id, modules), *map(id, tensors)}
             and list(map(_members, modules)) == self._members
             and list(map(_place, tensors)) == self._places
+            and all(_plain_values(ref()) == options for ref, options in self._options)
         )
 
     def _reshard(self) -> None:
@@ -73,6 +78,31 @@ class Snapshot:
 def _members(module: Any) -> list[int]:
     held = itertools.chain(module._modules.values(), module._parameters.values(), module._buffers.values())
     return list(map(id, held))
+
+
+def _plain_values(module: Any) -> str:
+    """Return the attributes of PEFT's layers that are plain data: active adapters, scaling, whether they are merged."""
+    return repr([item for item in vars(module).items() if item[0] not in _of_module() and _is_plain(item[1])])
+
+
+@functools.cache
+def _of_module() -> frozenset[str]:
+    """Return the attributes of every module, such as its hooks."""
+    import torch
+
+    return frozenset(vars(torch.nn.Module()))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _has_adapters(module: Any) -> bool:
+    return "base_layer" in module._modules or "original_module" in module._modules
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:

@@ -21,12 +21,7 @@ from vectorlm.errors import WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.weights.arena import MappedArenas
 from vectorlm.sampling.weights.inspection import Inspection, Reading, checksums, row_sums
-from vectorlm.sampling.weights.model_tensors import (
-    Snapshot,
-    persistent_buffers,
-    quantized_layers,
-    trainer_tensors,
-)
+from vectorlm.sampling.weights.model_tensors import persistent_buffers, quantized_layers, trainer_tensors
 from vectorlm.sampling.weights.plan import Layout, Piece, Slot, TensorSpec, dtype_of
 from vectorlm.sampling.weights.reader import Reader
 
@@ -57,8 +52,8 @@ class HeldRows:
 class ModuleSource:
     """A `vectorlm.sampling.contract.WeightSource` over a module, plain or sharded by FSDP2.
 
-    It describes the module at the time of the first call. `is_current` tells whether it may be used again for a later
-    update. `manifest` raises for any wrong sharding, before anything is sent.
+    It describes the module at the time of the first call. A later update may use it again as long as a `Snapshot` of
+    the module is current, after `forget_sums`. `manifest` raises for any wrong sharding, before anything is sent.
     """
 
     def __init__(
@@ -105,17 +100,15 @@ class ModuleSource:
         """This rank's rows of each tensor, by name."""
         return self._description.writes
 
-    def is_current(self) -> bool:
-        """Whether the module is as it was described, with other numbers; the checksums of `inspect` are forgotten."""
+    def forget_sums(self) -> None:
+        """Forget the checksums of `inspect`: the weights may have other numbers now."""
         self._sums.clear()
-        return self._description.snapshot.is_current()
 
     @functools.cached_property
     @torch.no_grad()  # `to_local` would record each tensor.
     def _description(self) -> _Description:
         assert self._model is not None
         tensors: Mapping[str, torch.Tensor]
-        snapshot = Snapshot(self._model)
         changes = dict(self._changes)
         if self._tensors is None:
             quantized = quantized_layers(self._model)
@@ -144,7 +137,6 @@ class ModuleSource:
             inspected={**beside, **writes},
             buffers=frozenset(buffers),
             groups={names[0]: names for names in groups.values()},
-            snapshot=snapshot,
         )
 
     def inspect(self, layout: Layout, with_checksums: bool, check_finite: bool) -> Inspection:
@@ -211,8 +203,6 @@ class _Description:
     """The tensors that are buffers."""
     groups: Mapping[str, Sequence[str]]
     """As in `Inspection`."""
-    snapshot: Snapshot
-    """The module at the time of the description."""
 
 
 class _PreparedInspection:

@@ -131,14 +131,15 @@ class _TorchReader:
         self._options = (sent, [reading.sent_word_bytes for reading in readings], looked_at, sums)
         lengths = [*map(len, words)]
         lengths += [len(table) * bool(name) for table, name in zip(words, sent, strict=True)]
-        first_rows = [reading.first_row for reading in readings] * 2
-        places = [torch.arange(start, start + size) for start, size in zip(first_rows, lengths, strict=True)]
+        ends = np.array([0, *accumulate(lengths)])
+        first_rows = np.array([reading.first_row for reading in readings] * 2)
+        rows = np.arange(ends[-1]) + np.repeat(first_rows - ends[:-1], lengths)
         device = self._rows[0].device
-        self._weights = (2 * torch.cat(places) + 1).to(device)
+        self._weights = torch.from_numpy(2 * rows + 1).to(device)
         self._together = torch.zeros_like(self._weights)
         """The sums of the rows of all tensors, and of those in a second dtype."""
         self._parts = self._together.split(lengths)
-        self._ends = torch.tensor([*accumulate(lengths, initial=0)], device=device)
+        self._ends = torch.from_numpy(ends).to(device)
 
     def totals(self) -> np.ndarray:
         """Return checksums, checksums in the second dtype, and 1 for a number that is not finite: int64 [3, N]."""
