@@ -153,6 +153,19 @@ def test_rows_of_a_group_meet_where_the_loss_is_of_groups(name, rows):
     assert get_algorithm(name).rows_per_loss(6) == rows
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_scales_with_the_advantage_where_its_row_says_so(name):
+    spec, generator = get_algorithm(name), torch.Generator().manual_seed(0)
+    policy, old, reference = (torch.randn(4, 3, generator=generator) for _ in range(3))
+    policy.requires_grad_()
+    mask, weights = torch.ones(4, 3, dtype=torch.bool), torch.randn(4, generator=generator)
+    rewards = torch.tensor([1.0, 0.25, 0.0, 0.5])
+    inputs = LossInputs(policy, old, reference, torch.zeros(4, 3), rewards, mask, 2, mask, weights)
+    loss = spec.loss(inputs, spec.settings)
+    loss.sum().backward()
+    assert (not loss.any() and not policy.grad.any()) is spec.scales_with_advantage
+
+
 def two_groups():
     """Two groups of two completions, as a loss gets them; the last row has no token."""
     policy, reference, advantages, mask = (each[1:] for each in random_batch())

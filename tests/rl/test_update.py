@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -322,6 +323,74 @@ def test_a_batch_without_anything_to_learn_leaves_the_weights_where_they_are(fol
         assert metrics["policy/optimizer_steps"] == 0
         assert metrics["policy/grad_norm"] == 0
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def equal_in_some(batch, groups):
+    """Return the batch as if all completions of some groups had the same reward."""
+    advantages = batch.advantages.clone()
+    for group in groups:
+        advantages[group * batch.rows.rows_per_group : (group + 1) * batch.rows.rows_per_group] = 0.0
+    return replace(batch, advantages=advantages)
+
+
+def descend_with_and_without(topology, folder, algorithm, groups, **more):
+    """Return change, metrics and computed rows of an update that may skip `groups`, and of one that may not."""
+    found = []
+    for may_skip in (True, False):
+        run = one_step(topology, folder, algorithm, entropy_coef=0.0, **more)
+        run = replace(run, spec=replace(run.spec, scales_with_advantage=may_skip))
+        rows_of_passes, forward = [], type(run.models.policy).__call__
+
+        def count(policy, rows, *arguments, forward=forward, seen=rows_of_passes):
+            seen.append(len(rows.input_ids))
+            return forward(policy, rows, *arguments)
+
+        batch = equal_in_some(run.prepare(random_rows(algorithm)), groups)
+        with mock.patch.object(type(run.models.policy), "__call__", count):
+            found.append((*run.descend(batch), sum(rows_of_passes)))
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "gmpo"])
+def test_groups_without_an_advantage_are_not_computed_and_the_gradient_is_the_same(folder, algorithm):
+    skipping = on_ranks(2, descend_with_and_without, folder, algorithm, (0, 3))
+    for (change, metrics, num_rows), (expected, others, num_all) in skipping:
+        assert num_rows < num_all
+        assert metrics["policy/skipped_groups"] == 0.4
+        assert others["policy/skipped_groups"] == 0.0
+        for name, tensor in expected.items():
+            torch.testing.assert_close(change[name], tensor, rtol=1e-5, atol=1e-6)
+        assert metrics["policy/loss"] == pytest.approx(others["policy/loss"], rel=1e-5, abs=1e-6)
+        assert metrics["policy/grad_norm"] == pytest.approx(others["policy/grad_norm"], rel=1e-5)
+
+
+def test_a_batch_without_any_advantage_makes_no_pass(folder):
+    for (change, metrics, num_rows), _ in on_ranks(2, descend_with_and_without, folder, "grpo", range(5)):
+        assert num_rows == 0
+        assert metrics["policy/skipped_groups"] == 1.0
+        assert (
+            metrics["policy/loss"] == metrics["policy/grad_norm"] == metrics["balance/micro_batches"] == 0.0
+        )
+        assert not any(tensor.any() for tensor in change.values())
+
+
+def skipped_with(topology, folder, algorithm, **more):
+    run = build(topology, folder, algorithm, **more)
+    batch = equal_in_some(run.prepare(random_rows(algorithm)), (0, 3))
+    return run.update(batch)["policy/skipped_groups"]
+
+
+def test_groups_with_another_loss_are_computed(folder):
+    cases = {
+        "entropy": ("grpo", {"entropy_coef": 0.01}),
+        "penalty": ("grpo", {"entropy_coef": 0.0, "has_reference": True}),
+        "critic": ("ppo", {"entropy_coef": 0.0}),
+        "marked": ("kl_cov", {"entropy_coef": 0.0}),
+        "pairs": ("online_dpo", {"entropy_coef": 0.0}),
+    }
+    for algorithm, more in cases.values():
+        (skipped,) = on_ranks(1, partial(skipped_with, folder=folder, algorithm=algorithm, **more))
+        assert skipped == 0.0, algorithm
 
 
 def rates_of_a_run(topology, folder):

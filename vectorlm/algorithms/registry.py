@@ -118,6 +118,7 @@ GRPO = AlgorithmSpec(
     settings=settings.GRPOSettings(reduction="sequence_mean_token_mean"),
     advantages=_group,
     loss=_ppo,
+    scales_with_advantage=True,
     has_ratio=True,
     clips="token",
     min_group_size=2,
@@ -128,6 +129,7 @@ REINFORCE = AlgorithmSpec(
     settings=settings.TokenSettings(reduction="sequence_mean_token_sum"),
     advantages=_reward,
     loss=_reinforce,
+    scales_with_advantage=True,
     source="Williams 1992",
 )
 
@@ -161,6 +163,7 @@ ROWS: tuple[AlgorithmSpec, ...] = (
         has_ratio=True,
         clips="token",
         needs_critic=True,
+        scales_with_advantage=True,
         source="Schulman et al. 2017, arXiv:1707.06347",
     ),
     GRPO,
@@ -276,6 +279,7 @@ ROWS: tuple[AlgorithmSpec, ...] = (
         loss=lambda inputs, hparams: pure.kl_cov_loss(
             *_tokens(inputs), inputs.marked, hparams.covariance_kl_coef
         ),
+        scales_with_advantage=False,
         clips=None,
         mark=lambda batch, advantages, hparams: pure.highest(
             _covariances(batch, advantages), batch.mask, hparams.covariance_share
@@ -355,6 +359,7 @@ ROWS: tuple[AlgorithmSpec, ...] = (
         clips="sum",
         level="completion",
         min_group_size=2,
+        scales_with_advantage=True,
         source="Noukhovitch et al. 2024, arXiv:2410.18252",
     ),
     AlgorithmSpec(
@@ -365,6 +370,7 @@ ROWS: tuple[AlgorithmSpec, ...] = (
         has_ratio=True,
         clips="token",
         min_completions=2,
+        scales_with_advantage=True,
         source="Hu 2025, arXiv:2501.03262",
     ),
     AlgorithmSpec(
@@ -393,6 +399,7 @@ ROWS: tuple[AlgorithmSpec, ...] = (
         loss=_reinforce,
         select=keep_best,
         min_group_size=2,
+        scales_with_advantage=True,
         source="Gao et al. 2022, arXiv:2210.10760, as fine-tuning on the best completion",
     ),
     AlgorithmSpec(
@@ -421,6 +428,7 @@ ROWS: tuple[AlgorithmSpec, ...] = (
         has_ratio=True,
         clips="token",
         needs_teacher=True,
+        scales_with_advantage=True,
         source="Lu 2025, On-Policy Distillation, Thinking Machines Lab; Agarwal et al. 2023, arXiv:2306.13649",
     ),
 )

@@ -66,6 +66,9 @@ class AlgorithmSpec:
     """Computes the loss to minimise: float [B, T], [B] or [B / K], see `level`."""
     level: Literal["token", "completion", "group"] = "token"
     """Whether `loss` returns a value per token, per completion or per group; the latter two are averaged."""
+    scales_with_advantage: bool = False
+    """Whether loss and gradient of a completion are 0 if all its advantages are. The update then leaves groups without
+    any advantage out of its passes."""
     select: Callable[[torch.Tensor, torch.Tensor], Selection] = keep_all
     """Chooses which completions of a group are trained on: from rewards float [P, G], NaN for a completion without one,
     and eligible bool [P, G] to indices into each group, int64 [P, K], and whether these are valid, bool [P, K]."""

@@ -33,9 +33,10 @@ class MiniBatch:
     """The groups of one optimizer step, cut into this rank's micro-batches; counts are over all ranks."""
 
     groups: Sequence[int]
+    """The groups in the micro-batches: those of the step that have an advantage."""
     micro_batches: Sequence[MicroBatch]
     denominator: int
-    """Denominator of the losses."""
+    """Denominator of the losses, which counts groups without an advantage too."""
     num_tokens: int
     """Tokens that are trained on."""
     num_units: int
@@ -87,6 +88,7 @@ class Updater:
         if self.settings.teacher is not None and self.settings.teacher.kind == "full":
             self.models.reshard()
         return accumulator.averages() | {
+            "policy/skipped_groups": len(self._skipped_groups(batch)) / len(batch.rows.rewards),
             "policy/optimizer_steps": float(num_steps),
             "policy/stopped_early": float(is_stopped),
             "perf/trained_tokens": float(num_tokens),
@@ -113,11 +115,29 @@ class Updater:
         by_sequence = isinstance(hparams, LevelSettings) and hparams.importance_sampling_level == "sequence"
         return by_sequence or spec.level == "completion" or spec.reads_weights
 
+    def _skipped_groups(self, batch: TrainBatch) -> set[int]:
+        """Return the groups with tokens to train on whose loss and gradient are 0, because no advantage is not 0."""
+        settings, models = self.settings, self.models
+        has_other_loss = (
+            settings.update.entropy_coef > 0
+            or models.critic is not None
+            or models.reference is not None
+            or (settings.teacher is not None and settings.teacher.kind == "full")
+        )
+        if has_other_loss or not self.spec.scales_with_advantage:
+            return set()
+        size, mask = batch.rows.rows_per_group, batch.rows.mask
+        has_tokens, has_advantage = (
+            rows.any(dim=1).view(-1, size).any(dim=1) for rows in (mask, mask & (batch.advantages != 0))
+        )
+        return {*torch.nonzero(has_tokens & ~has_advantage)[:, 0].tolist()}
+
     def _mini_batches(self, batch: TrainBatch, step: int) -> Iterator[MiniBatch]:
         settings, rows, level = self.settings.update, batch.rows, self.spec.level
         size = rows.rows_per_group
         # Groups without a token to train on are left out: a step on them alone would move the weights by momentum.
         trained = torch.nonzero(rows.mask.any(dim=1).view(-1, size).any(dim=1))[:, 0].tolist()
+        skipped = self._skipped_groups(batch)
         for epoch in range(settings.num_epochs):
             generator = np.random.default_rng((self.settings.seed, step, epoch))
             order = generator.permutation(trained).tolist()
@@ -125,23 +145,30 @@ class Updater:
                 groups = sorted(order[index :: settings.num_mini_batches])
                 if not groups:
                     continue
-                micro_batches, num_computed = micro_batches_of(
-                    rows,
-                    groups,
-                    self.topology,
-                    max_tokens=settings.max_tokens_per_micro_batch,
-                    packs=self.models.why_padded is None,
-                    keep_groups_whole=level == "group",
-                )
-                mask = rows.mask.view(-1, size, rows.mask.shape[1])[groups]
-                rollouts = rows.trained_rollouts.view(-1, size)[groups]
-                denominator = num_units = int((rollouts.any(dim=1) if level == "group" else rollouts).sum())
+                computed = [group for group in groups if group not in skipped]
+                micro_batches: list[MicroBatch] = []
+                num_computed = 0
+                if computed:
+                    micro_batches, num_computed = micro_batches_of(
+                        rows,
+                        computed,
+                        self.topology,
+                        max_tokens=settings.max_tokens_per_micro_batch,
+                        packs=self.models.why_padded is None,
+                        keep_groups_whole=level == "group",
+                    )
+                masks = rows.mask.view(-1, size, rows.mask.shape[1])
+                rollouts = rows.trained_rollouts.view(-1, size)
+                units = rollouts.any(dim=1) if level == "group" else rollouts
+                denominator = int(units[groups].sum())
                 if level == "token":
-                    counted = mask.flatten(0, 1) if self._reduction == "token_mean" else rollouts.view(-1, 1)
+                    by_token = self._reduction == "token_mean"
+                    counted = masks[groups].flatten(0, 1) if by_token else rollouts[groups].view(-1, 1)
                     denominator = count_denominator(counted, self._reduction, self.settings.max_tokens)
-                num_tokens = max(int(mask.sum()), 1)
+                # Metrics are means over what is computed.
+                num_tokens, num_units = (max(int(counted[computed].sum()), 1) for counted in (masks, units))
                 yield MiniBatch(
-                    groups, micro_batches, max(denominator, 1), num_tokens, max(num_units, 1), num_computed
+                    computed, micro_batches, max(denominator, 1), num_tokens, num_units, num_computed
                 )
 
     def _train_policy(
@@ -162,6 +189,7 @@ class Updater:
         here = torch.tensor([tokens / self.topology.context_parallel], device=self.topology.device)
         accumulator.add("balance/rank_tokens_mean", here[0] / self.topology.num_data_shares)
         accumulator.add_largest("balance/rank_tokens_max", here, here > 0)
+        accumulator.add("policy/loss", torch.zeros_like(here[0]))
         optimizer_step, (step, index_in_batch) = self.models.policy_step, place
         share, num_targets = 0.0, 0
         texts: list[Batch] = []
@@ -171,7 +199,8 @@ class Updater:
             texts, num_targets = self.demonstrations.micro_batches(before + index_in_batch)
         last = len(micro_batches) + len(texts) - 1
         now = None
-        if batch.rows.owners is not None and batch.old_logprobs is not None and self._reads_rollouts:
+        reads_others = batch.rows.owners is not None and self._reads_rollouts
+        if reads_others and batch.old_logprobs is not None and micro_batches:
             # All rows of the step: the other rows of a rollout may be in other micro-batches.
             now = map_rows(
                 batch.rows,
@@ -196,7 +225,7 @@ class Updater:
             optimizer_step.require_finite(sums[name], step)
         finished = optimizer_step.finish(step)
         accumulator.note_all("policy", finished)
-        return sums["policy/kl"], finished["grad_norm"]
+        return sums.get("policy/kl", 0.0), finished["grad_norm"]
 
     def _policy_loss(
         self,
