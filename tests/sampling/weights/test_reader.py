@@ -30,7 +30,7 @@ interpreter._convert_float = rounded
 from vectorlm.sampling.weights.reader import kernel_differs
 assert kernel_differs(torch.device("cpu")) == "", kernel_differs(torch.device("cpu"))
 import test_reader, vectorlm.sampling.weights.reader as reader
-reader.has_kernel = lambda device: True
+reader.is_trusted = lambda *_: True
 test_reader.test_sums_are_the_checksums_of_every_tensor()
 test_reader.test_numbers_that_are_not_finite_in_either_dtype_are_found()
 kinds = {type(part).__name__ for _, part in reader.Reader(test_reader.readings())._parts}

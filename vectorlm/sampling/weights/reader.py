@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vectorlm.packages import is_trusted
 from vectorlm.sampling.weights.inspection import Reading, checksum, words_of
 from vectorlm.sampling.weights.plan import dtype_name, dtype_of
 
@@ -64,29 +62,11 @@ def _found(totals: np.ndarray) -> Found:
 
 
 def _reader_of(reading: Reading) -> type[Any]:
-    if not has_kernel(reading.rows.device):
+    if not is_trusted("checksums", reading.rows.device, kernel_differs):
         return _TorchReader
     from vectorlm.sampling.weights.kernel import KernelReader, can_read
 
     return KernelReader if can_read(reading) else _TorchReader
-
-
-@functools.cache
-def has_kernel(device: torch.device) -> bool:
-    """Return whether the Triton kernel works on `device`: it must find what torch's operations find."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    try:
-        wrong = kernel_differs(device)
-    except Exception as error:  # A compiler or a driver may raise anything.
-        wrong = f"{type(error).__name__}: {str(error)[:200]}"
-    if wrong:
-        warnings.warn(
-            f"the Triton kernel for checksums does not work on {device} ({wrong}). Weight updates use torch's own "
-            "operations instead, which are as safe and slower.",
-            stacklevel=2,
-        )
-    return not wrong
 
 
 def kernel_differs(device: torch.device) -> str:
