@@ -1,16 +1,21 @@
+import ctypes
 import os
+import platform
+import resource
 import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kit.rank_processes import on_ranks
 
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import (
     Placement,
     Topology,
     devices_of_engine,
+    keeping_freed_memory,
     set_affinity,
     share_cores,
     split_node,
@@ -121,3 +126,32 @@ def test_ranks_share_the_cores_unless_told_otherwise(four_cores, monkeypatch):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def faults_of_large_tensors():
+    """Return the page faults of allocating, filling and freeing 8 MiB fifty times."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        torch.zeros(2 << 20).fill_(1.0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def count_faults(topology):
+    with keeping_freed_memory():
+        faults_of_large_tensors()
+        kept = faults_of_large_tensors()
+    return kept, faults_of_large_tensors()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has no mallopt")
+def test_ranks_keep_freed_memory_and_give_it_back_at_the_end():
+    ((kept, after),) = on_ranks(1, count_faults)
+    assert kept < 1000
+    assert after > 10 * kept
+
+
+def test_the_users_malloc_settings_win(monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    monkeypatch.setattr(ctypes.CDLL(None), "mallopt", pytest.fail, raising=False)
+    with keeping_freed_memory():
+        pass

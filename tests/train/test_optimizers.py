@@ -1,6 +1,7 @@
 """Every optimizer that a run may name: its steps, what it keeps, and how a run with it goes on."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -274,3 +275,25 @@ def test_muon_leaves_matrices_of_one_row_or_column_to_its_adamw():
     for weights in ranks:
         for mine, expected in zip(weights, alone, strict=True):
             torch.testing.assert_close(mine, expected)
+
+
+def are_multiplied(topology):
+    """Return whether a step multiplies gradients whose norm is above the bound, and below it."""
+    found = []
+    for bound in (1e-3, 1e3):
+        training = replace(build(topology, OptimizerSettings(name="sgd", lr=1.0), False), max_grad_norm=bound)
+        tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(0))
+        training.backward(training.model(input_ids=tokens, labels=tokens).loss, is_last=True)
+        gradients = [parameter.grad.to_local() for parameter in training.model.parameters()]
+        before = [(gradient.clone(), gradient._version) for gradient in gradients]
+        training.finish(0)
+        after = [(gradient, gradient._version) for gradient in gradients]
+        found.append(
+            not all(torch.equal(a, b) and i == j for (a, i), (b, j) in zip(before, after, strict=True))
+        )
+    return found
+
+
+def test_gradients_are_multiplied_only_if_their_norm_exceeds_the_bound():
+    for ranks in (1, 2):
+        assert on_ranks(ranks, are_multiplied) == [[True, False]] * ranks

@@ -41,6 +41,7 @@ from vectorlm.ranks.topology import (
     bounded_spin,
     device_of,
     is_rank,
+    keeping_freed_memory,
     on_loopback,
     share_cores,
     with_rank_variables,
@@ -357,14 +358,26 @@ def process_group(
     gloo carries CPU tensors and NCCL CUDA tensors. `timeout_s` is the longest wait of one collective. Ranks on CPU
     share the cores of their node, unless OMP_NUM_THREADS is set. On one machine gloo listens on the loopback interface
     only, unless GLOO_SOCKET_IFNAME names another. The ranks meet in the folder `scratch`, or over torchrun's store if
-    it is omitted. Only ranks may write there, because the store leads gloo to its peers, whose pickles it loads.
+    it is omitted. Only ranks may write there, because the store leads gloo to its peers, whose pickles it loads. On CPU
+    freed memory is kept for the next tensor.
     """
-    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         yield
         return
+    with (
+        contextlib.nullcontext() if topology.is_cuda else keeping_freed_memory(),
+        _new_process_group(topology, timeout_s, scratch),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _new_process_group(topology: Topology, timeout_s: float, scratch: str | None) -> Iterator[None]:
+    import torch
+    import torch.distributed as dist
+
     if topology.is_cuda:
         torch.cuda.set_device(topology.device)
         # It takes 0.1 to 0.4 s to plan each new shape (sglang 4650), and packed rows have new shapes in every pass.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import re
@@ -261,6 +262,33 @@ def share_cores(topology: Topology) -> None:
         import torch
 
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // topology.local_world_size))
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Options of glibc's ``mallopt``."""
+
+
+@contextlib.contextmanager
+def keeping_freed_memory() -> Iterator[None]:
+    """Let glibc keep freed memory for the next large tensor; at the end it gives all back.
+
+    By default glibc returns each large tensor to the system, and the next one costs a page fault for every 4 KiB. The
+    user's own malloc settings win. Other C libraries have no ``mallopt``, and stay as they are.
+    """
+    is_set = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
+    library = ctypes.CDLL(None)
+    if is_set or not hasattr(library, "mallopt"):
+        yield
+        return
+    library.mallopt(M_MMAP_MAX, 0)
+    library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    try:
+        yield
+    finally:
+        # glibc's defaults.
+        library.mallopt(M_MMAP_MAX, 65536)
+        library.mallopt(M_TRIM_THRESHOLD, 128 << 10)
+        library.malloc_trim(0)
 
 
 @contextlib.contextmanager

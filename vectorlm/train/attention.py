@@ -112,11 +112,13 @@ def _in_bundles(
 ) -> torch.Tensor:
     """Attend one bundle at a time, with rows padded to the longest of the bundle."""
     parts = []
-    for bundle in packing.bundles:
-        own = slice(bundle.start, bundle.end)
+    # One `split` has one backward pass; a slice per bundle would make a gradient of all tokens per slice.
+    sizes = [bundle.end - bundle.start for bundle in packing.bundles]
+    pieces = zip(*(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)
+    for bundle, piece in zip(packing.bundles, pieces, strict=True):
         first, last = bundle.shared
         length = bundle.lengths[0]
-        q, k, v = (_as_rows(x[0, :, own], bundle.lengths, packing) for x in (query, key, value))
+        q, k, v = (_as_rows(x, bundle.lengths, packing) for x in piece)
         if last > first:
             k, v = (
                 torch.cat([x[:, :, first:last].expand(len(mine), -1, -1, -1), mine], dim=2)

@@ -83,7 +83,8 @@ class OptimizerStep:
 
         If the gradient is 0 everywhere, the optimizer is skipped: momentum and weight decay would move the weights.
         """
-        total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         if not math.isfinite(norm):
             raise NonFiniteLoss(
@@ -91,6 +92,9 @@ class OptimizerStep:
                 f"{self.topology.rank}) although the loss is finite: training stops before the weights change. "
                 "Lower the learning rate, or train without use_mp."
             )
+        # torch would multiply all gradients by 1. The small number is torch's own.
+        if norm + 1e-6 > self.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, total)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         if norm > 0:
             self.optimizer.step()
