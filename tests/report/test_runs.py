@@ -3,10 +3,12 @@
 import json
 import os
 import time
+import tracemalloc
 
 import pytest
 
-from vectorlm.errors import ConfigError
+from vectorlm.errors import CheckpointError, ConfigError
+from vectorlm.report import runs, step_lines
 from vectorlm.report.runs import RunFolder, Sample, differences, names_of, read_lines
 from vectorlm.report.step_lines import StepLines
 from vectorlm.train.checkpoint.folder import locked
@@ -52,6 +54,39 @@ def test_a_run_that_resumes_or_starts_over_replaces_what_was_read(tmp_path):
     assert run.series("train/loss") == [(1, 1), (2, 2), (3, 30)]
     StepLines(path, key="step")
     assert (run.step, run.metric_names) == (None, [])
+
+
+def test_a_resumed_run_reads_only_the_lines_that_it_repeats(tmp_path, monkeypatch):
+    path = tmp_path / "rollouts.jsonl"
+    lines = StepLines(path)
+    for step in range(1, 4001):
+        lines.write(step, [{"completion": "x" * 2000}, {"completion": "y" * 2000}])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"train_step": 4001, "comp')
+    monkeypatch.setattr(step_lines, "BLOCK_BYTES", 1000)
+    tracemalloc.start()
+    StepLines(path, 3990)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+    assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[: 2 * 3990])
+    StepLines(path, 0)
+    assert path.read_bytes() == b""
+    path.write_bytes(b'{"train_step": 1}\n{"step": 2}\n{"train_step": 3}\n')
+    with pytest.raises(CheckpointError, match="train_step"):
+        StepLines(path, 1)
+
+
+def test_only_new_lines_of_metrics_are_parsed(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    lines = StepLines(path, key="step")
+    parsed, loads = [], json.loads
+    monkeypatch.setattr(runs.json, "loads", lambda text: parsed.append(text) or loads(text))
+    run = RunFolder(tmp_path)
+    for step in range(1, 21):
+        lines.write(step, [{"train/loss": step}])
+        assert len(run.series("train/loss")) == step
+    assert len(parsed) == 20
 
 
 def test_a_step_s_time_and_its_phases_are_means_over_the_last_steps(tmp_path):

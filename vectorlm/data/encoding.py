@@ -345,6 +345,39 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     return [int(token) for token in prompt]
 
 
+MAX_EXPANSION = 12
+"""Largest number of tokens for each byte of a text that is not ASCII: normalisation (NFKC) makes 33 bytes of 3."""
+NUM_SPECIAL = 8
+"""Largest number of special tokens that a tokenizer puts around a text, and of spaces that it puts before it."""
+
+
+def length_bound(prompt: Any, tokenizer: Callable[[], Any]) -> int:
+    """Return a number of tokens that `encode` does not exceed, without encoding: it takes a tenth of the time.
+
+    Raises as `encode` does for messages that the template refuses or leaves out.
+    """
+    tools = None
+    if isinstance(prompt, Mapping):
+        tools = prompt.get("tools")
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    if is_messages(prompt):
+        require_whole_characters(prompt)
+        continues = prompt[-1]["role"] == "assistant"
+        how = {"add_generation_prompt": not continues, "continue_final_message": continues}
+
+        def text_of(chat: Sequence[Mapping[str, Any]]) -> str:
+            return str(render_chat(tokenizer(), chat, tools=tools, tokenize=False, **how))
+
+        chat, prompt = prompt, text_of(prompt)
+        _require_shown(chat, text_of, prompt)
+    if isinstance(prompt, str):
+        require_whole_characters(prompt)
+        # No token is shorter than a byte.
+        expansion = 1 if prompt.isascii() else MAX_EXPANSION
+        return expansion * len(prompt.encode()) + NUM_SPECIAL
+    return len(prompt)
+
+
 def encode_reply(
     messages: Sequence[Mapping[str, Any]],
     replies: Sequence[Mapping[str, Any]],

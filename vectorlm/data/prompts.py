@@ -16,6 +16,8 @@ from vectorlm.data.chat import chat_in
 from vectorlm.data.encoding import (
     asked,
     encode,
+    is_messages,
+    length_bound,
     plain_message,
     require_whole_characters,
     shown_prompt,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = TypeVar("Row")
+Found = TypeVar("Found")
 PARQUET = ".parquet"
 PROMPT = "'prompt', which is a text, token ids or messages"
 RULE = f"every line must be a JSON object with a {PROMPT}."
@@ -242,16 +245,22 @@ def check_lengths(
     setting: str,
     vocab_size: float = math.inf,
     tools: Sequence[Any] = (),
-) -> int:
-    """Return the tokens of the longest prompt of `setting`, encoded with the `tools` of its environment.
+) -> None:
+    """Check the prompts of `setting`, with the `tools` of their environment; encode only those that may be too long.
 
     Raises:
         ConfigError: The tokenizer has no chat template, or the template refuses the messages.
         DatasetError: A prompt is longer than `room`, or holds a token beyond `vocab_size`.
     """
-    longest = 0
-    for index, prompt_record in enumerate(prompt_records):
-        token_ids = _encoded(prompt_record, index, tokenizer, setting, tools)
+    # Not its length: the numbers of tokens may have gaps.
+    may_be_beyond = max(tokenizer.get_vocab().values(), default=0) >= vocab_size
+    for index, record in enumerate(prompt_records):
+        prompt = asked(record, tools)
+        is_ids = not (isinstance(prompt, str | Mapping) or is_messages(prompt))
+        bound = _bound(record, index, tokenizer, setting, tools)
+        if bound <= room and not (is_ids or may_be_beyond):
+            continue
+        token_ids = _encoded(record, index, tokenizer, setting, tools)
         if (largest := max(token_ids, default=0)) >= vocab_size:
             raise DatasetError(
                 f"prompt {index} of {setting} holds the token {largest}, but the model has {vocab_size} tokens. Encode "
@@ -262,15 +271,38 @@ def check_lengths(
                 f"prompt {index} of {setting} has {len(token_ids)} tokens, but at most {room} leave room for "
                 "max_tokens. Raise train_parameters.max_seq_len and engine.max_model_len, or set overlong_prompts."
             )
-        longest = max(longest, len(token_ids))
-    return longest
+
+
+def longest_prompt(
+    prompt_records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, setting: str
+) -> int:
+    """Return the tokens of the longest prompt of `setting`; raises `ConfigError` as `check_lengths` does."""
+    return max(
+        (len(_encoded(record, index, tokenizer, setting, ())) for index, record in enumerate(prompt_records)),
+        default=0,
+    )
 
 
 def _encoded(
     record: PromptRecord, index: int, tokenizer: PreTrainedTokenizerBase, setting: str, tools: Sequence[Any]
 ) -> list[int]:
+    return _with_advice(lambda: encode(asked(record, tools), lambda: tokenizer), index, tokenizer, setting)
+
+
+def _bound(
+    record: PromptRecord, index: int, tokenizer: PreTrainedTokenizerBase, setting: str, tools: Sequence[Any]
+) -> int:
+    return _with_advice(
+        lambda: length_bound(asked(record, tools), lambda: tokenizer), index, tokenizer, setting
+    )
+
+
+def _with_advice(
+    work: Callable[[], Found], index: int, tokenizer: PreTrainedTokenizerBase, setting: str
+) -> Found:
+    """Return what `work` returns; let its error name the prompt."""
     try:
-        return encode(asked(record, tools), lambda: tokenizer)
+        return work()
     except Exception as error:  # Templates may raise any exception.
         name = tokenizer.name_or_path
         raise ConfigError(
@@ -295,6 +327,9 @@ def fit_prompts(
     """
     kept, cut, example = [], dict[int, tuple[int, ...]](), ""
     for index, record in enumerate(count_rows(prompt_records, len(prompt_records), f"measuring {setting}")):
+        if _bound(record, index, tokenizer, setting, tools) <= room:
+            kept.append(index)
+            continue
         token_ids = _encoded(record, index, tokenizer, setting, tools)
         if len(token_ids) <= room or overlong == "truncate_left":
             kept.append(index)

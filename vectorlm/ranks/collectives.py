@@ -62,6 +62,7 @@ class Collectives:
                 store = store.underlying_store
             if isinstance(store, dist.FileStore) and topology.num_nodes == 1:
                 self._store = NoteFolder(Path(store.path).with_name(name))  # type: ignore[attr-defined]
+            self._reads_many = isinstance(store, dist.TCPStore)
 
     def all_gather_object(self, place: str, note: Any = None) -> list[Any]:
         """Wait until every rank is at `place`, and return the notes of all ranks, small picklable objects, by rank.
@@ -74,7 +75,9 @@ class Collectives:
         keys = self._open(place)
         self._post(keys[self._topology.rank], place, note)
         self._wait_for_all(place, keys)
-        places, notes = zip(*map(self._read, keys), strict=True)
+        # One request, because 64 ranks would make 64 of them each.
+        signed = self._store.multi_get(keys) if self._reads_many else map(self._store.get, keys)
+        places, notes = zip(*map(self._opened, keys, signed), strict=True)
         self._require_same_place(dict(enumerate(places)))
         # Every rank is here, so every rank has read what was posted before.
         *read, now = self._posted
@@ -101,7 +104,7 @@ class Collectives:
             self._broadcast([np.ascontiguousarray(array) for array in arrays], root)
             return note, list(arrays)
         self._wait_for(root, keys, place)
-        root_place, sent = self._read(key)
+        root_place, sent = self._opened(key, self._store.get(key))
         if root_place != place:
             # For the ranks that wait for all others.
             self._post(keys[self._topology.rank], place, None)
@@ -175,9 +178,8 @@ class Collectives:
         self._store.set(key, self._signature(key, message) + message)
         self._posted.append(key)
 
-    def _read(self, key: str) -> tuple[str, Any]:
+    def _opened(self, key: str, signed: bytes) -> tuple[str, Any]:
         """Return a rank's place and note; the store has a port, so a note is unpickled only if a rank signed it."""
-        signed = self._store.get(key)
         signature, message = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, message)):
             raise LaunchError(
@@ -204,8 +206,7 @@ class Collectives:
         late_at, look_at = since + LATE_S, since + min(PROBE_EVERY_S, self._timeout_s)
         while not self._store.check(list(keys)):
             now = time.monotonic()
-            # Polling delays an exchange by at most a twentieth of its wait.
-            time.sleep(min(max((now - since) / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
+            _pause(now - since)
             if now < look_at:
                 continue
             look_at = min(now + PROBE_EVERY_S, since + self._timeout_s)
@@ -250,10 +251,9 @@ class Collectives:
         return now + EVERY_S
 
     def _wait_for(self, root: int, keys: Sequence[str], place: str) -> None:
-        life, since, due, probe_at, pause_s = -1, 0.0, 0.0, 0.0, SHORTEST_PAUSE_S
+        life, since, due, probe_at, began = -1, 0.0, 0.0, 0.0, time.monotonic()
         while not self._store.check([keys[root]]):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            _pause(time.monotonic() - began)
             seen = self._store.add(f"life/{root}", 0)
             if seen != life:
                 life, since = seen, time.monotonic()
@@ -267,6 +267,11 @@ class Collectives:
                     f"rank {self._topology.rank} waited at {place!r} for rank {root}, which has not made progress for "
                     f"{self._timeout_s:g} s."
                 )
+
+
+def _pause(waited_s: float) -> None:
+    """Sleep between two looks at the store, which delays an exchange by at most a twentieth of its wait."""
+    time.sleep(min(max(waited_s / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -54,6 +54,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._kept: dict[Path, tuple[Any, Any]] = {}
+        self._metrics = GrowingLines()
         if not path.is_dir():
             raise ConfigError(
                 f"{str(path)!r} is not a folder. Name the output_dir of a run that was started."
@@ -80,7 +81,7 @@ class RunFolder:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``."""
-        return self._unless_known(self.path / "metrics.jsonl", lambda path: list(read_lines(path)))
+        return self._unless_known(self.path / "metrics.jsonl", self._metrics.read)
 
     @property
     def metric_names(self) -> list[str]:
@@ -199,6 +200,30 @@ class RunFolder:
         return self._kept[path][1]
 
 
+class GrowingLines:
+    """The lines of a JSONL file that grows: only new lines are read, unless the file was cut or replaced."""
+
+    def __init__(self) -> None:
+        self._end, self._last = 0, b""
+        self._lines: list[dict[str, Any]] = []
+
+    def read(self, path: Path) -> list[dict[str, Any]]:
+        """Return all lines so far; an incomplete last line is left out."""
+        if not path.is_file():
+            return []
+        with path.open("rb") as file:
+            file.seek(self._end - len(self._last))
+            # A resumed run cuts the file and goes on: then another line is at this place.
+            if file.read(len(self._last)) != self._last:
+                self._end, self._last, self._lines = file.seek(0), b"", []
+            for text in file:
+                if not text.endswith(b"\n"):
+                    break
+                self._end, self._last = self._end + len(text), text
+                self._lines += _parsed(text)
+        return [*self._lines]
+
+
 def read_lines(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSONL file, or of its `last_bytes`; nothing without a file.
 
@@ -211,12 +236,16 @@ def read_lines(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, 
             file.seek(-last_bytes, 2)
             file.readline()
         for text in file:
-            try:
-                line = json.loads(text) if text.endswith(b"\n") else None
-            except ValueError:
-                continue
-            if isinstance(line, dict):
-                yield line
+            yield from _parsed(text)
+
+
+def _parsed(text: bytes) -> list[dict[str, Any]]:
+    """Return the object in a complete line; nothing for other lines."""
+    try:
+        line = json.loads(text) if text.endswith(b"\n") else None
+    except ValueError:
+        return []
+    return [line] if isinstance(line, dict) else []
 
 
 def _newest(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from vectorlm.errors import CheckpointError
 from vectorlm.ranks.wait import report_wait
@@ -24,10 +24,14 @@ def json_text(value: Any, **options: Any) -> str:
         return json.dumps(plain, **options)
 
 
+BLOCK_BYTES = 1 << 20
+"""Bytes that a resumed run reads of its files at a time, from the end."""
+
+
 class StepLines:
     """Append lines ``{"train_step": 10, …}``; the operating system has them when `write` returns.
 
-    A resumed run drops the lines of steps that it will repeat, and an incomplete last line.
+    A resumed run drops the lines of steps that it will repeat, and an incomplete last line. Steps in a file only grow.
 
     Args:
         path: The file; its folder is created.
@@ -36,44 +40,64 @@ class StepLines:
         key: The name of the step in the lines.
 
     Raises:
-        CheckpointError: A line before the last one has no step, so the file does not belong to this run.
+        CheckpointError: A line before the last one has no step, so the file does not belong to this run. Only the lines
+            of repeated steps are read.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None = None, key: str = "train_step") -> None:
         self._path, self._key = Path(path), key
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        text = ""
         if self._path.exists() and resume_step is not None:
-            text = "".join(self._lines_until(resume_step))
-        elif self._path.exists() and self._path.stat().st_size:
+            self._cut_after(resume_step)
+            return
+        if self._path.exists() and self._path.stat().st_size:
             names = (self._path.with_name(f"{self._path.name}.{number}") for number in itertools.count(1))
             self._path.rename(next(name for name in names if not name.exists()))
-        unfinished = self._path.with_name(self._path.name + ".unfinished")
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self._path)
+        self._path.write_bytes(b"")
 
     def write(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append the lines of `step`."""
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json_text({self._key: step, **line}) + "\n" for line in lines)
 
-    def _lines_until(self, last_step: int) -> Iterator[str]:
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        for number, line in enumerate(lines, start=1):
-            try:
-                keep = json.loads(line)[self._key] <= last_step and line.endswith("\n")
-            except (ValueError, TypeError, KeyError) as error:
-                if number < len(lines):
-                    raise CheckpointError(
-                        f"{self._path}:{number} is {line.strip()[:80]!r}, but every line must be a JSON object with "
-                        f"a {self._key!r}. Repair the line or move the file away."
-                    ) from error
-                keep = False
-            if keep:
-                yield line
+    def _cut_after(self, last_step: int) -> None:
+        """Cut off the lines after `last_step`, read from the end: steps only grow, and a file may have gigabytes."""
+        with self._path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            is_last = True
+            for start, line in _lines_backwards(file, end):
+                try:
+                    keep = json.loads(line)[self._key] <= last_step and line.endswith(b"\n")
+                except (ValueError, TypeError, KeyError) as error:
+                    if not is_last:
+                        text = line.decode(errors="replace").strip()
+                        raise CheckpointError(
+                            f"{self._path} has the line {text[:80]!r} at byte {start}, but every line must be a JSON "
+                            f"object with a {self._key!r}. Repair the line or move the file away."
+                        ) from error
+                    keep = False
+                if keep:
+                    break
+                end, is_last = start, False
+            file.truncate(end)
+            os.fsync(file.fileno())
+
+
+def _lines_backwards(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file before byte `end`, the last one first, each with the byte at which it starts."""
+    rest = b""
+    while end > 0:
+        size = min(BLOCK_BYTES, end)
+        file.seek(end - size)
+        first, *lines = (file.read(size) + rest).splitlines(keepends=True)
+        # The first line of the block may begin before it.
+        start = end - size + len(first) + sum(map(len, lines))
+        for line in reversed(lines):
+            start -= len(line)
+            yield start, line
+        rest, end = first, end - size
+    if rest:
+        yield 0, rest
 
 
 class Timeline:

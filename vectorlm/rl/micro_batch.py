@@ -243,25 +243,28 @@ def partition(weights: Sequence[int], num_subsets: int) -> list[list[int]]:
         `num_subsets` lists of indices in ascending order; some may be empty.
     """
     ties = count()
-    # An entry is a partial solution: its subsets from the heaviest to the lightest. The two entries with the largest
-    # differences are joined, heavy subsets with light ones, until one entry is left.
+    # An entry is a partial solution: its subsets from the heaviest to the lightest, without the empty ones. The two
+    # entries with the largest differences are joined, heavy subsets with light ones, until one entry is left.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, weight in enumerate(weights):
-        subsets = [(weight, [index]), *((0, []) for _ in range(num_subsets - 1))]
-        heap.append((subsets[-1][0] - subsets[0][0], next(ties), subsets))
+        heap.append((-weight if num_subsets > 1 else 0, next(ties), [(weight, [index])]))
     heapq.heapify(heap)
     while len(heap) > 1:
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
-        joined = [
-            (heavy + light, mine + yours)
-            for (heavy, mine), (light, yours) in zip(first, reversed(second), strict=True)
-        ]
+        second.reverse()
+        # The heaviest of `first` join empty subsets of `second`, as far as there are any.
+        alone = min(num_subsets - len(second), len(first))
+        num_pairs = len(first) - alone
+        joined = first[:alone]
+        for (heavy, mine), (light, yours) in zip(first[alone:], second[:num_pairs], strict=True):
+            joined.append((heavy + light, mine + yours))
+        joined += second[num_pairs:]
         joined.sort(key=lambda subset: -subset[0])
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], next(ties), joined))
-    if not heap:
-        return [[] for _ in range(num_subsets)]
-    return [sorted(indices) for _, indices in heap[0][2]]
+        lightest = joined[-1][0] if len(joined) == num_subsets else 0
+        heapq.heappush(heap, (lightest - joined[0][0], next(ties), joined))
+    found = [sorted(indices) for _, _, subsets in heap for _, indices in subsets]
+    return found + [[] for _ in range(num_subsets - len(found))]
 
 
 def _fitting(group: Piece, count: int, max_tokens: int, packs: bool, keep_groups_whole: bool) -> list[Piece]:

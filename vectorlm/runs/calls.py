@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from vectorlm.data.prompts import check_lengths, read_prompts, without_added_nulls
+from vectorlm.data.prompts import longest_prompt, read_prompts, without_added_nulls
 from vectorlm.data.settings import in_full
 from vectorlm.errors import ConfigError, DatasetError, RankFailed
 from vectorlm.packages import fields_of
@@ -155,10 +155,10 @@ def _tokens_needed(config: Config) -> int:
     from vectorlm.train.load import load_tokenizer
 
     tokenizer = load_tokenizer(config.model, config.chat)
-    needed = max_tokens + check_lengths(records, tokenizer, math.inf, "prompts")
+    needed = max_tokens + longest_prompt(records, tokenizer, "prompts")
     if config.evaluation.prompts is not None:
         held_out = read_prompts(config.evaluation.prompts, "evaluation.prompts")
-        longest = check_lengths(held_out, tokenizer, math.inf, "evaluation.prompts")
+        longest = longest_prompt(held_out, tokenizer, "evaluation.prompts")
         needed = max(needed, longest + answer_tokens(config.evaluation.sampling_params))
     return needed
 

@@ -6,10 +6,14 @@ import pickle
 import pytest
 from kit.letters import letter_tokenizer
 from kit.rl_runs import config_of, save_files
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import NFKC
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from vectorlm.data.encoding import asked
-from vectorlm.data.prompts import LazyPrompts, fit_prompts, read_prompts
+from vectorlm.data.encoding import asked, encode, length_bound
+from vectorlm.data.prompts import LazyPrompts, check_lengths, fit_prompts, read_prompts
 from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.runs.config.load import load_config, save_config
@@ -410,3 +414,55 @@ def test_a_template_without_an_end_is_noted_once_and_for_chats_alone(files, sett
         return sum("does not end assistant turns" in note for note in found)
 
     assert (notes("abc", "abd"), notes("abc", CHAT)) == (0, int(is_said))
+
+
+class CountingTokenizer:
+    """A tokenizer that counts what it encodes."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.num_encoded = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __len__(self):
+        return len(self._tokenizer)
+
+    def encode(self, *arguments, **options):
+        self.num_encoded += 1
+        return self._tokenizer.encode(*arguments, **options)
+
+    def apply_chat_template(self, *arguments, **options):
+        self.num_encoded += options.get("tokenize", True)
+        return self._tokenizer.apply_chat_template(*arguments, **options)
+
+
+def test_only_prompts_that_may_be_too_long_are_encoded():
+    tokenizer = CountingTokenizer(letter_tokenizer())
+    tokenizer._tokenizer.chat_template = "{{ 'b' * 40 }}" + TEMPLATE
+    chats = [PromptRecord([{"role": "user", "content": "abc"}]) for _ in range(50)]
+    texts = [PromptRecord("abcde") for _ in range(50)]
+    ids = [PromptRecord([1, 2, 3])]
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    check_lengths([*chats, *texts, *ids], tokenizer, 100, RL, vocab_size)
+    assert tokenizer.num_encoded == 0
+    with pytest.raises(DatasetError, match=r"prompt 50 .* 43 tokens"):
+        check_lengths([*texts, chats[0]], tokenizer, 42, RL, vocab_size)
+    assert tokenizer.num_encoded == 1
+    check_lengths([*texts, chats[0]], tokenizer, 43, RL, vocab_size)
+    with pytest.raises(DatasetError, match="token 3,"):
+        check_lengths(ids, tokenizer, 43, RL, 3)
+    with pytest.raises(DatasetError, match="token"):
+        check_lengths(texts, tokenizer, 43, RL, 3)
+
+
+@pytest.mark.parametrize(
+    "text", ["plain words", "\ufdfa" * 20, "日本語のテキスト", "e\u0301" * 9, "\U0001f600"]
+)
+def test_no_tokenizer_exceeds_the_bound(text):
+    """A byte-level tokenizer that normalises first is the worst case."""
+    tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(ByteLevel.alphabet())}, []))
+    tokenizer.normalizer = NFKC()
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert len(encode(text, lambda: fast)) <= length_bound(text, lambda: fast)
