@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -22,9 +24,69 @@ InFlight = Literal["refuse", "keep", "recompute", "drain"]
 `recompute` computes the cache again with the new weights; `drain` waits until they end."""
 
 
+class Numbers:
+    """A dataclass whose fields of `CODES`, one number for each token, cross processes as bytes.
+
+    A field becomes a tuple when it is first read; `numbers` reads it as an array, without a Python object for each
+    number.
+    """
+
+    CODES: ClassVar[Mapping[str, str]]
+    """By field: the type of its numbers, in Python's `array` (``q`` int64, ``d`` float64), or ``?`` for bool."""
+
+    @classmethod
+    def from_bytes(cls, data: Mapping[str, bytes], **fields: Any) -> Any:
+        """Return an object with the fields of `CODES` from `data`, and the others from `fields`."""
+        found = cls.__new__(cls)
+        vars(found).update(fields, _data=dict(data))
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for attributes that are missing.
+        data = vars(self).get("_data", {})
+        if name not in data:
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}.")
+        code = self.CODES[name]
+        numbers = array("b" if code == "?" else code)
+        numbers.frombytes(data[name])
+        value = tuple(map(bool, numbers)) if code == "?" else tuple(numbers.tolist())
+        vars(self)[name] = value
+        return value
+
+    def data_of(self, name: str) -> bytes:
+        """Return the numbers of a field of `CODES` as bytes."""
+        data: dict[str, bytes] = vars(self).setdefault("_data", {})
+        if name not in data:
+            code = self.CODES[name]
+            data[name] = array("b" if code == "?" else code, getattr(self, name)).tobytes()
+        return data[name]
+
+    def numbers(self, name: str) -> np.ndarray:
+        """Return a field of `CODES` as an array, int64, float64 or bool [N]; it must not be written to."""
+        import numpy as np
+
+        return np.frombuffer(
+            self.data_of(name), {"q": np.int64, "d": np.float64, "?": np.bool_}[self.CODES[name]]
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        data = {name: self.data_of(name) for name in self.CODES}
+        return {name: value for name, value in vars(self).items() if name not in data} | {"_data": data}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
 @dataclass(frozen=True)
-class Completion:
+class Completion(Numbers):
     """A sampled continuation of a prompt."""
+
+    CODES: ClassVar[Mapping[str, str]] = {
+        "prompt_token_ids": "q",
+        "token_ids": "q",
+        "sampler_logprobs": "d",
+        "versions": "q",
+    }
 
     prompt_token_ids: tuple[int, ...]
     """The prompt's tokens, as the engine received them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -69,7 +70,7 @@ def _describe(groups: Sequence[RolloutGroup], step: int, oldest_version: int | N
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = torch.tensor([float(rollout.num_policy_tokens) for rollout in rollouts])
     is_cut = torch.tensor([any(row.is_truncated for row in rollout.rows) for rollout in rollouts])
-    prompt_lengths = torch.tensor([float(len(rollout.prompt_token_ids)) for rollout in rollouts])
+    prompt_lengths = torch.tensor([float(len(rollout.numbers("prompt_token_ids"))) for rollout in rollouts])
     metrics |= _spread("prompt/length", prompt_lengths)
     metrics |= _spread("completion/length", lengths)
     metrics |= _spread("completion/terminated_length", lengths[~is_cut])
@@ -191,7 +192,7 @@ class SpeedMeter:
         if groups:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             generated = sum(rollout.num_policy_tokens for rollout in rollouts)
-            read = sum(len(row.prompt_token_ids) for rollout in rollouts for row in rollout.rows)
+            read = sum(len(row.numbers("prompt_token_ids")) for rollout in rollouts for row in rollout.rows)
             self.tokens_seen += generated + read
             found["perf/tokens_seen"] = float(self.tokens_seen)
             found["perf/tokens_per_s"] = (generated + read) / times["time/step_s"]
@@ -325,17 +326,17 @@ def add_policy_metrics(
 
 def _staleness(rollouts: Sequence[Rollout], step: int, oldest_version: int | None) -> dict[str, float]:
     """Return metrics of the age of the trained tokens."""
-    by_rollout = [versions for rollout in rollouts if (versions := rollout.sampled_versions)]
+    by_rollout = [versions for rollout in rollouts if len(versions := rollout.sampled_versions)]
     if not by_rollout:
         return {}
-    lags = [step - version for versions in by_rollout for version in versions]
-    spans = [max(versions) - min(versions) for versions in by_rollout]
+    lags = step - np.concatenate(by_rollout)
+    spans = [int(np.ptp(versions)) for versions in by_rollout]
     masked = {}
     if oldest_version is not None:
-        masked["staleness/masked_tokens"] = sum(lag > step - oldest_version for lag in lags) / len(lags)
+        masked["staleness/masked_tokens"] = int((lags > step - oldest_version).sum()) / len(lags)
     return masked | {
-        "staleness/token_max": float(max(lags)),
-        "staleness/token_mean": sum(lags) / len(lags),
+        "staleness/token_max": float(lags.max()),
+        "staleness/token_mean": int(lags.sum()) / len(lags),
         "staleness/sequence_max": float(max(spans)),
         "staleness/mixed_sequences": sum(span > 0 for span in spans) / len(spans),
     }

@@ -208,8 +208,8 @@ class Channel(Protocol):
 def pack(outputs: Sequence[RequestOutput], as_request_outputs: bool) -> np.ndarray:
     """Return the completions of each prompt, or vLLM's own objects, as uint8.
 
-    Each prompt has a separate pickle, so that a rank unpickles its own prompts only. The completions are tuples of
-    Python numbers, which are as fast as arrays and accept any kind of number from a backend.
+    Each prompt has a separate pickle, so that a rank unpickles its own prompts only. Tokens, log-probabilities and
+    versions cross as bytes, of any kind of number from a backend.
 
     Raises:
         EngineError: The caller wants vLLM's objects, but another backend has answered.
@@ -222,22 +222,20 @@ def pack(outputs: Sequence[RequestOutput], as_request_outputs: bool) -> np.ndarr
     return np.frombuffer(pickle.dumps([pickle.dumps(row) for row in rows]), np.uint8)
 
 
-def unpack(packed: np.ndarray, first: int = 0, last: int | None = None) -> list[Any]:
+def unpack(outputs: np.ndarray, first: int = 0, last: int | None = None) -> list[Any]:
     """Return the outputs of the prompts `first` to `last` (exclusive)."""
-    rows = [pickle.loads(row) for row in pickle.loads(packed.tobytes())[first:last]]
-    return [[Completion(*fields) for fields in row] if isinstance(row, list) else row for row in rows]
+    return [pickle.loads(row) for row in pickle.loads(outputs.tobytes())[first:last]]
 
 
-def _plain(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
-    prompt = tuple(map(int, completions[0].prompt_token_ids)) if completions else ()
+def _plain(completions: Sequence[Completion]) -> list[Completion]:
+    """Return completions of one prompt that share the prompt's bytes."""
+    prompt = completions[0].data_of("prompt_token_ids") if completions else b""
+    fields = ("token_ids", "sampler_logprobs", "versions")
     return [
-        (
-            prompt,
-            tuple(map(int, completion.token_ids)),
-            tuple(map(float, completion.sampler_logprobs)),
-            tuple(map(int, completion.versions)),
-            completion.text,
-            completion.finish_reason,
+        Completion.from_bytes(
+            {"prompt_token_ids": prompt, **{name: completion.data_of(name) for name in fields}},
+            text=completion.text,
+            finish_reason=completion.finish_reason,
         )
         for completion in completions
     ]

@@ -119,7 +119,7 @@ class RolloutLogger:
                     "reward": group.rewards[g].item(),
                     "rewards": {name: values[g].item() for name, values in group.rewards_by_name.items()},
                     "advantage": advantages.get((p, g)),
-                    "version": min(rollout.sampled_versions, default=None),
+                    "version": None if not len(versions := rollout.sampled_versions) else int(versions.min()),
                     "finish_reason": rollout.finish_reason,
                     "num_turns": rollout.num_turns,
                 }

@@ -260,6 +260,9 @@ def finished(output: Any, versions: Sequence[Sequence[int]]) -> RequestOutput:
 def _sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> tuple[float, ...]:
     if logprobs is None:
         return ()
+    # Flat log-probabilities, of the sampled tokens alone.
+    if len(flat := getattr(logprobs, "logprobs", ())) == len(token_ids):
+        return tuple(flat)
     pairs: Iterable[tuple[int, Mapping[int, Any]]] = zip(token_ids, logprobs, strict=True)
     return tuple(candidates[token].logprob for token, candidates in pairs)
 

@@ -190,7 +190,9 @@ def make_sampling_params(given: Any, is_streamed: bool = False) -> Any:
                 name: value.item() if isinstance(value, np.generic) else value
                 for name, value in (given or {}).items()
             }
-            params = msgspec.convert(numbers, SamplingParams)
+            # One list of numbers, not an object and a dict for each token; for readers it is the same sequence.
+            flat = {"flat_logprobs": True} if "flat_logprobs" in known else {}
+            params = msgspec.convert(flat | numbers, SamplingParams)
         except Exception as error:  # of msgspec's and vLLM's own classes
             raise EngineError(f"sampling_params={dict(given or {})} cannot be used: {error}") from error
     else:
