@@ -69,9 +69,9 @@ def test_resuming_drops_the_lines_of_later_steps_and_a_last_line_without_an_end(
 @pytest.mark.parametrize("line", ["loss went down", "[1]", '{"train/loss": 1.0}'])
 def test_resuming_refuses_a_file_of_something_else_and_leaves_it_alone(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    text = f'{{"step": 10}}\n{line}\n{{"step": 20}}\n'
+    text = f'{{"step": 10}}\n{line}\n{{"step": 30}}\n'
     path.write_text(text)
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl:2 "):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
         JsonlSink(path, resume_step=20)
     assert path.read_text() == text
     assert os.listdir(tmp_path) == ["metrics.jsonl"]

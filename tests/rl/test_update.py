@@ -1,6 +1,8 @@
 """An update does the same however its rows are split over ranks and micro-batches, and what its formula says."""
 
 import math
+import os
+import sys
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -19,6 +21,7 @@ from tiny_rl import (
     random_rewards,
     random_rows,
 )
+from torch.overrides import TorchFunctionMode
 
 from vectorlm.algorithms.groups import group_advantages
 from vectorlm.algorithms.registry import get_algorithm
@@ -391,6 +394,39 @@ def test_groups_with_another_loss_are_computed(folder):
     for algorithm, more in cases.values():
         (skipped,) = on_ranks(1, partial(skipped_with, folder=folder, algorithm=algorithm, **more))
         assert skipped == 0.0, algorithm
+
+
+class Moves(TorchFunctionMode):
+    """Counts the calls of vectorlm that move a tensor to a device and let the host wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        names_device = any(isinstance(x, torch.device | str) for x in (*args[1:], kwargs.get("device")))
+        if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda) and names_device:
+            is_ours = f"{os.sep}vectorlm{os.sep}" in sys._getframe(1).f_code.co_filename
+            self.count += is_ours and not kwargs.get("non_blocking")
+        return func(*args, **kwargs)
+
+
+def moves_of_updates(topology, folder, algorithm):
+    counts = []
+    for max_tokens in (2000, 60):
+        run = build(topology, folder, algorithm, max_tokens_per_micro_batch=max_tokens, num_epochs=1)
+        batch = run.prepare(random_rows(algorithm))
+        with Moves() as moves:
+            run.update(batch)
+        counts.append(moves.count)
+    return counts
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_no_pass_waits_for_a_copy_to_the_device(folder, algorithm):
+    for counts in on_ranks(2, moves_of_updates, folder, algorithm):
+        assert counts == [0, 0]
 
 
 def rates_of_a_run(topology, folder):

@@ -93,7 +93,9 @@ def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, grpo):
     for line in metrics[1:]:
         # Prompts are computed once for their group.
         sampled = line["prompt/length_mean"] + line["completion/length_mean"]
-        assert 0 < line["perf/trained_tokens"] < 16 * sampled
+        assert 0 <= line["perf/trained_tokens"] < 16 * sampled
+        # Groups of equal rewards are not computed.
+        assert (line["perf/trained_tokens"] == 0) == (line["policy/skipped_groups"] == 1)
         flops = 6 * num_weights * line["perf/trained_tokens"] / line["time/update_s"]
         assert line["perf/mfu"] == pytest.approx(flops / (2 * 0.5e12))
     assert (output / "run.png").read_bytes().startswith(b"\x89PNG")

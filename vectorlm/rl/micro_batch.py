@@ -16,7 +16,7 @@ from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.settings import CPU_PASS_TOKENS
-from vectorlm.train.packing import Rows, num_needed, num_shared
+from vectorlm.train.packing import Rows, num_needed, num_shared, to_device
 
 PASS_TOKENS = 1024
 """Fixed cost of a forward pass, in tokens: a micro-batch with more padding than this is split."""
@@ -80,7 +80,7 @@ class MicroBatch:
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """Return these rows of a [B, T] tensor, on the device, without padding that no row needs."""
-        return self._rows_of(x).to(self.device)
+        return to_device(self._rows_of(x), self.device)
 
     def mask_of(self, batch: RolloutBatch) -> torch.Tensor:
         """Return bool [b, t], the tokens that are trained on."""

@@ -31,7 +31,7 @@ from vectorlm.train.checkpoint.state import capture_rng, restore_rng
 from vectorlm.train.language_model import LanguageModel, inner_model, probe, require_packed
 from vectorlm.train.load import load_pretrained
 from vectorlm.train.optimizer_step import OptimizerStep, Schedule
-from vectorlm.train.packing import Rows, num_needed, pack
+from vectorlm.train.packing import Rows, num_needed, pack, to_device
 from vectorlm.train.row_by_row import follow
 from vectorlm.types import TrainedModel
 
@@ -112,13 +112,16 @@ class Critic:
     def __call__(self, rows: Rows) -> torch.Tensor:
         """Return float32 [B, T]: the value of the state before each requested token."""
         device = self._device
-        is_asked = rows.is_asked.to(device)
+        is_asked = to_device(rows.is_asked, device)
         if self.why_padded is None:
             packing = pack(rows, self._context)
-            logits = self.model(**packing.arguments(device)).logits[0, packing.places.to(device)]
+            logits = self.model(**packing.arguments(device)).logits[0, to_device(packing.places, device)]
             found = packing.gather(logits[:, 0].float())
             return torch.zeros(is_asked.shape, device=device).masked_scatter(is_asked, found)
-        inputs = {"input_ids": rows.input_ids.to(device), "attention_mask": rows.attention_mask.to(device)}
+        inputs = {
+            "input_ids": to_device(rows.input_ids, device),
+            "attention_mask": to_device(rows.attention_mask, device),
+        }
         values = align(self.model(**inputs, use_cache=False).logits[..., 0].float())
         return torch.where(is_asked, values, 0.0)
 

@@ -25,6 +25,7 @@ from vectorlm.rl.prepare import weights_in_update
 from vectorlm.rl.prompts import Demonstrations
 from vectorlm.rl.rollout import TrainBatch
 from vectorlm.rl.settings import StepSettings
+from vectorlm.train.packing import to_device
 from vectorlm.types import Batch
 
 
@@ -251,7 +252,7 @@ class Updater:
         # Every row of a rollout has the gradient of its own tokens, and their share of the rollout's loss and metrics.
         lengths = shares = None
         if batch.rows.owners is not None:
-            lengths = batch.rows.lengths[micro_batch.rows].to(micro_batch.device)
+            lengths = to_device(batch.rows.lengths[micro_batch.rows], micro_batch.device)
             shares = inputs.mask.sum(dim=1) / lengths.clamp(min=1)
             if self.spec.level == "completion":
                 losses = losses + (shares - 1) * losses.detach()
@@ -335,13 +336,13 @@ class Updater:
             else:
                 by_row = to_row(batch.rows.weights.log(), batch.rows.mask)
                 by_rollout = torch.zeros_like(by_row).index_add(0, owners, by_row)[owners]
-                log_weights = by_rollout[micro_batch.rows].to(micro_batch.device)
+                log_weights = to_device(by_rollout[micro_batch.rows], micro_batch.device)
         inputs = LossInputs(
             policy_logprobs=logprobs,
             old_logprobs=logprobs.detach() if old is None else old,
             reference_logprobs=cut(batch.reference_logprobs),
             advantages=micro_batch.cut(batch.advantages),
-            rewards=batch.rows.rewards.view(-1)[micro_batch.rows].to(micro_batch.device),
+            rewards=to_device(batch.rows.rewards.view(-1)[micro_batch.rows], micro_batch.device),
             mask=mask,
             rows_per_group=batch.rows.rows_per_group,
             marked=cut(batch.marked),
@@ -358,7 +359,9 @@ class Updater:
 
         def joined(own: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
             assert whole is not None
-            return torch.cat([own, whole.flatten()[places.clamp(min=0)].to(own)], dim=1)
+            return torch.cat(
+                [own, to_device(whole.flatten()[places.clamp(min=0)], own.device).to(own.dtype)], dim=1
+            )
 
         sampler, reference, marked = batch.rows.sampler_logprobs, inputs.reference_logprobs, inputs.marked
         old = sampler if batch.old_logprobs is None else batch.old_logprobs
@@ -368,7 +371,7 @@ class Updater:
             old_logprobs=joined(inputs.old_logprobs, old),
             reference_logprobs=None if reference is None else joined(reference, batch.reference_logprobs),
             advantages=joined(inputs.advantages, batch.advantages),
-            mask=torch.cat([mask, (places >= 0).to(mask.device)], dim=1),
+            mask=torch.cat([mask, to_device(places >= 0, mask.device)], dim=1),
             marked=None if marked is None else joined(marked, batch.marked),
         )
 

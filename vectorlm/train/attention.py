@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vectorlm.train.packing import Packing
+from vectorlm.train.packing import Packing, to_device
 
 PACKED = "packed"
 """The name of `packed_attention` among the attention functions of transformers."""
@@ -194,7 +194,7 @@ def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _ends(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return the borders of stretches, int32 [len(lengths) + 1], as the kernel expects them."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def _as_rows(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> torch.Tensor:
@@ -218,12 +218,14 @@ def _end_to_end(x: torch.Tensor, lengths: tuple[int, ...], packing: Packing) -> 
 def _to_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     ends = torch.tensor(lengths).cumsum(0)
     starts = ends - torch.tensor(lengths)
-    return torch.minimum(starts[:, None] + torch.arange(max(lengths)), ends[-1] - 1).flatten().to(device)
+    return to_device(
+        torch.minimum(starts[:, None] + torch.arange(max(lengths)), ends[-1] - 1).flatten(), device
+    )
 
 
 def _from_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     longest = max(lengths)
-    return torch.cat([row * longest + torch.arange(n) for row, n in enumerate(lengths)]).to(device)
+    return to_device(torch.cat([row * longest + torch.arange(n) for row, n in enumerate(lengths)]), device)
 
 
 # Every pass has its own layout, and torch.compile would recompile for each.

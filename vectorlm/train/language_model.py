@@ -28,7 +28,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.attention import PACKED
 from vectorlm.train.grammar import Grammar
-from vectorlm.train.packing import ContextGroup, Packing, Rows, pack
+from vectorlm.train.packing import ContextGroup, Packing, Rows, pack, to_device
 from vectorlm.train.row_by_row import RowByRow, suspects
 from vectorlm.train.settings import chunk_tokens
 
@@ -126,8 +126,8 @@ class LanguageModel:
         Returns:
             float32 [B, T] tensors on the model's device, and [B, T, K] with `compare`; 0 for tokens not asked for.
         """
-        is_asked = rows.is_asked.to(self.device)
-        bitmasks = None if self.grammar is None else self.grammar.bitmasks(rows).to(self.device)
+        is_asked = to_device(rows.is_asked, self.device)
+        bitmasks = None if self.grammar is None else to_device(self.grammar.bitmasks(rows), self.device)
         compute = self._packed if self.packs else self._padded
         values, _ = compute(rows, bitmasks, entropy=entropy, compare=compare)
         found = []
@@ -186,7 +186,7 @@ class LanguageModel:
         def values(states: torch.Tensor) -> TokenValues:
             return token_values(
                 states,
-                packing.own(rows.targets).to(self.device),
+                to_device(packing.own(rows.targets), self.device),
                 self.temperature,
                 chunk_tokens(causal.config.get_text_config().vocab_size),
                 head=_head(causal, causal.get_output_embeddings()),
@@ -204,8 +204,8 @@ class LanguageModel:
         skipped = max(first - 1, 0) if self._can_skip_logits else 0
         options = {"logits_to_keep": rows.input_ids.shape[1] - skipped} if skipped else {}
         output = self.model(
-            input_ids=rows.input_ids.to(self.device),
-            attention_mask=rows.attention_mask.to(self.device),
+            input_ids=to_device(rows.input_ids, self.device),
+            attention_mask=to_device(rows.attention_mask, self.device),
             use_cache=False,
             **options,
         )
@@ -217,7 +217,7 @@ class LanguageModel:
         logits, skipped = self._logits(rows)
         values = token_values(
             logits.flatten(0, 1),
-            rows.targets.to(self.device),
+            to_device(rows.targets, self.device),
             self.temperature,
             chunk_tokens(logits.shape[-1]),
             places=self._places(rows, skipped),
@@ -230,7 +230,7 @@ class LanguageModel:
     def _places(self, rows: Rows, skipped: int) -> torch.Tensor:
         """Return int64 [M]: the places, in the logits of padded rows, of the tokens that are asked for."""
         is_before = rows.is_asked.roll(-1, dims=1)[:, skipped:].flatten()
-        return torch.nonzero(is_before)[:, 0].to(self.device)
+        return to_device(torch.nonzero(is_before)[:, 0], self.device)
 
 
 def require_packed(context: ContextGroup | None, why_padded: str | None) -> None:
@@ -399,7 +399,7 @@ def _packed_pass(
     states = causal.base_model(**arguments).last_hidden_state[0]
     # Some models add up their layers in 32 bits.
     states = states.to(causal.get_input_embeddings().weight.dtype)
-    return read(states.index_select(0, packing.places.to(device)))
+    return read(states.index_select(0, to_device(packing.places, device)))
 
 
 def _head(causal: Any, layer: Head) -> Head:

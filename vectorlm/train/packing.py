@@ -25,6 +25,17 @@ MOST_PADDED, SPARE = 1.25, 64
 """Stretches are padded to attend together while they have at most `MOST_PADDED` times their tokens, plus `SPARE`."""
 
 
+def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """Return a host tensor on `device`; the host does not wait for the copy, nor for the device's other work.
+
+    A blocking copy would wait for everything before it, so that the device has no work while the host prepares more.
+    """
+    device = torch.device(device)
+    if x.device == device:
+        return x
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, eq=False)
 class ContextGroup:
     """The ranks that share the tokens of each pass: a rank has every `size`-th token, starting at its index.
@@ -155,8 +166,8 @@ class Packing:
     def arguments(self, device: str | torch.device) -> dict[str, Any]:
         """Return the arguments of a transformers model for this pass."""
         return {
-            "input_ids": self.input_ids.to(device),
-            "position_ids": self.position_ids.to(device),
+            "input_ids": to_device(self.input_ids, device),
+            "position_ids": to_device(self.position_ids, device),
             # transformers passes a mask of four dimensions on; without a mask it would build one of [N, N].
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
             "use_cache": False,
@@ -171,7 +182,7 @@ class Packing:
         """Combine the values of all ranks' places to [M, ...]; the inverse of `own`."""
         if self.context is None:
             return values
-        return self.context.gather(values, self._mine.to(values.device), self.num_asked)
+        return self.context.gather(values, to_device(self._mine, values.device), self.num_asked)
 
     @cached_property
     def stretches(self) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from vectorlm.train.packing import Packing, alike
+from vectorlm.train.packing import Packing, alike, to_device
 
 
 class RowByRow:
@@ -123,27 +123,27 @@ def _calls(
     order = sorted(range(len(keys)), key=lambda row: -keys[row])
     calls, returned = [], dict(enumerate(starts))
     if in_one_call:
-        calls.append(torch.arange(starts[-1])[None].to(device))
+        calls.append(to_device(torch.arange(starts[-1])[None], device))
     else:
         rows, start = iter(order), 0
         for lengths in alike([keys[row] for row in order]):
             members = [next(rows) for _ in lengths]
             ends = torch.tensor([[starts[row] + keys[row] - 1] for row in members])
             firsts = torch.tensor([[starts[row]] for row in members])
-            calls.append(torch.minimum(firsts + torch.arange(lengths[0]), ends).to(device))
+            calls.append(to_device(torch.minimum(firsts + torch.arange(lengths[0]), ends), device))
             returned |= {row: start + number * lengths[0] for number, row in enumerate(members)}
             start += len(lengths) * lengths[0]
     places = [
         torch.arange(returned[row] + key - query, returned[row] + key)
         for row, (query, key) in enumerate(zip(queries, keys, strict=True))
     ]
-    return calls, torch.cat(places).to(device)
+    return calls, to_device(torch.cat(places), device)
 
 
 def _borders(keys: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(keys)], device=device)
+    return to_device(torch.tensor([0, *accumulate(keys)]), device)
 
 
 def _row_numbers(keys: tuple[int, ...], device: torch.device) -> torch.Tensor:
     numbers = torch.arange(len(keys), dtype=torch.int32)
-    return numbers.repeat_interleave(torch.tensor(keys))[None].to(device)
+    return to_device(numbers.repeat_interleave(torch.tensor(keys))[None], device)
