@@ -80,7 +80,7 @@ $(EXTRAS)/.installed: requirements/one_card.txt requirements/verifiers.txt requi
 test-long: $(STAMP) ## run the tests that test-all leaves out
 	$(PYTEST) -m long $(PYTEST_ARGS)
 
-gpu: $(STAMP) ## qualify a GPU machine, in 42 minutes on one GPU (ARGS="--only first", ARGS=--plan)
+gpu: $(STAMP) ## qualify a GPU machine, in 44 minutes on one GPU (ARGS="--only first", ARGS=--plan)
 	$(BIN)/python benchmarks/gpu/qualify.py $(ARGS)
 
 lint: $(STAMP) ## check style and types
