@@ -239,11 +239,14 @@ class HotSwap:
                 replace(weight_set, fingerprint=_renewed(weight_set.fingerprint)) for weight_set in kept[2]
             ]
         sets = weight_sets_of(model, self._topology, self._arenas, self._settings.lora_mode)
-        # Sources of other classes may keep the model alive. Merging gathers factors, which are new at each update.
-        if not isinstance(sets[0].source, ModuleSource):
+        # Sources of other classes may keep the model alive. On CUDA a loop may move its model to the host meanwhile;
+        # then kept rows would hold the device's memory. Exported rows are held in any case.
+        holds_exports = self._transport is not None and self._transport.name == "pull"
+        if not isinstance(sets[0].source, ModuleSource) or (self._topology.is_cuda and not holds_exports):
             return sets
+        # Merging gathers factors, which are new at each update.
         if self._settings.lora_mode != "merged" or not adapter_prefixes(model):
-            # The kept rows would keep a model's memory, though not the model.
+            # The kept rows keep a model's memory, though not the model.
             this = weakref.ref(self)
             reference = weakref.ref(model, lambda _: HotSwap._drop(this()))
             self._kept = reference, Snapshot(model), sets
