@@ -109,6 +109,7 @@ def test_on_cuda_rows_of_16_bits_attend_in_one_call(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention, "_mask", None)
     monkeypatch.setattr(attention, "_as_rows", None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # FakeTensorMode does not know it.
     layout = pack(random_rows())
     n = layout.input_ids.shape[1]
     with FakeTensorMode():

@@ -255,37 +255,15 @@ def make_batch(
         found = _with_branches(chosen, columns, rewards, valid)
         rollouts, owners, columns, rewards, is_trained, valid = found
     reward_parts, part_weights = _reward_parts(groups, columns) if spec.needs_parts else (None, None)
-    lengths = [
-        len(rollout.numbers("prompt_token_ids")) + len(rollout.numbers("token_ids")) for rollout in rollouts
-    ]
-    shape = (len(rollouts), max(lengths))
-    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
-    mask, is_stale = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-    sampler_logprobs, turn_starts = torch.zeros(shape), torch.full(shape, -1)
-    is_valid = is_trained.flatten().tolist()
-    # Through numpy: torch takes five times as long for a sequence of Python numbers.
-    views = (x.numpy() for x in (input_ids, attention_mask, sampler_logprobs, is_stale, mask, turn_starts))
-    id_rows, used_rows, logprob_rows, stale_rows, mask_rows, start_rows = views
-    for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
-        start = len(rollout.numbers("prompt_token_ids"))
-        id_rows[row, :start] = rollout.numbers("prompt_token_ids")
-        id_rows[row, start:length] = rollout.numbers("token_ids")
-        used_rows[row, :length] = 1
-        logprob_rows[row, start:length] = rollout.numbers("sampler_logprobs")
-        if oldest_version is not None:
-            stale_rows[row, start:length] = rollout.numbers("versions") < oldest_version
-        if is_valid[row]:
-            mask_rows[row, start:length] = rollout.numbers("policy_mask")
-        for first, end in rollout.turn_places:
-            start_rows[row, start + first : start + end] = start + first
+    laid_out = _lay_out(rollouts, is_trained.flatten().tolist(), pad_token_id, oldest_version)
+    input_ids, attention_mask, mask, is_stale, sampler_logprobs, turn_starts = laid_out
     cut_off = torch.tensor([[drop_truncated and rollout.is_truncated] for rollout in rollouts])
     is_left_out = cut_off if owners is None else cut_off[owners]
     compared = mask if owners is None else mask & valid.view(-1, 1)
     turns = turn_rewards = None
     # A loss of completions has one advantage for all turns.
     if spec.level == "token" and any(any(rollout.turn_rewards) for rollout in rollouts):
-        turns, turn_rewards = _lay_out_turns(rollouts, shape, owners)
+        turns, turn_rewards = _lay_out_turns(rollouts, input_ids.shape, owners)
     greedy = [group.greedy_reward for group in groups if group.greedy_reward is not None]
     batch = RolloutBatch(
         input_ids,
@@ -309,6 +287,36 @@ def make_batch(
     if is_stale.any() or owners is not None:
         batch = batch.without(is_stale)
     return batch if batch.mask.any() else None
+
+
+def _lay_out(
+    rollouts: Sequence[Rollout], is_trained: Sequence[bool], pad_token_id: int, oldest_version: int | None
+) -> tuple[torch.Tensor, ...]:
+    """Return, each [B, T]: tokens, attention mask, trained and stale tokens, the engine's log-probs, turn starts."""
+    lengths = [
+        len(rollout.numbers("prompt_token_ids")) + len(rollout.numbers("token_ids")) for rollout in rollouts
+    ]
+    shape = (len(rollouts), max(lengths))
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    mask, is_stale = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    sampler_logprobs, turn_starts = torch.zeros(shape), torch.full(shape, -1)
+    tensors = (input_ids, attention_mask, mask, is_stale, sampler_logprobs, turn_starts)
+    # Through numpy: torch takes five times as long for a sequence of Python numbers.
+    ids, used, trained, stale, logprobs, starts = (x.numpy() for x in tensors)
+    for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
+        start = len(rollout.numbers("prompt_token_ids"))
+        ids[row, :start] = rollout.numbers("prompt_token_ids")
+        ids[row, start:length] = rollout.numbers("token_ids")
+        used[row, :length] = 1
+        logprobs[row, start:length] = rollout.numbers("sampler_logprobs")
+        if oldest_version is not None:
+            stale[row, start:length] = rollout.numbers("versions") < oldest_version
+        if is_trained[row]:
+            trained[row, start:length] = rollout.numbers("policy_mask")
+        for first, end in rollout.turn_places:
+            starts[row, start + first : start + end] = start + first
+    return tensors
 
 
 def _reward_parts(groups: Sequence[RolloutGroup], columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -347,7 +355,7 @@ def _with_branches(
 
 
 def _lay_out_turns(
-    rollouts: Sequence[Rollout], shape: tuple[int, int], owners: torch.Tensor | None
+    rollouts: Sequence[Rollout], shape: Sequence[int], owners: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the turn of each token, int64 [B, T], and the reward of each turn at its last token, float32 [B, T]."""
     turns, rewards = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)

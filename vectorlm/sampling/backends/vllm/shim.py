@@ -190,9 +190,10 @@ def make_sampling_params(given: Any, is_streamed: bool = False) -> Any:
                 name: value.item() if isinstance(value, np.generic) else value
                 for name, value in (given or {}).items()
             }
-            # One list of numbers, not an object and a dict for each token; for readers it is the same sequence.
-            flat = {"flat_logprobs": True} if "flat_logprobs" in known else {}
-            params = msgspec.convert(flat | numbers, SamplingParams)
+            if numbers.get("logprobs") is not None and "flat_logprobs" in known:
+                # One list of numbers, not an object and a dict for each token; for readers it is the same sequence.
+                numbers = {"flat_logprobs": True, **numbers}
+            params = msgspec.convert(numbers, SamplingParams)
         except Exception as error:  # of msgspec's and vLLM's own classes
             raise EngineError(f"sampling_params={dict(given or {})} cannot be used: {error}") from error
     else:
