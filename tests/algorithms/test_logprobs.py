@@ -148,6 +148,12 @@ def test_the_head_moves_at_most_44_bytes_for_each_logit():
     assert traffic.num_bytes / (64 * size) <= 44
 
 
+def test_devices_whose_memory_the_host_cannot_read_compute_entropies():
+    states = torch.randn(4, 96, device="meta", requires_grad=True)
+    targets = torch.zeros(4, dtype=torch.int64, device="meta")
+    assert token_values(states, targets, entropy="value").entropies.shape == (4,)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_of_large_scores_are_those_of_float64(temperature, dtype):

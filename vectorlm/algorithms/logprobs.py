@@ -216,7 +216,7 @@ class _Chosen(torch.autograd.Function):
 
 def _spread(logprobs: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
     """Return the entropies [N] of distributions [N, V], in nats, without gradient."""
-    if not logprobs.is_cuda:
+    if logprobs.device.type == "cpu":
         spread = -torch.einsum("nv,nv->n", probabilities, logprobs)
         # A model that masks tokens gives 0 times -inf.
         if not np.isnan(spread.numpy()).any():
