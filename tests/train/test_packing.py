@@ -1,6 +1,7 @@
 """Rows laid end to end: the layout by hand, values and gradients beside rows computed one by one in float64."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ from flash import written_down
 from kit.families import ATTENTIVE, FAMILIES, RECURRENT, save_family
 from kit.rank_processes import on_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.rl.models import disable_dropout
@@ -102,6 +104,34 @@ def test_attention_keeps_for_the_backward_pass_no_more_than_what_it_read(bundles
     found.sum().backward()
     # Queries, keys, values and what was attended to, of 600 and twice 40 tokens; log-sums; places.
     assert sum(kept.values()) <= 4 * (4 * 2 * 680 * 8) + 4 * 2 * 680 + 8 * 2 * 680
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_bundle_makes_a_gradient_of_all_tokens():
+    """Two groups with a common beginning, whose rows attend in several bundles."""
+    beginnings = [[100 + group] * 30 for group in range(2)]
+    lengths = [110, 100, 40, 35]
+    rows = [[*beginnings[row // 4], *([row] * lengths[row % 4])] for row in range(8)]
+    ids = [row + [0] * (140 - len(row)) for row in rows]
+    ends = [len(row) for row in rows]
+    packing = pack(make_rows(ids, ends, [(row, end - 1) for row, end in enumerate(ends)], [0] * 4 + [1] * 4))
+    assert sum(bundle.shared[1] > 0 for bundle in packing.bundles) == 4
+    query, key, value = (torch.randn(1, 2, packing.num_tokens, 8, requires_grad=True) for _ in range(3))
+    with Operations() as operations:
+        found, _ = packed_attention(torch.nn.Module(), query, key, value, None, packing=packing)
+        found.sum().backward()
+    assert operations.counts[torch.ops.aten.slice_backward] == 0
 
 
 def test_on_cuda_rows_of_16_bits_attend_in_one_call(monkeypatch):

@@ -115,14 +115,19 @@ def _in_bundles(
     # One `split` has one backward pass; a slice per bundle would make a gradient of all tokens per slice.
     sizes = [bundle.end - bundle.start for bundle in packing.bundles]
     pieces = zip(*(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True)
+    shared = {bundle.shared[0] for bundle in packing.bundles if bundle.shared[1]}
+    beginnings: dict[int, tuple[torch.Tensor, ...]] = {}
     for bundle, piece in zip(packing.bundles, pieces, strict=True):
         first, last = bundle.shared
         length = bundle.lengths[0]
         q, k, v = (_as_rows(x, bundle.lengths, packing) for x in piece)
+        if not shared.isdisjoint(starts := [*accumulate(bundle.lengths, initial=bundle.start)][:-1]):
+            both = zip(*(x.split(bundle.lengths, dim=1) for x in piece[1:]), strict=True)
+            beginnings |= zip(starts, both, strict=True)
         if last > first:
             k, v = (
-                torch.cat([x[:, :, first:last].expand(len(mine), -1, -1, -1), mine], dim=2)
-                for x, mine in ((key, k), (value, v))
+                torch.cat([x.expand(len(mine), -1, -1, -1), mine], dim=2)
+                for x, mine in zip(beginnings[first], (k, v), strict=True)
             )
         mask = None
         if last > first or (sliding_window is not None and sliding_window < length):
