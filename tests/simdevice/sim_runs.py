@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import sys
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,11 +15,18 @@ import torch
 from flash import written_down
 from kit import tiny_runs
 from kit.rl_runs import config_of, numbers, save_files
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vectorlm import SamplingEngine
 from vectorlm.ranks.topology import Topology
+from vectorlm.rl.models import Critic
+from vectorlm.rl.update import Updater
 from vectorlm.runs.reinforcement import reinforce
 from vectorlm.train import attention, shard
+from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.objective import NextTokens
+from vectorlm.train.optimizer_step import OptimizerStep
 
 RUNS = {
     "GRPO in 16 bits": (
@@ -56,6 +64,39 @@ def refuses():
         ctypes.string_at(tensor.data_ptr(), 4)
         os._exit(0)
     return [error[:45], os.WTERMSIG(os.waitpid(child, 0)[1])]
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operations of passes for which a host would wait for its device, and counts the passes."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.num_passes = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        devices = {x.device.type for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor) and x.ndim}
+        name = str(func)
+        is_blocking = not (kwargs.get("non_blocking") or (name == "aten.copy_.default" and args[2:3] == (True,)))
+        reads = "sim" in devices and any(read in name for read in self.READS)
+        if reads or (len(devices) > 1 and is_blocking):
+            frames = [f"{f.filename.split('/')[-1]}:{f.lineno}" for f in traceback.extract_stack()]
+            self.found.append(f"{name} {[f for f in frames if not f.startswith('_')][-4:-1]}")
+        return result
+
+    def watch(self, owner, name):
+        """Look at all calls of a method."""
+        inner = getattr(owner, name)
+
+        def watched(*arguments, **named):
+            self.num_passes += 1
+            with self:
+                return inner(*arguments, **named)
+
+        setattr(owner, name, watched)
 
 
 def move_first():
@@ -99,7 +140,15 @@ def main():
     sim_device.install()
     move_first()
     print(json.dumps(["refuses", "sim:0", refuses()]))
-    flashes = []
+    flashes, waits = [], Waits()
+    for owner, name in (
+        (OptimizerStep, "backward"),
+        (Updater, "_policy_loss"),
+        (LanguageModel, "logprobs"),
+        (Critic, "__call__"),
+        (NextTokens, "sum_loss"),
+    ):
+        waits.watch(owner, name)
     attention.flash_takes = lambda query, value: query.device.type == "sim" and query.dtype.itemsize == 2
     with ExitStack() as stack:
         stack.enter_context(written_down("sim", flashes))
@@ -108,6 +157,7 @@ def main():
             for name in RUNS:
                 print(json.dumps([name, device, trained(device, folder, name)]), flush=True)
     print(json.dumps(["calls of the flash kernel", "sim:0", len(flashes)]))
+    print(json.dumps(["passes and waits", "sim:0", [waits.num_passes, *sorted(set(waits.found))]]))
 
 
 if __name__ == "__main__":

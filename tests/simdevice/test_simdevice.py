@@ -52,3 +52,9 @@ def test_a_run_says_the_same_as_on_the_cpu(said, name, metrics, tolerance):
 
 def test_rows_of_16_bits_attended_by_the_operator_for_cuda(said):
     assert said["calls of the flash kernel", "sim:0"] > 0
+
+
+def test_no_pass_waits_for_the_device(said):
+    num_passes, *waits = said["passes and waits", "sim:0"]
+    assert num_passes > 20
+    assert waits == []

@@ -170,7 +170,8 @@ def map_rows(
             if found is None:
                 found = torch.zeros((*values.shape[:-2], *batch.input_ids.shape), device=topology.device)
             if not micro_batch.is_filler:
-                found[..., micro_batch.rows, : micro_batch.length] = values.float()
+                rows = to_device(micro_batch.rows, topology.device)
+                found[..., rows, : micro_batch.length] = values.float()
     assert found is not None, "every rank has at least a filler"
     # One rank computed each row, or all ranks that share it: adding the zeros of the other ranks changes no bit.
     if topology.world_size > 1:

@@ -18,6 +18,7 @@ from vectorlm.rl.rollout import RolloutGroup
 from vectorlm.rl.settings import SFTSettings
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.objective import NextTokens, known_rows
+from vectorlm.train.packing import to_device
 from vectorlm.types import Batch, PromptRecord
 
 Item = TypeVar("Item")
@@ -195,4 +196,4 @@ class Demonstrations:
             factor = (probabilities * (1 - probabilities)).detach()
             return -(factor * logprobs).sum() / num_tokens
         shaped = probabilities / (probabilities + LUFFY_GAMMA)
-        return -(shaped * rows.is_asked.to(shaped.device)).sum() / num_tokens
+        return -(shaped * to_device(rows.is_asked, shaped.device)).sum() / num_tokens

@@ -24,7 +24,7 @@ from vectorlm.data.loader import StepLoader
 from vectorlm.errors import DatasetError
 from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.language_model import LanguageModel, inner_model, prepare_packing
-from vectorlm.train.packing import ContextGroup, Packing, Rows, pack
+from vectorlm.train.packing import ContextGroup, Packing, Rows, pack, to_device
 from vectorlm.types import Batch
 
 
@@ -76,7 +76,8 @@ class NextTokens:
             DatasetError: A token or a counted label is outside the model's vocabulary.
         """
         rows = known_rows(batch, self.language_model.model, self.ignore_index)
-        return -self.language_model.logprobs(rows).sum(), torch.zeros(0, 2)
+        logprobs = self.language_model.logprobs(rows)
+        return -logprobs.sum(), logprobs.new_zeros(0, 2, dtype=torch.float64)
 
 
 def is_target(batch: Batch, ignore_index: int) -> torch.Tensor:
@@ -165,8 +166,8 @@ class Scorer:
         return self._padded(replace(rows, input_ids=rows.input_ids[row], attention_mask=mask))[0]
 
     def _padded(self, rows: Rows) -> tuple[torch.Tensor, torch.dtype]:
-        input_ids = rows.input_ids.where(rows.attention_mask.bool(), self._padding).to(self._device)
-        mask = rows.attention_mask.to(self._device)
+        input_ids = rows.input_ids.where(rows.attention_mask.bool(), self._padding)
+        input_ids, mask = (to_device(x, self._device) for x in (input_ids, rows.attention_mask))
         logits = self.model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
         return logits[:, 0].float(), logits.dtype
 
@@ -216,7 +217,7 @@ class RewardPairs(Pairs):
         scores = self.scorer(known_rows(batch, self.scorer.model, self.ignore_index))
         chosen, rejected = in_pairs(scores, batch)
         assert batch.values is not None
-        margins = batch.values[: len(chosen)].to(chosen.device)
+        margins = to_device(batch.values[: len(chosen)], chosen.device)
         loss = bradley_terry_loss(chosen, rejected, margins, self.center_coef)
         return loss.sum(), measured(chosen, rejected)
 
@@ -248,7 +249,7 @@ class Steps:
         """Return the summed loss of the steps, and the sums of `names`."""
         is_end = batch.labels != self.ignore_index
         scores = self.scorer(known_rows(batch, self.scorer.model, self.ignore_index), is_end)
-        labels = batch.labels[is_end].to(scores)
+        labels = to_device(batch.labels[is_end], scores.device).to(scores.dtype)
         loss = F.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
         found, right = scores.detach().double().sigmoid(), labels.double()
         gap = found - right
@@ -273,7 +274,7 @@ class Completions:
         """Return float32 [B]; the batch has one text per row."""
         rows = known_rows(batch, self.language_model.model, self.ignore_index)
         sums = self.language_model.logprobs(rows).sum(dim=1)
-        return sums / rows.is_asked.sum(dim=1).clamp(min=1).to(sums) if self.averages else sums
+        return sums / to_device(rows.is_asked.sum(dim=1).clamp(min=1), sums.device) if self.averages else sums
 
     @torch.no_grad()
     def table(self, loader: StepLoader, num_rows: int) -> torch.Tensor:
@@ -285,7 +286,7 @@ class Completions:
             for batch in step:
                 texts = apart(batch, self.ignore_index)
                 both = torch.stack(in_pairs(self.logprobs(texts), texts), dim=1)
-                found[batch.ids[batch.ids >= 0].to(found.device)] = both
+                found[to_device(batch.ids[batch.ids >= 0], found.device)] = both
         model.train()
         reshard(model)
         # One rank computed each row, or all ranks that share it.
@@ -311,7 +312,7 @@ class PreferencePairs(Pairs):
         chosen, rejected = in_pairs(self.completions.logprobs(batch), batch)
         references = [torch.zeros_like(chosen)] * 2
         if batch.references is not None:
-            references = list(batch.references[: len(chosen)].to(chosen.device).unbind(1))
+            references = list(to_device(batch.references[: len(chosen)], chosen.device).unbind(1))
         beta = self.settings.beta or self.spec.beta
         loss = self.spec.loss(PairLogprobs(chosen, rejected, *references), self.settings, beta)
         return loss.sum(), measured(beta * (chosen - references[0]), beta * (rejected - references[1]))
@@ -341,7 +342,7 @@ class GoodAndBad:
             with torch.no_grad():
                 logprobs = self.completions.logprobs(others)[:num_rows]
             assert batch.references is not None
-            sums[0] += (logprobs - batch.references[:num_rows, 1].to(logprobs)).sum()
+            sums[0] += (logprobs - to_device(batch.references[:num_rows, 1], logprobs.device)).sum()
             sums[1] += num_rows
         reshard(self.completions.language_model.model)
         dist.all_reduce(sums)
@@ -358,13 +359,15 @@ class GoodAndBad:
         logprobs = self.completions.logprobs(batch)[:num_rows]
         assert batch.references is not None
         assert batch.values is not None
-        references = batch.references[:num_rows, 0].to(logprobs)
-        is_good = batch.values[:num_rows].to(logprobs.device) > 0.5
+        references = to_device(batch.references[:num_rows, 0], logprobs.device)
+        is_good = to_device(batch.values[:num_rows] > 0.5, logprobs.device)
         beta = self.settings.beta or KTO_BETA
         loss = kto_loss(logprobs, references, is_good, self._kl, self.settings, beta)
         rewards = (beta * (logprobs - references)).detach().double()
-        sums = [[rewards[kind].sum().item(), int(kind.sum())] for kind in (is_good, ~is_good)]
-        return loss.sum(), torch.tensor([*sums, [self._kl * num_rows, num_rows]], dtype=torch.float64)
+        kinds = torch.stack([is_good, ~is_good]).double()
+        sums = torch.stack([(kinds * rewards).sum(dim=1), kinds.sum(dim=1)], dim=1)
+        last = torch.tensor([[self._kl * num_rows, num_rows]], dtype=torch.float64)
+        return loss.sum(), torch.cat([sums, to_device(last, sums.device)])
 
 
 def rows_of(batch: Batch, is_kept: torch.Tensor) -> Batch:
