@@ -5,6 +5,8 @@ import torch
 from kit.rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vectorlm.algorithms.logprobs import token_logprobs
 from vectorlm.errors import ConfigError
@@ -227,6 +229,48 @@ def shards_between_passes(topology, folder):
 def test_only_several_ranks_keep_a_small_model_whole_between_passes(seen):
     for found in seen[shards_between_passes]:
         assert set(found) == {len(seen[shards_between_passes]) == 1}
+
+
+class Copied(TorchDispatchMode):
+    """Counts the numbers that FSDP2 copies between shards and whole tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_copied = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.copy_.default, torch.ops.fsdp.chunk_cat.default):
+            self.num_copied += sum(x.numel() for x in tree_leaves(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def train_in_bf16(topology, folder):
+    """Return what two steps of three passes find without a copy for the step and with one, and what a pass copies."""
+    found = []
+    tokens = torch.randint(0, 48, (6, 12), generator=torch.Generator().manual_seed(0))
+    for copies in (False, True):
+        model = shard_model(load_model(folder), topology, ModelSettings(use_mp=True))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = OptimizerStep(model, optimizer, None, 1.0, topology, computes_in_bf16=copies)
+        norms, copied = [], []
+        for number in range(2):
+            for index, rows in enumerate(tokens.chunk(3)):
+                with Copied() as counts:
+                    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+                    step.backward(loss, is_last=index == 2)
+                copied.append(counts.num_copied / sum(parameter.numel() for parameter in model.parameters()))
+            norms.append(step.finish(number)["grad_norm"])
+        found.append((norms, [parameter.full_tensor() for parameter in model.parameters()], copied))
+    return found
+
+
+def test_one_rank_in_bf16_copies_a_small_model_once_a_step_and_finds_the_same_bits(folder):
+    ((apart, once),) = on_ranks(1, train_in_bf16, folder)
+    assert apart[0] == once[0]
+    assert all(torch.equal(a, b) for a, b in zip(apart[1], once[1], strict=True))
+    assert min(apart[2]) > 3
+    # Passes between the first and the last.
+    assert once[2][1] == once[2][4] == 0
 
 
 def test_blocks_are_found_without_a_declaration_and_their_absence_is_an_error():

@@ -149,7 +149,7 @@ class UpdateSettings:
     counts too. On CPU, a pass with 1,024 tokens takes no further group."""
     max_kl: PositiveFloat | None = None
     """KL divergence per token from the rollout's policy above which the rest of a batch is skipped; null never
-    skips."""
+    skips. The mean is over tokens that the update computes, without groups that have no advantage."""
     drop_truncated: bool = False
     """Leave truncated completions out of the loss."""
     entropy_coef: NonNegativeFloat = 0.0

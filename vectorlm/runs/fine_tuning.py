@@ -100,7 +100,8 @@ def _make_loop(run: Run, callbacks: Sequence[Any]) -> FineTuningLoop:
         why_padded = f"{why_padded}; the texts that were packed into a row see those before them"
     recorder.say_padded(why_padded)
     max_norm = settings.loop.max_grad_norm
-    optimizer_step = OptimizerStep(model, optimizer, schedule, max_norm, run.topology, "model")
+    is_cast = run.config.train_parameters.model.computes_in_bf16(run.topology.is_cuda)
+    optimizer_step = OptimizerStep(model, optimizer, schedule, max_norm, run.topology, "model", is_cast)
     return FineTuningLoop(
         optimizer_step=optimizer_step,
         objective=objective,

@@ -188,7 +188,8 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
     ) -> OptimizerStep:
         optimizer = run.make_optimizer(model, lr)
         schedule = run.make_schedule(optimizer, num_batches * rl.update.steps_per_batch)
-        return OptimizerStep(model, optimizer, schedule, max_norm, run.topology, name)
+        is_cast = settings.model.computes_in_bf16(run.topology.is_cuda)
+        return OptimizerStep(model, optimizer, schedule, max_norm, run.topology, name, is_cast)
 
     # Losses that accept completions of any policy read probabilities among all tokens.
     support = Support.of(sampling) if spec.samples_from_policy else WHOLE

@@ -43,6 +43,8 @@ class OptimizerStep:
     topology: Topology
     name: str = "policy"
     """Name of the model in errors."""
+    computes_in_bf16: bool = False
+    """Whether FSDP2 casts the weights, see `gathers_once`."""
 
     def __post_init__(self) -> None:
         if self._gathers_once:
@@ -62,7 +64,9 @@ class OptimizerStep:
         parameters = list(self.model.parameters())
         num_trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         num_all = sum(parameter.numel() for parameter in parameters)
-        return gathers_once(num_all, num_trained, self.topology.world_size)
+        device = torch.device(self.topology.device)
+        memory = torch.cuda.get_device_properties(device).total_memory if self.topology.is_cuda else None
+        return gathers_once(num_all, num_trained, self.topology.world_size, self.computes_in_bf16, memory)
 
     def require_finite(
         self,

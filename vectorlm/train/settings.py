@@ -67,15 +67,27 @@ WITH_QUESTIONS = ReadIf(
 BY_TOKENS = "Micro-batches follow from rl.max_tokens_per_micro_batch."
 
 GATHER_ONCE_BYTES = 2 << 30
-"""Below this size, in fp32, every rank keeps whole weights and gradients for all micro-batches of a step."""
+"""Up to this size, in fp32, every rank keeps whole weights and gradients for all micro-batches of a step."""
+COPY_SHARE = 16
+"""A single rank on CUDA keeps its copies up to this fraction of the device's memory, 1 / `COPY_SHARE`."""
 
 
-def gathers_once(num_parameters: int, num_trainable: int, world_size: int) -> bool:
+def gathers_once(
+    num_parameters: int,
+    num_trainable: int,
+    world_size: int,
+    computes_in_bf16: bool = False,
+    cuda_bytes: int | None = None,
+) -> bool:
     """Whether an optimizer step gathers the weights once and sums the gradients once, because the model is small.
 
-    A single rank exchanges nothing, and would only hold a copy of its weights and gradients.
+    A single rank exchanges nothing: a copy only saves it casting all weights to bfloat16 twice in each pass.
+    `cuda_bytes` is the memory of the CUDA device; None on CPU.
     """
-    return world_size > 1 and 4 * (num_parameters + num_trainable) <= GATHER_ONCE_BYTES
+    if world_size == 1:
+        limit = GATHER_ONCE_BYTES if cuda_bytes is None else cuda_bytes // COPY_SHARE
+        return computes_in_bf16 and 2 * num_parameters + 4 * num_trainable <= limit
+    return 4 * (num_parameters + num_trainable) <= GATHER_ONCE_BYTES
 
 
 CHUNK_BYTES = 256 << 20

@@ -68,7 +68,18 @@ def test_a_small_model_is_gathered_once(path, monkeypatch):
     for limit, is_small in ((whole, True), (whole - 1, False)):
         monkeypatch.setattr("vectorlm.train.settings.GATHER_ONCE_BYTES", limit)
         assert demand(path).gathers_once is is_small
-        assert not demand(path, world_size=1).gathers_once
+        assert not demand(path, world_size=1, is_cpu=True).gathers_once
+
+
+def test_one_rank_copies_a_small_model_that_computes_in_bf16(path, monkeypatch):
+    copy = 6 * demand(path).model.num_parameters
+    for limit, is_small in ((copy, True), (copy - 1, False)):
+        monkeypatch.setattr("vectorlm.train.settings.GATHER_ONCE_BYTES", limit)
+        assert demand(path, "use_mp=true", world_size=1, is_cpu=True).gathers_once is is_small
+    assert demand(path, world_size=1).gathers_once
+    assert not demand(path, "use_mp=false", world_size=1).gathers_once
+    monkeypatch.setattr("vectorlm.train.settings.COPY_SHARE", 10**9)
+    assert not demand(path, world_size=1).gathers_once
 
 
 def test_the_training_settings_arrive(path):

@@ -44,7 +44,12 @@ MODELS = {
 }
 LORA = "lora_peft_config={r: 8, target_modules: all-linear}"
 WAYS = {
-    1: ((None, ()), (0, ("use_activation_checkpointing=true",)), (0, (LORA,))),
+    1: (
+        (None, ()),
+        (None, ("use_mp=true",)),
+        (0, ("use_activation_checkpointing=true",)),
+        (0, (LORA,)),
+    ),
     2: (
         (None, ()),
         (0, ()),
@@ -66,7 +71,8 @@ def most_held(topology, folder, train):
 
     model = load_sharded(load, topology, train.model)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
-    optimizer_step = OptimizerStep(model, optimizer, None, 1.0, topology)
+    is_cast = train.model.computes_in_bf16(is_cuda=False)
+    optimizer_step = OptimizerStep(model, optimizer, None, 1.0, topology, computes_in_bf16=is_cast)
     computes = LanguageModel(model, context=ContextGroup.of(topology))
     # The last token of a row is not computed.
     ids = torch.randint(48, (2, train.max_seq_len + 1), generator=torch.Generator().manual_seed(0))

@@ -83,6 +83,8 @@ def plan_of_config(
             model.num_parameters - (model.num_in_blocks if train.model.quantization else 0),
             num_trainable,
             world_size,
+            train.model.computes_in_bf16(not is_cpu),
+            device_bytes,
         ),
         is_quantized=train.model.quantization is not None,
         num_ranks=near,
