@@ -157,13 +157,13 @@ def token_values(
             return chosen, spread, chosen.new_zeros(len(chosen))
         # Losses need more digits than half precision has; float64 stays float64.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        scores = scores if temperature == 1.0 else scores / temperature
         outside = torch.zeros(len(scores), dtype=scores.dtype, device=scores.device)
         if is_plain:
-            chosen, logprobs, probabilities = _Chosen.apply(scores, targets[chunk])
+            chosen, logprobs, probabilities = _Chosen.apply(scores, targets[chunk], temperature)
             del scores  # as large as the log-probabilities: frees memory for the entropies
             # Last: a backward pass stops recomputing a chunk once it has the tensors that it needs.
             return chosen, _spread(logprobs, probabilities) if entropy == "value" else outside, outside
+        scores = scores if temperature == 1.0 else scores / temperature
         if not support.is_whole or bitmasks is not None:
             allowed = None if bitmasks is None else bitmasks[chunk]
             scores, is_outside = truncate(scores, targets[chunk], support, allowed)
@@ -194,24 +194,27 @@ class _Chosen(torch.autograd.Function):
     """The log-probability of a target of each row of scores, with few passes over the scores."""
 
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, scores: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, ...]:
         """Return those of the targets [N] and, without gradient, log-probabilities and probabilities [N, V]."""
-        logprobs = torch.log_softmax(scores, dim=-1)
+        logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
         probabilities = logprobs.exp()
         ctx.save_for_backward(probabilities, targets)
+        ctx.temperature = temperature
         ctx.mark_non_differentiable(logprobs, probabilities)
         ctx.set_materialize_grads(False)
         return logprobs.gather(-1, targets[:, None])[:, 0], logprobs, probabilities
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None]:
-        """Return ``gradient (1[target] - softmax)``."""
+    def backward(ctx: Any, gradient: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, None, None]:
+        """Return ``gradient (1[target] - softmax) / temperature``."""
         if gradient is None:
-            return None, None
+            return None, None, None
         probabilities, targets = ctx.saved_tensors
-        gradient = gradient[:, None]
-        return (probabilities * -gradient).scatter_add_(-1, targets[:, None], gradient), None
+        gradient = gradient[:, None] / ctx.temperature
+        return (probabilities * -gradient).scatter_add_(-1, targets[:, None], gradient), None, None
 
 
 def _spread(logprobs: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
