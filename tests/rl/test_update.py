@@ -337,7 +337,7 @@ def equal_in_some(batch, groups):
 
 
 def descend_with_and_without(topology, folder, algorithm, groups, **more):
-    """Return change, metrics and computed rows of an update that may skip `groups`, and of one that may not."""
+    """Return change, metrics and rows with gradient of an update that may skip `groups`, and of one that may not."""
     found = []
     for may_skip in (True, False):
         run = one_step(topology, folder, algorithm, entropy_coef=0.0, **more)
@@ -345,7 +345,7 @@ def descend_with_and_without(topology, folder, algorithm, groups, **more):
         rows_of_passes, forward = [], type(run.models.policy).__call__
 
         def count(policy, rows, *arguments, forward=forward, seen=rows_of_passes):
-            seen.append(len(rows.input_ids))
+            seen.append(len(rows.input_ids) if torch.is_grad_enabled() else 0)
             return forward(policy, rows, *arguments)
 
         batch = equal_in_some(run.prepare(random_rows(algorithm)), groups)
@@ -367,9 +367,15 @@ def test_groups_without_an_advantage_are_not_computed_and_the_gradient_is_the_sa
         assert metrics["policy/grad_norm"] == pytest.approx(others["policy/grad_norm"], rel=1e-5)
 
 
-def test_a_batch_without_any_advantage_makes_no_pass(folder):
-    for (change, metrics, num_rows), _ in on_ranks(2, descend_with_and_without, folder, "grpo", range(5)):
+def test_a_batch_without_any_advantage_makes_no_pass_with_gradient(folder):
+    for (change, metrics, num_rows), (_, others, _) in on_ranks(
+        2, descend_with_and_without, folder, "grpo", range(5)
+    ):
         assert num_rows == 0
+        # One group without a gradient: the engine's difference is in the metrics of every step.
+        assert 0 < metrics["sampler/logprob_gap_mean"] <= metrics["sampler/logprob_gap_max"]
+        assert metrics["sampler/logprob_gap_max"] <= others["sampler/logprob_gap_max"] + 1e-6
+        assert metrics.keys() >= {name for name in others if name.startswith("sampler/")}
         assert metrics["policy/skipped_groups"] == 1.0
         assert (
             metrics["policy/loss"] == metrics["policy/grad_norm"] == metrics["balance/micro_batches"] == 0.0

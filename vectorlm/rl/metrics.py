@@ -107,9 +107,16 @@ def mismatch_metrics(
     batch: RolloutBatch, old_logprobs: torch.Tensor, band: tuple[float, float]
 ) -> dict[str, float]:
     """Return metrics of the difference between the log-probabilities of trainer and engine, with the bounds `band`."""
-    gap = (old_logprobs - batch.sampler_logprobs)[batch.mask].abs()
-    metrics = {"sampler/logprob_gap_mean": gap.mean().item(), "sampler/logprob_gap_max": gap.max().item()}
-    return metrics | correction_metrics(old_logprobs, batch.sampler_logprobs, batch.mask, *band)
+    logprobs = (old_logprobs, batch.sampler_logprobs, batch.mask)
+    return logprob_gap(*logprobs) | correction_metrics(*logprobs, *band)
+
+
+def logprob_gap(
+    logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
+) -> dict[str, float]:
+    """Return mean and largest difference, in nats, of the log-probabilities [B, T] of trainer and engine in `mask`."""
+    gap = (logprobs - sampler_logprobs)[mask].abs()
+    return {"sampler/logprob_gap_mean": gap.mean().item(), "sampler/logprob_gap_max": gap.max().item()}
 
 
 def correction_effect(

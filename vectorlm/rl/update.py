@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from vectorlm.algorithms.batch import LossInputs
+from vectorlm.algorithms.batch import LossInputs, RolloutBatch
 from vectorlm.algorithms.critic import value_loss
 from vectorlm.algorithms.kl import kl_estimate, ratio
 from vectorlm.algorithms.logprobs import EntropyKind
@@ -18,7 +18,7 @@ from vectorlm.algorithms.settings import LevelSettings, Reduction, ReductionSett
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.metrics import MetricAccumulator, add_policy_metrics
+from vectorlm.rl.metrics import MetricAccumulator, add_policy_metrics, logprob_gap
 from vectorlm.rl.micro_batch import MicroBatch, map_rows, micro_batches_of
 from vectorlm.rl.models import RLModels, Teacher
 from vectorlm.rl.prepare import weights_in_update
@@ -34,7 +34,7 @@ class MiniBatch:
     """The groups of one optimizer step, cut into this rank's micro-batches; counts are over all ranks."""
 
     groups: Sequence[int]
-    """The groups in the micro-batches: those of the step that have an advantage."""
+    """The groups in the micro-batches; groups of the step without an advantage are left out."""
     micro_batches: Sequence[MicroBatch]
     denominator: int
     """Denominator of the losses, which counts groups without an advantage too."""
@@ -75,7 +75,9 @@ class Updater:
         accumulator = MetricAccumulator(self.topology)
         is_stopped = False
         num_steps = num_tokens = num_passes = 0
-        for index, mini_batch in enumerate(self._mini_batches(batch, step)):
+        skipped = self._skipped_groups(batch)
+        measured = self._gap_of_one(batch, skipped)
+        for index, mini_batch in enumerate(self._mini_batches(batch, step, skipped)):
             if trains_policy:
                 kl, grad_norm = self._train_policy(batch, mini_batch, (step, index), kl_coef, accumulator)
                 is_stopped = self.settings.update.max_kl is not None and kl > self.settings.update.max_kl
@@ -88,13 +90,17 @@ class Updater:
                 break
         if self.settings.teacher is not None and self.settings.teacher.kind == "full":
             self.models.reshard()
-        return accumulator.averages() | {
-            "policy/skipped_groups": len(self._skipped_groups(batch)) / len(batch.rows.rewards),
-            "policy/optimizer_steps": float(num_steps),
-            "policy/stopped_early": float(is_stopped),
-            "perf/trained_tokens": float(num_tokens),
-            "balance/micro_batches": float(num_passes),
-        }
+        return (
+            accumulator.averages()
+            | measured
+            | {
+                "policy/skipped_groups": len(skipped) / len(batch.rows.rewards),
+                "policy/optimizer_steps": float(num_steps),
+                "policy/stopped_early": float(is_stopped),
+                "perf/trained_tokens": float(num_tokens),
+                "balance/micro_batches": float(num_passes),
+            }
+        )
 
     def follow_run(self, num_batches: int) -> None:
         """Set the learning rates for the position in the run, after `num_batches` batches, trained on or skipped."""
@@ -133,12 +139,29 @@ class Updater:
         )
         return {*torch.nonzero(has_tokens & ~has_advantage)[:, 0].tolist()}
 
-    def _mini_batches(self, batch: TrainBatch, step: int) -> Iterator[MiniBatch]:
+    def _gap_of_one(self, batch: TrainBatch, skipped: Set[int]) -> dict[str, float]:
+        """Return the difference between engine and trainer in one group, if no pass of the update would measure it."""
+        rows = batch.rows
+        if batch.old_logprobs is not None or not skipped or skipped != {*_trained_groups(rows)}:
+            return {}
+        first = min(skipped)
+        logprobs = map_rows(
+            rows,
+            self.models.policy.logprobs,
+            self.topology,
+            max_tokens=self.settings.update.max_tokens_per_micro_batch,
+            packs=self.models.why_padded is None,
+            groups=[first],
+        )
+        self.models.reshard()
+        chosen = slice(first * rows.rows_per_group, (first + 1) * rows.rows_per_group)
+        return logprob_gap(logprobs[chosen], rows.sampler_logprobs[chosen], rows.mask[chosen])
+
+    def _mini_batches(self, batch: TrainBatch, step: int, skipped: Set[int]) -> Iterator[MiniBatch]:
         settings, rows, level = self.settings.update, batch.rows, self.spec.level
         size = rows.rows_per_group
-        # Groups without a token to train on are left out: a step on them alone would move the weights by momentum.
-        trained = torch.nonzero(rows.mask.any(dim=1).view(-1, size).any(dim=1))[:, 0].tolist()
-        skipped = self._skipped_groups(batch)
+        # A step on groups without a token to train on would move the weights by momentum.
+        trained = _trained_groups(rows)
         for epoch in range(settings.num_epochs):
             generator = np.random.default_rng((self.settings.seed, step, epoch))
             order = generator.permutation(trained).tolist()
@@ -429,3 +452,8 @@ class Updater:
         sums = accumulator.end_step()
         optimizer_step.require_finite(sums["critic/loss"], step)
         accumulator.note_all("critic", optimizer_step.finish(step))
+
+
+def _trained_groups(rows: RolloutBatch) -> list[int]:
+    """Return the groups that have a token to train on."""
+    return [*torch.nonzero(rows.mask.any(dim=1).view(-1, rows.rows_per_group).any(dim=1))[:, 0].tolist()]
