@@ -32,7 +32,7 @@ class Numbers:
     """
 
     CODES: ClassVar[Mapping[str, str]]
-    """By field: the type of its numbers, in Python's `array` (``q`` int64, ``d`` float64), or ``?`` for bool."""
+    """By field: the type of its numbers, in Python's `array`: ``q`` for int64, ``d`` for float64, ``b`` for bool."""
 
     @classmethod
     def from_bytes(cls, data: Mapping[str, bytes], **fields: Any) -> Any:
@@ -46,28 +46,22 @@ class Numbers:
         data = vars(self).get("_data", {})
         if name not in data:
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}.")
-        code = self.CODES[name]
-        numbers = array("b" if code == "?" else code)
-        numbers.frombytes(data[name])
-        value = tuple(map(bool, numbers)) if code == "?" else tuple(numbers.tolist())
-        vars(self)[name] = value
+        value = vars(self)[name] = tuple(self.numbers(name).tolist())
         return value
 
     def data_of(self, name: str) -> bytes:
         """Return the numbers of a field of `CODES` as bytes."""
         data: dict[str, bytes] = vars(self).setdefault("_data", {})
         if name not in data:
-            code = self.CODES[name]
-            data[name] = array("b" if code == "?" else code, getattr(self, name)).tobytes()
+            data[name] = array(self.CODES[name], getattr(self, name)).tobytes()
         return data[name]
 
     def numbers(self, name: str) -> np.ndarray:
         """Return a field of `CODES` as an array, int64, float64 or bool [N]; it must not be written to."""
         import numpy as np
 
-        return np.frombuffer(
-            self.data_of(name), {"q": np.int64, "d": np.float64, "?": np.bool_}[self.CODES[name]]
-        )
+        dtypes: dict[str, type[np.generic]] = {"q": np.int64, "d": np.float64, "b": np.bool_}
+        return np.frombuffer(self.data_of(name), dtypes[self.CODES[name]])
 
     def __getstate__(self) -> dict[str, Any]:
         data = {name: self.data_of(name) for name in self.CODES}

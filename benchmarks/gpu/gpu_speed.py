@@ -87,7 +87,7 @@ def swap(bench: Bench) -> None:
     found = {}
     for way, is_trusted in (("by torch", lambda *_: False), ("by the kernel", reader.is_trusted)):
         with mock.patch.object(reader, "is_trusted", is_trusted):
-            look = Reader([Reading(rows, 0, 0, torch.bfloat16) for rows in held], looks=True)
+            look = Reader([Reading(rows, 0, 0, torch.bfloat16) for rows in held], check_finite=True)
             proof = Reader([Reading(rows, 0) for rows in engine])
         found[way] = ms(bench, f"trainer's look {way}", look.read)
         ms(bench, f"engine's checksums {way}", proof.read)

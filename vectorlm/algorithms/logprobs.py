@@ -197,7 +197,7 @@ class _Chosen(torch.autograd.Function):
     def forward(
         ctx: Any, scores: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, ...]:
-        """Return those of the targets [N] and, without gradient, log-probabilities and probabilities [N, V]."""
+        """Return log-probabilities [N] of the targets; and without gradient all of them, and probabilities, [N, V]."""
         logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
         probabilities = logprobs.exp()
         ctx.save_for_backward(probabilities, targets)

@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.settings import nearest
 from vectorlm.types import Prompt, PromptRecord
 
+Read = TypeVar("Read")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 VARIABLES = "vectorlm_chat_template_kwargs"
@@ -315,10 +316,7 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     Text gets the tokenizer's special tokens, but no second BOS; messages get those of the template. If the last message
     is the assistant's, the model continues it.
     """
-    tools = None
-    if isinstance(prompt, Mapping):
-        tools = prompt.get("tools")
-        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    prompt, tools = _opened(prompt)
     if isinstance(prompt, str):
         # A subclass of str may override __str__.
         text = str.__str__(prompt)
@@ -333,16 +331,30 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
                 return tokens[1:]
         return tokens
     if is_messages(prompt):
-        require_whole_characters(prompt)
-        continues = prompt[-1]["role"] == "assistant"
-        how = {"add_generation_prompt": not continues, "continue_final_message": continues}
-
-        def ids_of(chat: Sequence[Mapping[str, Any]]) -> list[int]:
-            return list(render_chat(tokenizer(), chat, tools=tools, return_dict=True, **how)["input_ids"])
-
-        _require_shown(prompt, ids_of, ids := ids_of(prompt))
-        return ids
+        return _of_chat(prompt, tokenizer(), tools, lambda found: list(found["input_ids"]), return_dict=True)
     return [int(token) for token in prompt]
+
+
+def _opened(prompt: Any) -> tuple[Any, Any]:
+    """Return a prompt without the mapping around it, and the tools in the mapping."""
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    return prompt["prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"], prompt.get("tools")
+
+
+def _of_chat(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any, read: Callable[[Any], Read], **how: Any
+) -> Read:
+    """Render a chat up to the policy's turn; return what `read` takes from the result of the template's call."""
+    require_whole_characters(messages)
+    continues = messages[-1]["role"] == "assistant"
+    how |= {"add_generation_prompt": not continues, "continue_final_message": continues, "tools": tools}
+
+    def render(chat: Sequence[Mapping[str, Any]]) -> Read:
+        return read(render_chat(tokenizer, chat, **how))
+
+    _require_shown(messages, render, shown := render(messages))
+    return shown
 
 
 MAX_EXPANSION = 12
@@ -356,20 +368,9 @@ def length_bound(prompt: Any, tokenizer: Callable[[], Any]) -> int:
 
     Raises as `encode` does for messages that the template refuses or leaves out.
     """
-    tools = None
-    if isinstance(prompt, Mapping):
-        tools = prompt.get("tools")
-        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    prompt, tools = _opened(prompt)
     if is_messages(prompt):
-        require_whole_characters(prompt)
-        continues = prompt[-1]["role"] == "assistant"
-        how = {"add_generation_prompt": not continues, "continue_final_message": continues}
-
-        def text_of(chat: Sequence[Mapping[str, Any]]) -> str:
-            return str(render_chat(tokenizer(), chat, tools=tools, tokenize=False, **how))
-
-        chat, prompt = prompt, text_of(prompt)
-        _require_shown(chat, text_of, prompt)
+        prompt = _of_chat(prompt, tokenizer(), tools, str, tokenize=False)
     if isinstance(prompt, str):
         require_whole_characters(prompt)
         # No token is shorter than a byte.

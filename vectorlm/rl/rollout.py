@@ -21,7 +21,7 @@ class Rollout(Numbers):
     """A completion of a prompt. With an environment or agent, all its turns are in one row of tokens."""
 
     CODES: ClassVar[Mapping[str, str]] = {
-        **{"prompt_token_ids": "q", "token_ids": "q", "policy_mask": "?"},
+        **{"prompt_token_ids": "q", "token_ids": "q", "policy_mask": "b"},
         **{"sampler_logprobs": "d", "versions": "q"},
     }
 

@@ -225,7 +225,7 @@ class HotSwap:
         return sets, changed
 
     def _weight_sets_of(self, model: Any) -> Sequence[WeightSet]:
-        """Return the weight sets of `model`: those of the last update if nothing was replaced or moved since."""
+        """Return the weight sets of `model`, kept from the last update if nothing was replaced or moved since."""
         from vectorlm.sampling.transport import weight_sets_of
         from vectorlm.sampling.weights.model_tensors import Snapshot, adapter_prefixes
         from vectorlm.sampling.weights.module_source import ModuleSource
@@ -407,7 +407,7 @@ class HotSwap:
             for layout in unseen:
                 places = self._arenas.slots_of(layout)
                 readings = [Reading(place, 0) for place in places.values()]
-                is_finite = Reader(readings, sums=False, looks=True).read().is_finite
+                is_finite = Reader(readings, sums=False, check_finite=True).read().is_finite
                 if wrong := [name for name, is_good in zip(places, is_finite, strict=True) if not is_good]:
                     raise NonFiniteWeights(
                         f"check_finite=True: {len(wrong)} tensors have NaN or infinity: {shortened(wrong)}. The engine "

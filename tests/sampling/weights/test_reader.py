@@ -60,7 +60,7 @@ def readings():
 
 def test_sums_are_the_checksums_of_every_tensor():
     asked = readings()
-    found = Reader(asked, looks=True).read()
+    found = Reader(asked, check_finite=True).read()
     for reading, total, sent_total in zip(asked, found.sums, found.sent_sums, strict=True):
         assert total == checksum(reading.rows, reading.first_row, reading.word_bytes)
         sent = 0 if reading.sent is None else reading.rows.to(reading.sent)
@@ -88,7 +88,7 @@ def test_numbers_that_are_not_finite_in_either_dtype_are_found():
         (torch.full((300, 300), 6e4).half(), None, True),
     ]
     asked = [Reading(rows, 0, 0, sent) for rows, sent, _ in cases]
-    assert Reader(asked, looks=True).read().is_finite == [is_finite for *_, is_finite in cases]
+    assert Reader(asked, check_finite=True).read().is_finite == [is_finite for *_, is_finite in cases]
     assert all(Reader(asked).read().is_finite)
 
 

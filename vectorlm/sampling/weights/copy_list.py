@@ -122,7 +122,7 @@ class CopyList:
 def _in_batches(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Sort pairs of target and source: torch copies those of equal dtypes and dense layout together on CUDA."""
+    """Sort pairs of target and source; on CUDA torch copies pairs of equal dtypes and dense layout together."""
     batches: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
     for target, source in pairs:
         is_dense = target.is_contiguous() and source.is_contiguous()

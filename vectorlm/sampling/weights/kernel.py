@@ -98,7 +98,7 @@ def can_read(reading: Reading) -> bool:
 class KernelReader:
     """The reader of one device's tensors: one launch for each pair of dtypes, and one read."""
 
-    def __init__(self, readings: Sequence[Reading], sums: bool, looks: bool) -> None:
+    def __init__(self, readings: Sequence[Reading], sums: bool, check_finite: bool) -> None:
         """Prepare readings that `can_read` accepts; the kernel always computes `sums`."""
         by_dtypes: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = defaultdict(list)
         for index, reading in enumerate(readings):
@@ -116,7 +116,7 @@ class KernelReader:
             first, end = ends[done], ends[done + len(indices)]
             self._launches.append((first, end - first, held, sent))
             done += len(indices)
-        self._looks = looks
+        self._check_finite = check_finite
 
     def totals(self) -> np.ndarray:
         """Return checksums, checksums in the second dtype, and counts of not finite numbers: int64 [3, N]."""
@@ -130,7 +130,7 @@ class KernelReader:
         running = torch.nn.functional.pad(found.cumsum_(1), (1, 0))[:, self._ends].diff()
         totals = np.empty((3, len(self._order)), np.int64)
         totals[:, self._order] = running.cpu().numpy()
-        totals[2] *= self._looks
+        totals[2] *= self._check_finite
         return totals
 
 

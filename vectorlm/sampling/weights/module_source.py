@@ -179,7 +179,7 @@ class ModuleSource:
     def checksums_of(self, layout: Layout, computed: Mapping[str, tuple[torch.Tensor, int]]) -> list[int]:
         """Return the checksums of what this rank sends, given the `row_sums` of rows that it computes.
 
-        Those of other rows are known from `inspect`, or computed here.
+        The checksums of other rows are known from `inspect`, or computed here.
         """
         sums = dict(computed)
         for slot in layout.slots:
@@ -242,7 +242,7 @@ class _PreparedInspection:
                 parts[name] = Reading(shard.rows, shard.first_row, 0, dtype, slot.word_bytes)
         self.names = [*description.inspected, *parts]
         self.first_rows = [shard.first_held for shard in description.inspected.values()]
-        self.reader = Reader([*readings, *parts.values()], sums=with_checksums, looks=check_finite)
+        self.reader = Reader([*readings, *parts.values()], sums=with_checksums, check_finite=check_finite)
 
 
 class _PreparedWriting:

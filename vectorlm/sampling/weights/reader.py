@@ -35,14 +35,14 @@ class Reader:
     It keeps views of the tensors, so its owner must make another one after a tensor has moved.
     """
 
-    def __init__(self, readings: Sequence[Reading], *, sums: bool = True, looks: bool = False) -> None:
-        """Prepare the `readings`: `sums` asks for checksums, and `looks` whether all numbers are finite."""
+    def __init__(self, readings: Sequence[Reading], *, sums: bool = True, check_finite: bool = False) -> None:
+        """Prepare the `readings`: `sums` asks for checksums, and `check_finite` whether all numbers are finite."""
         self._num_readings = len(readings)
         places: dict[tuple[type[Any], torch.device], list[int]] = defaultdict(list)
         for index, reading in enumerate(readings):
             places[_reader_of(reading), reading.rows.device].append(index)
         self._parts = [
-            (indices, make([readings[index] for index in indices], sums, looks))
+            (indices, make([readings[index] for index in indices], sums, check_finite))
             for (make, _), indices in places.items()
         ]
 
@@ -96,7 +96,7 @@ def kernel_differs(device: torch.device) -> str:
 class _TorchReader:
     """The reader of one device's tensors, by torch's own operations."""
 
-    def __init__(self, readings: Sequence[Reading], sums: bool, looks: bool) -> None:
+    def __init__(self, readings: Sequence[Reading], sums: bool, check_finite: bool) -> None:
         self._rows = [reading.rows.detach() for reading in readings]
         self._sizes = [reading.word_bytes for reading in readings]
         words = [words_of(rows, size) for rows, size in zip(self._rows, self._sizes, strict=True)]
@@ -107,7 +107,7 @@ class _TorchReader:
         self._copied = [index for index, table in enumerate(self._words) if table is None]
         """The tensors whose words are not a view of them."""
         sent = ["" if reading.sent is None else dtype_name(reading.sent) for reading in readings]
-        looked_at = [looks and rows.is_floating_point() and rows.numel() > 0 for rows in self._rows]
+        looked_at = [check_finite and rows.is_floating_point() and rows.numel() > 0 for rows in self._rows]
         self._options = (sent, [reading.sent_word_bytes for reading in readings], looked_at, sums)
         lengths = [*map(len, words)]
         lengths += [len(table) * bool(name) for table, name in zip(words, sent, strict=True)]
@@ -137,7 +137,7 @@ class _TorchReader:
 _LIBRARY = torch.library.Library("vectorlm", "FRAGMENT")
 _LIBRARY.define(
     "read(Tensor(a!) together, Tensor(b!)[] parts, Tensor[] rows, Tensor[] words, Tensor weights, Tensor ends, "
-    "str[] sent, int[] sent_sizes, bool[] looks, bool sums) -> Tensor"
+    "str[] sent, int[] sent_sizes, bool[] looked_at, bool sums) -> Tensor"
 )
 
 
@@ -151,7 +151,7 @@ def _read(
     ends: torch.Tensor,
     sent: list[str],
     sent_sizes: list[int],
-    looks: list[bool],
+    looked_at: list[bool],
     sums: bool,
 ) -> torch.Tensor:
     """Do the work of `_TorchReader.totals`, one tensor after the other, because further reads then hit the cache."""
@@ -166,7 +166,7 @@ def _read(
             tensor = tensor.to(dtypes[sent[index]])
             if sums:
                 torch.sum(words_of(tensor, sent_sizes[index]), 1, out=parts[num + index])
-        if looks[index]:
+        if looked_at[index]:
             extremes += torch.aminmax(tensor)
             places.append(index)
     # Integers of 64 bits wrap, and differences of sums that have wrapped are right modulo 2**64.
