@@ -1,5 +1,7 @@
 """The order of a hand-over, and that it changes nothing in the training."""
 
+import contextlib
+
 import pytest
 import torch
 from kit.rank_processes import on_ranks, save_tiny_llama
@@ -274,6 +276,72 @@ def test_all_goes_into_one_block_that_is_kept_for_the_next_time(monkeypatch):
         offload.move_out()
         offload.move_back()
     assert [block.numel() for block in blocks] == [(18 * 3 + 2) * 4]
+
+
+class Order:
+    """In place of CUDA's streams: notes which stream each copy is queued on, and what waits for what."""
+
+    def __init__(self, monkeypatch):
+        self.log, self.now = [], "main"
+        copy = torch.Tensor.copy_
+
+        def noted(target, source, non_blocking=False):
+            self.log.append((f"copy on {self.now}", non_blocking))
+            return copy(target, source)
+
+        monkeypatch.setattr(torch.Tensor, "copy_", noted)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.log.append("host waits"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(self, "main"))
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(
+            handover, "_host_block", lambda size, pinned: torch.empty(size, dtype=torch.uint8)
+        )
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        self.now = stream.name
+        yield
+        self.now = "main"
+
+
+class Stream:
+    def __init__(self, order, name):
+        self.order, self.name = order, name
+
+    def wait_stream(self, other):
+        self.order.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_the_way_back_is_beside_other_work_and_nothing_uses_the_state_before_its_end(
+    monkeypatch, has_gradients
+):
+    layer, optimizer = trained_layer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    gradients = [parameter.grad.clone() for parameter in layer.parameters()]
+    if not has_gradients:
+        optimizer.zero_grad()
+    offload = Offload(optimizer, "cpu")
+    order = Order(monkeypatch)
+    offload._stream = Stream(order, "side")
+    offload.move_out()
+    num = 4 if has_gradients else 2
+    assert order.log == ["host waits", *[("copy on main", True)] * num, "host waits"]
+    order.log.clear()
+    offload.move_back()
+    back = ["side waits for main", ("copy on side", True)] * num
+    waits = ["main waits for side"]
+    assert order.log == back + waits * has_gradients
+    for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+    ):
+        order.log.clear()
+        use()
+        assert order.log[0] == waits[0]
 
 
 def test_what_comes_later_goes_into_a_block_of_its_own():

@@ -193,10 +193,17 @@ class Offload:
     Memory moves, not tensors: storages are emptied and later filled again. Every tensor that the optimizer, a
     checkpoint or FSDP2 refers to (shards and views of one flat buffer included) stays the same object. While the state
     is on the host, these tensors must not be used. On CPU, both places are host memory.
+
+    On CUDA the way back has a stream of its own, so that forward and backward passes need not wait for it. The
+    optimizer's `step`, `state_dict` and `load_state_dict` do; other readers of the state call `wait` first.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: str) -> None:
         self._optimizer, self._device = optimizer, torch.device(device)
+        self._stream = torch.cuda.Stream(device) if self._device.type == "cuda" else None
+        optimizer.register_step_pre_hook(lambda *_: self.wait())
+        optimizer.register_state_dict_pre_hook(lambda _: self.wait())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait())
         self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._host = torch.empty(0, dtype=torch.uint8)
 
@@ -207,7 +214,7 @@ class Offload:
 
     def move_out(self) -> None:
         """Copy everything to the host and free it on the device; a second call moves only new tensors."""
-        is_cuda = self._device.type == "cuda"
+        is_cuda = self._stream is not None
         if is_cuda:
             # FSDP2 writes gradients on another stream.
             torch.cuda.synchronize(self._device)
@@ -218,22 +225,44 @@ class Offload:
         if self._parked or self._host.numel() < sum(sizes):
             # One block for all tensors, reused next time; parked tensors keep an earlier block alive.
             self._host = _host_block(sum(sizes), is_cuda)
-        for storage, host in zip(storages, self._host[: sum(sizes)].split(sizes), strict=True):
-            host.copy_(_bytes_of(storage))
+        places = self._host[: sum(sizes)].split(sizes)
+        for storage, host in zip(storages, places, strict=True):
+            host.copy_(_bytes_of(storage), non_blocking=True)
+        if is_cuda:
+            torch.cuda.synchronize(self._device)
+        for storage, host in zip(storages, places, strict=True):
             self._parked.append((storage, host))
             storage.resize_(0)
 
     def move_back(self) -> None:
-        """Copy everything back; if memory runs out, the rest stays on the host and a second call retries."""
+        """Start to copy everything back; if memory runs out, the rest stays on the host and a second call retries."""
         while self._parked:
             storage, host = self._parked[-1]
             storage.resize_(host.numel())
-            _bytes_of(storage).copy_(host)
+            content = _bytes_of(storage)
+            if self._stream is None:
+                content.copy_(host)
+            else:
+                # Earlier work may still read what was in this memory before.
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                with torch.cuda.stream(self._stream):
+                    content.copy_(host, non_blocking=True)
+                content.record_stream(self._stream)
             self._parked.pop()
+        if any(parameter.grad is not None for parameter in self._parameters()):
+            self.wait()  # A backward pass adds to gradients.
+
+    def wait(self) -> None:
+        """Let later work of the device see what `move_back` copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Return the storages of the optimizer's tensors, each once, without the weights."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters = self._parameters()
         weights = {storage.data_ptr() for storage in _storages_of(parameters)}
         gradients = [parameter.grad for parameter in parameters]
         found = {
