@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import Dataset, load_from_disk
+from kit.families import FAMILIES, save_family
 from kit.rank_processes import on_ranks
 from kit.sft_runs import (
     CONFIG,
@@ -327,3 +328,34 @@ def test_the_last_answers_of_the_engine_are_those_of_the_final_adapter(inputs, t
     tokenizer = AutoTokenizer.from_pretrained(output / "final-model")
     model = PeftModel.from_pretrained(base, output / "final-model")
     assert_last_answers_are_those_of(model, tokenizer, samples[-2:])
+
+
+EXPERTS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_adapters_of_experts_are_trained_sampled_from_saved_and_resumed(inputs, tmp_path, world_size):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / "model")
+    save_family(FAMILIES["Qwen3-MoE"], tmp_path / "model")
+    output, lora = tmp_path / "run", {"r": 2, "target_modules": ["q_proj"], "target_parameters": [*EXPERTS]}
+    more = {"lora_peft_config": lora, "use_activation_checkpointing": True, "epochs": 2}
+    save_config(make_config(inputs, output, WITH_CHECKPOINTS, **more), tmp_path / "run.yaml")
+    sampler = SAMPLER.replace("sample_frequency", "lora_mode: merged, sample_frequency")
+    config = load_config(tmp_path / "run.yaml", [sampler, f"model={tmp_path}/model"])
+    on_ranks(world_size, train, config)
+    metrics, samples = lines(output / "metrics.jsonl"), lines(output / "samples.jsonl")
+    assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
+    adapters = load_file(output / "final-model/adapter_model.safetensors")
+    assert sum("experts" in name for name in adapters) == 2 * 2 * 2
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(output / "final-model")
+    model = PeftModel.from_pretrained(base, output / "final-model")
+    assert_last_answers_are_those_of(model, tokenizer, samples[-2:])
+    shutil.rmtree(sorted((output / "checkpoints").iterdir())[-1])
+    shutil.rmtree(output / "final-model")
+    on_ranks(world_size, train, config)
+    assert are_equal(load_file(output / "final-model/adapter_model.safetensors"), adapters)

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from kit.families import FAMILIES, save_family
 from kit.rank_processes import on_ranks, save_tiny_llama
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
@@ -26,6 +27,7 @@ OPTIONS = {
         "alpha_pattern": {"k_proj": 32},
     },
     "embedding and head": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "a parameter": {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
     "DoRA": {"target_modules": ALL_LINEAR, "use_dora": True},
     "modules to save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
     "PiSSA": {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa"},
@@ -131,6 +133,38 @@ def test_two_ranks_publish_adapters_whose_product_is_what_peft_would_add(publish
         torch.testing.assert_close(base[weight] + added, merged, rtol=1e-5, atol=1e-6, msg=weight)
 
 
+def publish_experts(topology, folder, path):
+    """Publish a model with adapters on its experts, sharded by expert; return the checksums."""
+    model = adapted(folder, EXPERTS)
+    for block in model.base_model.model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    return publish(merged_source(model, topology), path)[1]
+
+
+EXPERTS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_adapters_of_experts_are_merged_as_peft_merges_them(tmp_path, family, world_size):
+    """gpt-oss has the rows and columns of each expert in the other order."""
+    folder = str(save_family(FAMILIES[family], tmp_path / "model"))
+    expected, arena = plain_merge(adapted(folder, EXPERTS)), Arena.create(1 << 24)
+    _, slots = plain_slots(
+        merged_source(adapted(folder, EXPERTS), Topology()).manifest(), lambda name: "float32"
+    )
+    results = on_ranks(world_size, publish_experts, folder, arena.path)
+    assert {slot.name for slot in slots} == expected.keys()
+    for slot, parts in zip(slots, zip(*results, strict=True), strict=True):
+        sent = arena.view(slot)
+        torch.testing.assert_close(sent, expected[slot.name], rtol=1e-5, atol=1e-6, msg=slot.name)
+        assert sum(parts) % 2**64 == checksum(sent), slot.name
+
+
 def adapted_gpt2(**options):
     torch.manual_seed(0)
     base = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8))
@@ -201,6 +235,7 @@ REFUSED = [
     ("adapter", {"use_dora": True}, "use_dora=True is beyond vLLM's LoRA layers"),
     ("adapter", {"bias": "lora_only"}, "bias='lora_only' is beyond vLLM's LoRA layers"),
     ("adapter", {"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] .*lora_mode: merged"),
+    ("adapter", {"target_parameters": ["mlp.up_proj.weight"]}, "target_parameters=.*lora_mode: merged"),
     ("adapter", {"r": 513}, "r=513 is beyond vLLM's largest adapter rank of 512"),
     ("adapter", {"trainable_token_indices": [1]}, r"trainable_token_indices=\[1\] changes the model"),
     ("merged", {"lora_bias": True}, "lora_bias=True changes the model"),

@@ -24,6 +24,7 @@ from vectorlm.ranks.topology import Topology
 from vectorlm.report.card import card_of
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse
+from vectorlm.sampling.weights.lora_factors import require_expressible
 from vectorlm.sampling.weights.lora_source import merged_source
 from vectorlm.sampling.weights.module_source import manifest_of
 from vectorlm.sampling.weights.plan import require_same
@@ -119,6 +120,9 @@ def _untrained(config: Config, model: Any) -> Iterator[str]:
             rule = f"must name layers of the model, and not {', '.join(unmatched)}"
             fix = "Correct these names, or leave them out."
             raise ConfigError(refuse(config, "train_parameters.lora_peft_config", rule, fix))
+        if config.has_engine:
+            # For some models PEFT puts other options in place of those of the config.
+            require_expressible(model, config.engine.lora_mode_of_run)
         if is_still(model):
             yield (
                 "train_parameters.lora_peft_config: no weight will move: lora_alpha is 0, or lora_dropout 1, and "

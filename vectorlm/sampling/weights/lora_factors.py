@@ -15,23 +15,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """An adapter of a layer; it adds ``scaling * B @ A`` to the layer's weight.
+    """An adapter of a weight; it adds ``scaling * B @ A`` to it.
 
-    Source: Hu et al. 2021, arXiv 2106.09685, eq. 3; the magnitude is Liu et al. 2024, arXiv 2402.09353, eq. 5.
+    Source: Hu et al. 2021, arXiv 2106.09685, eq. 3; the magnitude is Liu et al. 2024, arXiv 2402.09353, eq. 5. The
+    order of the factors of experts is PEFT's (``peft.tuners.lora.layer.ParamWrapper``).
     """
 
-    layer: str
-    """The layer's name in the base model."""
+    weight: str
+    """The name of the weight in the base model."""
     a: torch.Tensor
-    """[r, in], float; for an embedding [r, vocabulary]."""
+    """[r, in], float; for an embedding [r, vocabulary], for experts [experts * r, in]."""
     b: torch.Tensor
-    """[out, r], float; for an embedding [dimensions, r]."""
+    """[out, r], float; for an embedding [dimensions, r], for experts [out, r * experts]."""
     scaling: float
     """alpha / r, or alpha / sqrt(r)."""
     is_transposed: bool
-    """Whether the base weight is [in, out]: embeddings and GPT-2's layers."""
-    magnitude: torch.Tensor | None
+    """Whether the base weight is [in, out]: embeddings, GPT-2's layers, each of gpt-oss's experts."""
+    magnitude: torch.Tensor | None = None
     """DoRA's length of each row of the weight, [out]; None for plain LoRA."""
+    num_experts: int = 0
+    """The experts of a weight of shape [experts, out, in]; 0 for a matrix."""
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer in the base model."""
+        return self.weight.rpartition(".")[0]
 
 
 def lora_factors(model: torch.nn.Module) -> list[LoraFactors]:
@@ -40,7 +48,8 @@ def lora_factors(model: torch.nn.Module) -> list[LoraFactors]:
     for module_name, layer in model.named_modules():
         if not is_lora_layer(layer) or layer.disable_adapters:
             continue
-        name = checkpoint_name(module_name)
+        # Wrappers of two weights of one module are nested.
+        name = checkpoint_name(f"{module_name}.{getattr(layer, 'parameter_name', 'weight')}")
         if layer.merged:
             raise WeightMismatch(
                 f"the adapters of {name!r} are merged into its base weight. Call unmerge_adapter() before the update."
@@ -54,12 +63,18 @@ def lora_factors(model: torch.nn.Module) -> list[LoraFactors]:
                 )
             scaling = float(layer.scaling.get(adapter, 0.0))
             if adapter in layer.lora_A:
+                factors = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+                if hasattr(layer, "parameter_name"):
+                    is_stack = layer.get_param().ndim == 3
+                    is_transposed = is_stack and bool(getattr(layer.get_base_layer(), "is_transposed", False))
+                    num_experts = layer.num_experts if is_stack else 0
+                    found.append(LoraFactors(name, *factors, scaling, is_transposed, None, num_experts))
+                    continue
                 magnitude = layer.lora_magnitude_vector[adapter].weight if variant != "NoneType" else None
-                a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-                found.append(LoraFactors(name, a, b, scaling, bool(layer.fan_in_fan_out), magnitude))
+                found.append(LoraFactors(name, *factors, scaling, bool(layer.fan_in_fan_out), magnitude))
             elif adapter in layer.lora_embedding_A:
                 a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-                found.append(LoraFactors(name, a, b, scaling, True, None))
+                found.append(LoraFactors(name, a, b, scaling, True))
     return found
 
 
@@ -95,7 +110,7 @@ SERVED = frozenset(
 # fmt: on
 """Options that vLLM's LoRA layers support, or that matter only to the training."""
 
-MERGEABLE = frozenset({"use_dora", "bias", "modules_to_save"})
+MERGEABLE = frozenset({"use_dora", "bias", "modules_to_save", "target_parameters"})
 """Options that end up in the base model's tensors, which mode `merged` sends."""
 
 STARTS = (True, False, "gaussian", "orthogonal")
@@ -119,15 +134,7 @@ def refused_options(options: Mapping[str, Any], lora_mode: str) -> Iterator[Refu
     for option, value in options.items():
         if option in SERVED or value in (None, False, "none") or value in ([], {}, (), set()):
             continue
-        if option == "target_parameters":
-            rule = "adapts fused experts, which neither vLLM's LoRA layers nor merged weights express"
-            yield (
-                option,
-                value,
-                rule,
-                "Leave it out, and gate_proj, up_proj and down_proj out of target_modules.",
-            )
-        elif option not in MERGEABLE:
+        if option not in MERGEABLE:
             rule = "changes the model in a way that neither vLLM's LoRA layers nor merged weights express"
             yield option, value, rule, "Leave it out."
         elif lora_mode == "adapter":

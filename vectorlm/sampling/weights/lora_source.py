@@ -96,7 +96,7 @@ def merged_source(
     shared = _shared_weights(model) if adapters else set()
     tensors, changes = trainer_tensors(model), dict[str, Change]()
     for factors in adapters:
-        name = f"{factors.layer}.weight"
+        name = factors.weight
         if name in shared:
             raise ConfigError(
                 f"the adapter of {factors.layer!r} cannot be merged, because other layers use the same weight without "
@@ -123,8 +123,9 @@ def adapter_source(
     tensors, changes = dict[str, torch.Tensor](), dict[str, Change]()
     scalings: dict[str, torch.Tensor] = {}
     for factors in lora_factors(model):
-        if factors.magnitude is not None or f"{factors.layer}.lora_A" in tensors:
+        if factors.magnitude is not None or factors.num_experts or f"{factors.layer}.lora_A" in tensors:
             what = "DoRA" if factors.magnitude is not None else "several active adapters"
+            what = "adapters of experts" if factors.num_experts else what
             raise ConfigError(
                 f"the layer {factors.layer!r} has {what}, which vLLM's LoRA layers cannot compute. Use "
                 "lora_mode='merged', which publishes merged weights."
@@ -148,6 +149,16 @@ def _merge(factors: LoraFactors, weight: torch.Tensor, topology: Topology) -> Ch
             f"the DoRA adapter of {factors.layer!r} cannot be merged, because its weight is transposed. Use plain LoRA."
         )
     own = rows_of(weight, topology)
+    if factors.num_experts:
+        held = slice(own.first_row, own.first_row + len(own.rows))
+        b = _whole(factors.b)
+        left, right = (
+            b.reshape(len(b), -1, factors.num_experts).permute(2, 0, 1)[held],
+            _whole(factors.a).reshape(factors.num_experts, -1, factors.a.shape[1])[held],
+        )
+        if factors.is_transposed:
+            left, right = right.transpose(1, 2), left.transpose(1, 2)
+        return merge_into(left, right, factors.scaling)
     if factors.is_transposed:
         left = _whole(factors.a).t()[own.first_row : own.first_row + len(own.rows)]
         return merge_into(left, _whole(factors.b).t(), factors.scaling)
@@ -171,8 +182,8 @@ def merge_into(
     columns of each row, as a weight of shape [out, in] has its outputs in rows.
 
     Args:
-        left: L, [rows, r]: the rows that the rank sends.
-        right: R, [r, columns], whole.
+        left: L, [rows, r]: the rows that the rank sends; for experts [experts, rows, r].
+        right: R, [r, columns], whole; for experts [experts, r, columns].
         scaling: s.
         magnitude: DoRA's m, float [rows].
     """
