@@ -57,12 +57,8 @@ ON_ONE_RANK = [
     for tied, receiver in [(not family.never_tied, "packed"), (family.always_tied, "live")]
 ]
 ON_TWO_RANKS = [
-    Run("Qwen2", True, "live", 2),
-    Run("Phi-3", False, "packed", 2),
-    Run("Mixtral", False, "packed", 2),
-    Run("Qwen3-MoE", True, "live", 2),
-    Run("Granite 4 hybrid", True, "packed", 2),
-    Run("DeepSeek-V2", False, "live", 2),
+    Run(name, not family.never_tied, ("live", "packed")[index % 2], 2)
+    for index, (name, family) in enumerate(FAMILIES.items())
 ]
 RUNS = [*ON_ONE_RANK, *ON_TWO_RANKS]
 # One family for each oddity, now with this receiver and now with the other; the rest runs when results are recorded.
@@ -70,7 +66,7 @@ ALWAYS = [
     Run("Qwen3-MoE", True, "live", 2),
     Run("Phi-3", False, "live", 1),
     Run("GPT-NeoX", True, "packed", 1),
-    Run("Granite 4 hybrid", True, "packed", 2),
+    Run("Granite 4 hybrid", True, "live", 2),
 ]
 
 
@@ -103,7 +99,7 @@ def page(results: Sequence[Result]) -> str:
         "in bfloat16 only; for such a family the test compares with a fresh engine alone.",
         "",
         "The test also trains each model: four steps must lower the loss, and transformers must read the exported",
-        "model with the same logits. It then updates the engine with adapters on the linear layers, merged.",
+        "model with the same logits. It then updates the engine with adapters on linear layers and experts, merged.",
         f"Versions: {'; '.join(versions)}. Made by `PYTHONPATH=tests python tests/kit/family_runs.py` from what",
         "`python -m pytest tests/sampling/test_families.py --record-families` wrote to `families.json`.",
         "",
@@ -164,8 +160,22 @@ def page(results: Sequence[Result]) -> str:
         "`vectorlm check my.yaml --fresh_engine` starts the config's engine, sends it the model plus noise, starts",
         "a second engine with the same weights, and compares the bits of both. It needs disk space for the model.",
         "",
-        "LoRA on the weights of fused experts is refused (PEFT's `target_parameters`); adapters on other layers",
-        "work.",
+        "## LoRA on experts",
+        "",
+        "transformers keeps the experts of a layer in one tensor. PEFT adapts it with `target_parameters`:",
+        "",
+        "```yaml",
+        "train_parameters:",
+        "  lora_peft_config:",
+        "    r: 8",
+        "    target_modules: [q_proj, v_proj]",
+        "    target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]",
+        "engine: {lora_mode: merged}",
+        "```",
+        "",
+        "For Qwen3-MoE, OLMoE and DeepSeek-V2 PEFT also does this when `target_modules` names `gate_proj`, `up_proj`",
+        "or `down_proj`. Updates need `lora_mode: merged`: vLLM computes adapters of experts on GPUs only, and such an",
+        "engine has not been tried. PEFT allows no `lora_dropout` and no DoRA with `target_parameters`.",
         "",
         "## gpt-oss",
         "",

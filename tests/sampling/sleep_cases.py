@@ -15,7 +15,14 @@ from vectorlm.sampling.weights.unlisted import COPIED_BYTES
 
 __all__ = ["Discarding", "prepare_process", "start_worker"]
 
-OWNERS = ("vllm.model_executor", "vllm._custom_ops", "vllm.lora", "torch.nn.modules", __name__)
+OWNERS = (
+    "vllm.model_executor",
+    "vllm._custom_ops",
+    "vllm.lora",
+    "torch.nn.modules",
+    "transformers.models",
+    __name__,
+)
 """Modules of the classes whose tensors a sleep discards."""
 FOLLOWED = (dict, OrderedDict, list, tuple, types.CellType)
 PLANT = "VECTORLM_TEST_PLANT"
@@ -48,11 +55,10 @@ PLANTS = {"small": small, "large": large, "number": number}
 
 
 def layer_of(worker):
-    """Return a matrix of the second block, under a name that most families have."""
-    modules = worker.model_runner.get_model().named_modules()
-    return next(
-        layer for name, layer in modules if name.endswith(("1.self_attn.o_proj", "1.attention.dense"))
-    )
+    """Return the last matrix of the blocks."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return [layer for layer in worker.model_runner.get_model().modules() if isinstance(layer, LinearBase)][-1]
 
 
 def plant(worker, name):

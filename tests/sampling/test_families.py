@@ -70,9 +70,15 @@ def adapted_gap(engine, folder):
     }
     # Refused by PEFT for models with Mamba layers, whose kernels read these weights themselves.
     linear -= {"lm_head", "out_proj"}
-    if any(name.endswith("experts") for name, _ in model.named_modules()):
+    options: dict[str, object] = {"r": 2}
+    if experts := [
+        name for name, weight in model.named_parameters() if "experts." in name and weight.ndim == 3
+    ]:
+        options["target_parameters"] = sorted(
+            {name.rpartition(".layers.")[2].partition(".")[2] for name in experts}
+        )
         linear -= {"gate_proj", "up_proj", "down_proj"}  # PEFT takes these for the fused experts.
-    model = add_lora(model, {"r": 2, "target_modules": sorted(linear)}).eval()
+    model = add_lora(model, {**options, "target_modules": sorted(linear)}).eval()
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
