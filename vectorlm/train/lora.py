@@ -57,6 +57,9 @@ def unmatched_names(model: Any, options: Mapping[str, Any]) -> Iterator[str]:
     tests["layers_pattern"] = lambda given: any(
         re.search(rf"(^|\.){given}\.\d+\.", layer) for layer in adapted
     )
+    # Of some models PEFT adapts fused experts in place of the layers gate_proj, up_proj and down_proj.
+    (adapters,) = model.peft_config.values()
+    replaced = set(options.get("target_modules") or ()) - set(adapters.target_modules or ())
     for option, has in tests.items():
         names: Any = options.get(option) or ()
         is_alone = isinstance(names, str | int)
@@ -68,7 +71,8 @@ def unmatched_names(model: Any, options: Mapping[str, Any]) -> Iterator[str]:
         if option == "layers_to_transform" and options.get(option) == 0:
             names, is_alone = 0, True
         for given in (names,) if is_alone else names:
-            if not has(given):
+            is_replaced = option == "target_modules" and given in replaced and adapters.target_parameters
+            if not has(given) and not is_replaced:
                 yield f"{option} {given!r}"
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from kit.families import FAMILIES, save_family
 from kit.rank_processes import on_ranks, save_tiny_llama
 from kit.rl_runs import config_of, save_files
 from kit.sft_runs import make_config, train
@@ -24,6 +25,8 @@ from vectorlm.cli import main
 from vectorlm.errors import ConfigError
 from vectorlm.runs.preflight import dry_run as module
 from vectorlm.runs.preflight.dry_run import dry_run, rows_apart
+from vectorlm.train.load import load_model
+from vectorlm.train.lora import add_lora, unmatched_names
 
 SHARED = "share one weight"
 REFUSED = [
@@ -170,6 +173,12 @@ def test_names_of_adapters_that_no_layer_has_are_refused(inputs, tmp_path, optio
 def test_names_of_adapters_that_layers_have_pass(inputs, tmp_path, options):
     notes = dry_run(make_config(inputs, tmp_path / "run", lora_peft_config={"r": 2, **options}))
     assert not any("lora_peft_config" in note for note in notes)
+
+
+def test_names_that_peft_replaces_by_fused_experts_pass_and_other_names_do_not(tmp_path):
+    model = load_model(save_family(FAMILIES["OLMoE"], tmp_path / "model"))
+    options = {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj", "v_porj"]}
+    assert [*unmatched_names(add_lora(model, options), options)] == ["target_modules 'v_porj'"]
 
 
 @pytest.mark.parametrize(
