@@ -1,14 +1,12 @@
 """Let torchvision's ordinary wheel, which links CUDA, be imported beside a torch for the CPU.
 
-Python imports this file at its start if its folder is on PYTHONPATH. `VECTORLM_TORCHVISION` is a folder with the wheel,
-where PyTorch's own CPU build cannot be had. Its compiled operators are missing then; models for text use none of them.
+`.ci/setup` copies this file into the environment's site-packages where PyTorch's own CPU build of torchvision cannot be
+had, with a .pth file that imports it whenever Python starts. torchvision's compiled operators are missing then; image
+processors use none of them.
 """
 
 import importlib.abc
-import os
 import sys
-
-sys.path.append(os.environ["VECTORLM_TORCHVISION"])
 
 SIGNATURES = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
