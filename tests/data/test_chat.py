@@ -117,7 +117,7 @@ def test_a_tokenizer_without_a_template_is_refused_with_what_to_do():
         ([{"content": "ab"}], 0),
         ([{"role": "user", "content": None}], 0),
         ([*say("ux"), {"role": "user", "content": {"a": 1}}], 1),
-        ([{"role": "user", "content": [{"type": "image"}]}], 0),
+        ([{"role": "user", "content": [{"type": "image"}]}], None),
         ([{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{1"}}]}], 0),
     ],
 )

@@ -10,6 +10,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vectorlm.data.images import PicturedIds, image_tokens_of, images_of, is_image, plain_image, takes_images
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.settings import nearest
 from vectorlm.types import Prompt, PromptRecord
@@ -93,8 +94,17 @@ def with_template(tokenizer: Any, chat_template: str | None, variables: Mapping[
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
-    """Apply the tokenizer's chat template to `messages`; all of vectorlm's template calls are here."""
+    """Apply the tokenizer's chat template to `messages`; all of vectorlm's template calls are here.
+
+    Raises:
+        EngineError: A message has images, and the model reads text alone.
+    """
     how = {**getattr(tokenizer, VARIABLES, {}), **how}
+    if images_of(messages) and not takes_images(tokenizer):
+        raise EngineError(
+            f"the messages have images, but the model in {tokenizer.name_or_path!r} takes none: its folder has no "
+            "processor_config.json or preprocessor_config.json. Use a vision-language model, or prompts of text."
+        )
     return _rendered(lambda plain: tokenizer.apply_chat_template(plain, **how), messages)
 
 
@@ -145,11 +155,12 @@ def plain_message(
 ) -> dict[str, Any]:
     """Convert a message from any of OpenAI's forms to the form that chat templates read.
 
-    Parts of text become one text. Arguments of calls become objects, or JSON text without `parses`. Keys that are null
-    are removed, because tables give every message the keys of all others; nulls in arguments stay.
+    Parts of text become one text; beside images they stay parts. Arguments of calls become objects, or JSON text
+    without `parses`. Keys that are null are removed, because tables give every message the keys of all others; nulls in
+    arguments stay.
 
     Raises:
-        ValueError: The content is neither text nor parts of text, or the arguments of a call are not JSON. With
+        ValueError: The content is neither text nor parts of text and images, or a call's arguments are not JSON. With
             `is_data`, arguments must be an object of JSON's own numbers; a policy may write others.
     """
     found = {key: value for key, value in message.items() if value is not None}
@@ -162,9 +173,19 @@ def plain_message(
         return found  # A tool may return any JSON value.
     if not isinstance(content, list):
         raise ValueError(f"its content is {str(content)[:60]!r}, but must be text")
-    if other := [kind for kind in kinds if kind != "text"]:
-        raise ValueError(f"a part of its content has the type {other[0]!r}, but only text is supported")
+    if other := [
+        kind for kind, part in zip(kinds, parts, strict=True) if kind != "text" and not is_image(part)
+    ]:
+        raise ValueError(
+            f"a part of its content has the type {other[0]!r}, but only text and images are supported"
+        )
+    if any(map(is_image, parts)):
+        return {**found, "content": list(map(_plain_part, parts))}
     return {**found, "content": text_of_message(found)}
+
+
+def _plain_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    return plain_image(part) if is_image(part) else {"type": "text", "text": str(part.get("text") or "")}
 
 
 def _plain_calls(value: Any, parses: bool, is_data: bool) -> Any:
@@ -268,7 +289,8 @@ def require_whole_characters(value: Any) -> None:
 def escaped_halves(value: Any) -> Any:
     """Return a text or JSON value with half characters written as escapes."""
     if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
+        escaped = value.encode(errors="backslashreplace").decode()
+        return value if escaped == value else escaped  # A `Picture` keeps its content.
     if isinstance(value, Mapping):
         return {key: escaped_halves(item) for key, item in value.items()}
     return [escaped_halves(item) for item in value] if isinstance(value, list) else value
@@ -314,7 +336,7 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     """Return the token ids of one prompt; `tokenizer` is called only for text and messages.
 
     Text gets the tokenizer's special tokens, but no second BOS; messages get those of the template. If the last message
-    is the assistant's, the model continues it.
+    is the assistant's, the model continues it. Token ids of a chat with images are `PicturedIds`.
     """
     prompt, tools = _opened(prompt)
     if isinstance(prompt, str):
@@ -331,7 +353,20 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
                 return tokens[1:]
         return tokens
     if is_messages(prompt):
-        return _of_chat(prompt, tokenizer(), tools, lambda found: list(found["input_ids"]), return_dict=True)
+        token_ids = _of_chat(
+            prompt, tokenizer(), tools, lambda found: list(found["input_ids"]), return_dict=True
+        )
+        if not (pictures := images_of(prompt)):
+            return token_ids
+        # The engine would put pictures in the places of others.
+        if (count := token_ids.count(image_tokens_of(tokenizer()).placeholder)) != len(pictures):
+            raise EngineError(
+                f"the chat has {len(pictures)} images, but the chat template writes {count} placeholders for them. Use "
+                "a template that shows every image, and texts without the placeholder's name."
+            )
+        return PicturedIds.of(token_ids, pictures)
+    if isinstance(prompt, PicturedIds):
+        return prompt
     return [int(token) for token in prompt]
 
 
@@ -470,4 +505,18 @@ def shown_prompt(prompt: Prompt) -> str:
     if isinstance(prompt, str) or not prompt:
         return str(prompt)
     last = prompt[-1]
-    return f"({len(prompt)} tokens)" if isinstance(last, int) else str(last.get("content", ""))
+    return f"({len(prompt)} tokens)" if isinstance(last, int) else shown_content(last.get("content", ""))
+
+
+def shown_content(content: Any) -> str:
+    """Return the content of a message for display, with the names of its images."""
+    if not isinstance(content, list) or not any(map(is_image, content)):
+        return str(content)
+
+    def shown(part: Any) -> str:
+        if not is_image(part):
+            return str(part.get("text", "")) if isinstance(part, Mapping) else str(part)
+        name = str(plain_image(part).get("image", "")).rpartition("/")[2]
+        return f"[image {name[:20]}] "
+
+    return "".join(map(shown, content))

@@ -23,6 +23,14 @@ from vectorlm.data.encoding import (
     shown_prompt,
     without_nulls,
 )
+from vectorlm.data.images import (
+    ImageError,
+    column_images,
+    image_tokens_of,
+    images_of,
+    pictures_of,
+    with_images,
+)
 from vectorlm.data.settings import SHORT_FORMS, Overlong, PromptSettings, in_full
 from vectorlm.data.source import is_hub_name, load_hub, splits_of, take_split
 from vectorlm.data.tasks import Tasks, read_taskset
@@ -229,6 +237,13 @@ def _prompt_record_of(columns: Any) -> PromptRecord:
         raise TypeError(f"the prompt is {str(prompt)[:40]}")
     if not prompt:
         raise TypeError("the prompt is empty")
+    images = column_images(columns)
+    columns = {name: value for name, value in columns.items() if name not in ("images", "image")}
+    if images and not is_chat:
+        raise TypeError("the column 'images' needs a prompt of messages")
+    if is_chat:
+        prompt = with_images(prompt, images)
+        images_of(prompt)
     for message in prompt if is_chat else ():
         if message.get("content") is None and not message.get("tool_calls"):
             raise TypeError(f"a message has no content: {str(message)[:40]}")
@@ -286,12 +301,20 @@ def longest_prompt(
 def _encoded(
     record: PromptRecord, index: int, tokenizer: PreTrainedTokenizerBase, setting: str, tools: Sequence[Any]
 ) -> list[int]:
-    return _with_advice(lambda: encode(asked(record, tools), lambda: tokenizer), index, tokenizer, setting)
+    def encoded() -> list[int]:
+        token_ids = encode(asked(record, tools), lambda: tokenizer)
+        if pictures := pictures_of(token_ids):
+            return image_tokens_of(tokenizer).expand(token_ids, pictures)[0]
+        return token_ids
+
+    return _with_advice(encoded, index, tokenizer, setting)
 
 
 def _bound(
     record: PromptRecord, index: int, tokenizer: PreTrainedTokenizerBase, setting: str, tools: Sequence[Any]
 ) -> int:
+    if images_of(record.prompt):
+        return len(_encoded(record, index, tokenizer, setting, tools))
     return _with_advice(
         lambda: length_bound(asked(record, tools), lambda: tokenizer), index, tokenizer, setting
     )
@@ -303,6 +326,10 @@ def _with_advice(
     """Return what `work` returns; let its error name the prompt."""
     try:
         return work()
+    except ImageError as error:
+        raise DatasetError(
+            f"prompt {index} of {setting}: {error}. Correct the file, or remove the row."
+        ) from error
     except Exception as error:  # Templates may raise any exception.
         name = tokenizer.name_or_path
         raise ConfigError(
@@ -331,7 +358,8 @@ def fit_prompts(
             kept.append(index)
             continue
         token_ids = _encoded(record, index, tokenizer, setting, tools)
-        if len(token_ids) <= room or overlong == "truncate_left":
+        has_images = images_of(record.prompt)
+        if len(token_ids) <= room or (overlong == "truncate_left" and not has_images):
             kept.append(index)
         if len(token_ids) > room:
             example = (

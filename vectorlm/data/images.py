@@ -1,0 +1,409 @@
+"""Images of prompts: read them from the forms that datasets and chats use, and name them by path or hash."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.request import url2pathname
+
+from vectorlm.errors import ConfigError
+
+HASH = "sha256"
+
+
+class ImageError(ValueError):
+    """An image cannot be read."""
+
+
+class Picture(str):
+    """An image of a prompt. As text it is its path, or ``sha256:…`` if it came without one."""
+
+    __slots__ = ("_data",)
+    _data: bytes | None
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> Picture:
+        """Return the picture in an encoded file (PNG, JPEG, …)."""
+        picture = cls(f"{HASH}:{hashlib.sha256(data).hexdigest()}")
+        picture._data = data
+        return picture
+
+    @property
+    def data(self) -> bytes:
+        """The encoded file; raises `ImageError` if it cannot be read."""
+        found = getattr(self, "_data", None)
+        if found is None:
+            try:
+                found = Path(self).read_bytes()
+            except OSError as error:
+                raise ImageError(f"the image {str(self)!r} cannot be read: {error.strerror}") from error
+        return found
+
+    def with_data(self) -> Picture:
+        """Return the same picture with its content, for a process that may not see its file."""
+        picture = Picture(self)
+        picture._data = self.data
+        return picture
+
+    def as_text(self) -> str:
+        """Return what `picture_of` makes this picture of again: its path, or a ``data:`` URL."""
+        data = getattr(self, "_data", None)
+        return str(self) if data is None else f"data:;base64,{base64.b64encode(data).decode()}"
+
+    def open(self) -> Any:
+        """Return a ``PIL.Image`` in RGB, with the orientation of its EXIF data applied.
+
+        Raises:
+            ImageError: The file cannot be read, or is no image.
+        """
+        from PIL import Image, ImageOps
+
+        try:
+            return ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGB")
+        except (OSError, Image.DecompressionBombError) as error:
+            raise ImageError(f"the image {str(self)!r} cannot be decoded: {error}") from error
+
+    def __reduce__(self) -> Any:
+        return _restored, (str(self), getattr(self, "_data", None))
+
+
+def _restored(name: str, data: bytes | None) -> Picture:
+    picture = Picture(name)
+    if data is not None:
+        picture._data = data
+    return picture
+
+
+def picture_of(value: Any) -> Picture:
+    """Return the picture in a path, a ``file://`` or ``data:`` URL, bytes, a ``PIL.Image`` or a mapping of `datasets`.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(value, Picture):
+        return value
+    if isinstance(value, Mapping):  # {"bytes", "path"} of datasets.Image(decode=False), {"url"} of OpenAI
+        given = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
+        if given is None:
+            raise ValueError(f"{str(value)[:60]!r} is no image: give `bytes`, a `path` or a `url`")
+        return picture_of(given)
+    if isinstance(value, bytes | bytearray):
+        return Picture.of_bytes(bytes(value))
+    if isinstance(value, str | Path):
+        url = urlsplit(str(value))
+        if url.scheme == "data":
+            kind, _, content = str(value).partition(",")
+            data = base64.b64decode(content) if kind.endswith(";base64") else unquote_to_bytes(content)
+            return Picture.of_bytes(data)
+        if url.scheme in ("http", "https"):
+            raise ValueError(
+                f"the image {str(value)[:80]!r} is on the network; download it, and give its path"
+            )
+        return Picture(url2pathname(url.path) if url.scheme == "file" else str(value))
+    if hasattr(value, "save"):
+        from PIL import ImageOps
+
+        # A PNG file holds neither all modes nor the orientation of another file.
+        buffer = io.BytesIO()
+        ImageOps.exif_transpose(value).convert("RGB").save(buffer, format="PNG")
+        return Picture.of_bytes(buffer.getvalue())
+    raise ValueError(f"{str(value)[:60]!r} is no image: give a path, a URL, bytes or a PIL.Image")
+
+
+def is_image(part: Any) -> bool:
+    """Return whether a part of a message's content is an image."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def plain_image(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an image part as ``{"type": "image", "image": Picture}``, without `image` if it names none.
+
+    Raises:
+        ValueError: See `picture_of`.
+    """
+    names = ("image", "image_url", "url", "path", "base64", "bytes")
+    given = next((part[name] for name in names if part.get(name) is not None), None)
+    if isinstance(given, str) and given == part.get("base64"):
+        given = base64.b64decode(given)
+    try:
+        return {"type": "image"} if given is None else {"type": "image", "image": picture_of(given)}
+    except ValueError as error:
+        raise ValueError(f"a part of its content is wrong: {error}") from None
+
+
+def images_of(prompt: Any) -> list[Picture]:
+    """Return the pictures of a chat in order; texts and token ids have none.
+
+    Raises:
+        ValueError: A part names no image.
+    """
+    found = []
+    is_chat = bool(prompt) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    for message in prompt if is_chat else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            if is_image(part):
+                if "image" not in (plain := plain_image(part)):
+                    raise ValueError(
+                        "a part of the type image names no image, and the row has no column 'images'"
+                    )
+                found.append(plain["image"])
+    return found
+
+
+def column_images(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images in the columns `images` and `image` of a row."""
+    images = row.get("images")
+    several = list(images) if isinstance(images, list | tuple) else [images]
+    return [image for image in (*several, row.get("image")) if image is not None]
+
+
+def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a chat whose image parts hold the pictures of a row's column `images`, in order.
+
+    Without image parts, all pictures come before the text of the first message of the user, as in TRL.
+
+    Raises:
+        ValueError: There are more or fewer empty image parts than pictures.
+    """
+    left = [picture_of(image) for image in images]
+    chat = [dict(message) for message in messages]
+    parts = [
+        part for message in chat if isinstance(message.get("content"), list) for part in message["content"]
+    ]
+    if left and not any(map(is_image, parts)):
+        first = next((message for message in chat if message.get("role") == "user"), None)
+        if first is None:
+            raise ValueError("the column 'images' has pictures, but no message is the user's")
+        text = first.get("content") or []
+        text = [{"type": "text", "text": text}] if isinstance(text, str) else list(text)
+        first["content"] = [{"type": "image"}] * len(left) + text
+    for message in chat:
+        if isinstance(message.get("content"), list):
+            message["content"] = [
+                plain_image(part) if is_image(part) else part for part in message["content"]
+            ]
+            for index, part in enumerate(message["content"]):
+                if part == {"type": "image"}:
+                    if not left:
+                        raise ValueError(
+                            "the chat has more image parts than the column 'images' has pictures"
+                        )
+                    message["content"][index] = {"type": "image", "image": left.pop(0)}
+    if left:
+        raise ValueError(f"the column 'images' has {len(left)} more pictures than the chat has image parts")
+    return chat
+
+
+def with_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose pictures hold their content, because whoever sent them may overwrite the files.
+
+    Raises:
+        ValueError: A picture cannot be read.
+    """
+
+    def held(part: Any) -> Any:
+        if not is_image(part) or "image" not in (plain := plain_image(part)):
+            return part
+        return {"type": "image", "image": Picture.of_bytes(plain["image"].data)}
+
+    return [
+        {**message, "content": [held(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def with_paths(value: Any, folder: Path) -> Any:
+    """Return a JSON value whose pictures without a path are written to `folder`, and named by their files."""
+    if isinstance(value, Picture):
+        path = folder / value.removeprefix(f"{HASH}:")
+        if not value.startswith(f"{HASH}:"):
+            return value
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(value.data)
+        return Picture(path)
+    if isinstance(value, Mapping):
+        return {name: with_paths(item, folder) for name, item in value.items()}
+    return [with_paths(item, folder) for item in value] if isinstance(value, list | tuple) else value
+
+
+class PicturedIds(list[int]):
+    """The token ids of a prompt with pictures; each picture is one placeholder token, which the engine expands."""
+
+    pictures: tuple[Picture, ...] = ()
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int], pictures: Iterable[Picture]) -> PicturedIds:
+        """Return `token_ids` with their pictures in order."""
+        found = cls(token_ids)
+        found.pictures = tuple(picture.with_data() for picture in pictures)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.pictures == getattr(other, "pictures", ())
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def pictures_of(prompt: Any) -> tuple[Picture, ...]:
+    """Return the pictures of encoded token ids, in the order of their placeholders."""
+    return getattr(prompt, "pictures", ())
+
+
+@dataclass(frozen=True)
+class PlacedPicture:
+    """A picture in a row whose placeholders are expanded."""
+
+    picture: Picture
+    start: int
+    """The row's first token of the picture."""
+
+
+class ImageTokens:
+    """The tokens of pictures, by transformers' processor of the model; no code here knows the model.
+
+    On the way to the engine a picture is one placeholder token, which vLLM expands. `expand` does the same for the
+    trainer.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        """Find the placeholder of `processor`.
+
+        Raises:
+            ConfigError: The chat template writes no placeholder for an image.
+        """
+        self._processor = processor
+        self._expansions: dict[str, array[int]] = {}
+        self.placeholder, self._text = self._find_placeholder()
+        """The token that the chat template writes for an image."""
+        self.image_token: int = getattr(processor, "image_token_id", None) or self.placeholder
+        """The token whose embeddings a picture's features replace."""
+        other = getattr(processor, "video_token_id", None)
+        self.reserved = {self.placeholder, self.image_token} | ({other} if isinstance(other, int) else set())
+        """Tokens that a model's forward pass takes for pictures, also where the policy has sampled them."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write the processor's files into a model's folder."""
+        self._processor.save_pretrained(folder)
+
+    def processed(self, images: Sequence[Any], text: str | None = None) -> Mapping[str, Any]:
+        """Return what the processor makes of some ``PIL.Image`` in one text; by default the text of placeholders."""
+        text = self._text * len(images) if text is None else text
+        found: Mapping[str, Any] = self._processor(
+            text=[text], images=[list(images)], add_special_tokens=False, return_tensors="pt"
+        )
+        return found
+
+    def _find_placeholder(self) -> tuple[int, str]:
+        from PIL import Image
+
+        def ids_of(content: Any) -> list[int]:
+            chat = [{"role": "user", "content": content}]
+            text = self._processor.apply_chat_template(chat, tokenize=False)
+            return list(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        image, text = {"type": "image"}, {"type": "text", "text": "a"}
+        one, two = ids_of([image, text]), ids_of([image, image, text])
+        blank = Image.new("RGB", (224, 224))
+        for token in dict.fromkeys(token for token in one if two.count(token) > one.count(token)):
+            written = str(self._processor.tokenizer.convert_ids_to_tokens(token))
+            try:
+                found = self.processed([blank], written)["input_ids"][0].tolist()
+            except (
+                Exception
+            ):  # A token beside the placeholder, such as the start of vision: no image replaces it.
+                continue
+            if found != [token]:
+                return token, written
+        raise ConfigError(
+            "the model's chat template writes no placeholder for an image. Use another template."
+        )
+
+    def expand(
+        self, token_ids: Iterable[int], pictures: Iterable[Picture]
+    ) -> tuple[list[int], list[PlacedPicture]]:
+        """Replace the placeholders of a prompt by the tokens of its pictures, as vLLM does.
+
+        Raises:
+            ValueError: A picture cannot be read, or there are more or fewer placeholders than pictures.
+        """
+        found: list[int] = []
+        placed: list[PlacedPicture] = []
+        left = list(pictures)
+        for token in token_ids:
+            if token != self.placeholder:
+                found.append(token)
+                continue
+            if not left:
+                raise ValueError("a prompt has more placeholders of images than images")
+            tokens = self.expansion(picture := left.pop(0))
+            placed.append(PlacedPicture(picture, len(found) + tokens.index(self.image_token)))
+            found += tokens
+        if left:
+            raise ValueError("a prompt has fewer placeholders of images than images")
+        return found, placed
+
+    def length(self, token_ids: Sequence[int], pictures: Iterable[Picture]) -> int:
+        """Return the tokens of a prompt in the engine, whatever else in `token_ids` looks like a placeholder.
+
+        Raises:
+            ValueError: A picture cannot be read.
+        """
+        return len(token_ids) + sum(len(self.expansion(picture)) - 1 for picture in pictures)
+
+    def expansion(self, picture: Picture) -> list[int]:
+        """Return the tokens that replace a picture's placeholder."""
+        if picture not in self._expansions:
+            found = self.processed([picture.open()], self._text)["input_ids"][0].tolist()
+            self._expansions[picture] = array("q", found)
+        return self._expansions[picture].tolist()
+
+
+IMAGE_TOKENS = "vectorlm_image_tokens"
+"""Attribute of a tokenizer: its model's `ImageTokens`."""
+
+
+def takes_images(tokenizer: Any) -> bool:
+    """Return whether the model of a tokenizer has an image processor beside it."""
+    from transformers.utils import cached_file
+
+    options = {
+        name: False
+        for name in ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors")
+    }
+    place = str(getattr(tokenizer, "name_or_path", None) or "")
+    names = ("processor_config.json", "preprocessor_config.json")
+    return bool(place) and any(cached_file(place, name, **options) is not None for name in names)
+
+
+def image_tokens_of(tokenizer: Any) -> ImageTokens:
+    """Return the `ImageTokens` of a tokenizer's model, made once.
+
+    Raises:
+        ConfigError: The processor cannot be read, for example because a package is missing.
+    """
+    if not hasattr(tokenizer, IMAGE_TOKENS):
+        from transformers import AutoProcessor
+
+        name = tokenizer.name_or_path
+        try:
+            processor = AutoProcessor.from_pretrained(name)
+        except (ImportError, OSError, ValueError) as error:
+            raise ConfigError(
+                f"the image processor of {name!r} cannot be read: {error} Install what it names, or complete the "
+                "folder."
+            ) from error
+        processor.tokenizer.chat_template = processor.chat_template = tokenizer.chat_template
+        setattr(tokenizer, IMAGE_TOKENS, ImageTokens(processor))
+    found: ImageTokens = getattr(tokenizer, IMAGE_TOKENS)
+    return found
