@@ -24,10 +24,12 @@ from vectorlm.algorithms.logprobs import (
     token_values,
 )
 from vectorlm.algorithms.support import WHOLE, Support
+from vectorlm.data.images import ImageTokens
 from vectorlm.errors import ConfigError
 from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.attention import PACKED
 from vectorlm.train.grammar import Grammar
+from vectorlm.train.images import Images, language_model_of
 from vectorlm.train.packing import ContextGroup, Packing, Rows, pack, to_device
 from vectorlm.train.row_by_row import RowByRow, suspects
 from vectorlm.train.settings import chunk_tokens
@@ -75,17 +77,20 @@ class LanguageModel:
         packs: bool = True,
         device: str | torch.device = "cpu",
         context: ContextGroup | None = None,
+        image_tokens: ImageTokens | None = None,
     ) -> None:
         """Take a causal language model, plain or sharded with FSDP2; all ranks call this.
 
         Log-probabilities and entropies are over the tokens that the engine may sample: those of `support` and
-        `grammar`. Without `packs` rows are always padded. The ranks of a `context` share each pass.
+        `grammar`. Without `packs` rows are always padded. The ranks of a `context` share each pass. `image_tokens` are
+        those of a vision-language model.
 
         Raises:
             ConfigError: Rows are padded, although ranks were to share them.
         """
         self.model, self.temperature, self.support, self.grammar = model, temperature, support, grammar
-        self.context = context
+        self.context, self.image_tokens = context, image_tokens
+        self._images = None if image_tokens is None else Images(image_tokens, inner_model(model))
         self.device = torch.device(device)
         causal = inner_model(model)
         self._can_skip_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
@@ -169,7 +174,7 @@ class LanguageModel:
             bias = None if layer.bias is None else layer.bias.to(dtype, copy=True)
             return states, layer.weight.to(dtype, copy=True), bias
 
-        states, weight, bias = model.packed_pass(pack(rows, self.context), self.device, copies)
+        states, weight, bias = model.packed_pass(self._pack(rows), self.device, copies)
 
         def layer(states: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(states.to(weight.dtype), weight, bias)
@@ -181,7 +186,7 @@ class LanguageModel:
     ) -> tuple[TokenValues, Packing]:
         model: Any = self.model
         causal = inner_model(model)
-        packing = pack(rows, self.context)
+        packing = self._pack(rows)
 
         def values(states: torch.Tensor) -> TokenValues:
             return token_values(
@@ -198,18 +203,35 @@ class LanguageModel:
         found: TokenValues = model.packed_pass(packing, self.device, values)
         return TokenValues(*(packing.gather(value) for value in found if value is not None)), packing
 
+    def _pack(self, rows: Rows) -> Packing:
+        if self._images is None:
+            return pack(rows, self.context)
+        shown = self._with_picture(rows)
+        packing = pack(shown, self.context, range(len(rows.input_ids), len(shown.input_ids)))
+        packing.more = self._images.arguments(shown, self.device, packing)
+        return packing
+
+    def _with_picture(self, rows: Rows) -> Rows:
+        """Return rows with a picture, if other ranks may compute one in this pass."""
+        has_others = dist.is_initialized() and dist.get_world_size() > 1
+        if self._images is None or not has_others or any(rows.images or ()):
+            return rows
+        return self._images.with_blank(rows)
+
     def _logits(self, rows: Rows) -> tuple[torch.Tensor, int]:
         """Return the logits of padded rows, and how many leading positions they skip because nothing is asked there."""
         first = int(rows.is_asked.any(dim=0).int().argmax())
         skipped = max(first - 1, 0) if self._can_skip_logits else 0
-        options = {"logits_to_keep": rows.input_ids.shape[1] - skipped} if skipped else {}
+        shown, (num, length) = self._with_picture(rows), rows.input_ids.shape
+        options = {"logits_to_keep": shown.input_ids.shape[1] - skipped} if skipped else {}
         output = self.model(
-            input_ids=to_device(rows.input_ids, self.device),
-            attention_mask=to_device(rows.attention_mask, self.device),
+            input_ids=to_device(shown.input_ids, self.device),
+            attention_mask=to_device(shown.attention_mask, self.device),
             use_cache=False,
+            **({} if self._images is None else self._images.arguments(shown, self.device)),
             **options,
         )
-        return output.logits, skipped
+        return output.logits[:num, : length - skipped], skipped
 
     def _padded(
         self, rows: Rows, bitmasks: torch.Tensor | None = None, **options: Any
@@ -316,10 +338,12 @@ def _try(
             return f"its packed values would be off by {off:.2g}"
         return _unread(causal, packing)
 
-    before = causal.config._attn_implementation
+    # The attention of a vision tower is not packed.
+    reader = language_model_of(causal)
+    before = reader.config._attn_implementation
     applied = [module.row_by_row for module in causal.modules() if hasattr(module, "row_by_row")]
     candidates: list[tuple[nn.Module, nn.Module]] = []
-    causal.set_attn_implementation(PACKED)
+    reader.set_attn_implementation(PACKED)
     reason = why_not()
     if reason is not None and candidates and not applied:
         if has_context and "change each other" in reason:
@@ -333,7 +357,7 @@ def _try(
             for item in applied:
                 item.remove()
     if reason is not None:
-        causal.set_attn_implementation(before)
+        reader.set_attn_implementation(before)
     return reason
 
 
@@ -357,7 +381,8 @@ def inner_model(model: nn.Module) -> Any:
 
 def _why_not_packed(causal: Any) -> str | None:
     """Return why rows cannot be packed, as far as the model's config and code show; None if nothing prevents it."""
-    implementation, config = causal.config._attn_implementation, causal.config.get_text_config()
+    implementation = language_model_of(causal).config._attn_implementation
+    config = causal.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     # Models for these kernels compute nothing beside the arguments of their attention, which `_unread` checks.
     has_kernels = causal._supports_sdpa or causal._supports_flash_attn
@@ -404,9 +429,10 @@ def _packed_pass(
 
 def _head(causal: Any, layer: Head) -> Head:
     """Return the function from hidden states to logits with the output `layer`; the trial of packing checks it."""
-    scaling = getattr(causal.config, "logits_scaling", None)
-    factors = [getattr(causal.config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
-    cap = getattr(causal.config, "final_logit_softcapping", None)
+    config = causal.config.get_text_config()
+    scaling = getattr(config, "logits_scaling", None)
+    factors = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
+    cap = getattr(config, "final_logit_softcapping", None)
 
     def head(states: torch.Tensor) -> torch.Tensor:
         logits = layer(states)

@@ -103,19 +103,29 @@ def load_model(
     is_empty: bool = False,
     fp32_head: bool = False,
 ) -> PreTrainedModel:
-    """Read a causal language model onto the CPU, in training mode; see `load_pretrained`.
+    """Read a causal or a vision-language model onto the CPU, in training mode; see `load_pretrained`.
 
     Without a CUDA device the model's own attention replaces Flash Attention, and computes the same.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     attention = _attention(path, flash_attention)
-    model = load_pretrained(
-        AutoModelForCausalLM, path, dtype, is_empty, attn_implementation=attention
-    ).train()
+    auto = AutoModelForImageTextToText if reads_images(path) else AutoModelForCausalLM
+    model = load_pretrained(auto, path, dtype, is_empty, attn_implementation=attention).train()
     if fp32_head:
         compute_head_in_float32(model.get_output_embeddings())
     return model
+
+
+def reads_images(path: str | Path) -> bool:
+    """Return whether the model in a folder is a vision-language model, by transformers' own list."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    with _naming(path, "model"):
+        if "vision_config" not in _description(path):
+            return False  # Without transformers' classes, for most models.
+        return type(AutoConfig.from_pretrained(path)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def _attention(path: str | Path, flash_attention: bool) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 from vectorlm.ranks.topology import Topology
+
+if TYPE_CHECKING:
+    from vectorlm.data.images import PlacedPicture
 
 Made = TypeVar("Made")
 MOST_PADDED, SPARE = 1.25, 64
@@ -107,6 +110,8 @@ class Rows:
     """int64 [B, T], the tokens to evaluate instead of `input_ids`."""
     turn_starts: torch.Tensor | None = None
     """int64 [B, T], where the completion of each token begins; -1 outside completions."""
+    images: Sequence[Sequence[PlacedPicture]] | None = None
+    """The pictures of each row, in order, if the model reads images."""
 
     @property
     def targets(self) -> torch.Tensor:
@@ -144,11 +149,16 @@ class Packing:
         places: torch.Tensor,
         bundles: Sequence[Bundle],
         context: ContextGroup | None = None,
+        pieces: Sequence[tuple[int, int, int]] = (),
     ) -> None:
         """Take `input_ids` and `position_ids`, int64 [1, N], and `bundles` that cover all tokens in order.
 
-        `places`, int64 [M], holds the index of the token before each token that is asked for, row by row.
+        `places`, int64 [M], holds the index of the token before each token that is asked for, row by row. `pieces` name
+        what was laid out: (row, first token, last token), end to end.
         """
+        self.pieces = tuple(pieces)
+        self.more: dict[str, Any] = {}
+        """Further arguments of the model, such as pixels."""
         self.context, self.num_tokens, self.num_asked = context, input_ids.shape[1], len(places)
         self._mine: Any = slice(None)
         if context is not None:
@@ -172,6 +182,7 @@ class Packing:
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
             "use_cache": False,
             "packing": self,
+            **self.more,
         }
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
@@ -228,12 +239,14 @@ def num_shared(input_ids: torch.Tensor, needed: Sequence[int]) -> int:
     return int((beginning == beginning[0]).all(dim=0).cumprod(0).sum())
 
 
-def pack(rows: Rows, context: ContextGroup | None = None) -> Packing:
+def pack(rows: Rows, context: ContextGroup | None = None, whole: Sequence[int] = ()) -> Packing:
     """Lay out the tokens that must be computed, at least one: all common beginnings, then the rests of the rows.
 
-    The ranks of a `context` call this with the same rows.
+    The ranks of a `context` call this with the same rows. Rows in `whole` are computed although nobody asks for them.
     """
     needed = num_needed(rows.is_asked)
+    for row in whole:
+        needed[row] = int(rows.attention_mask[row].sum())
     if not any(needed):
         needed[0] = 1
     places = torch.zeros_like(rows.input_ids)
@@ -253,7 +266,9 @@ def pack(rows: Rows, context: ContextGroup | None = None) -> Packing:
 
     used = [row for row in range(len(needed)) if needed[row]]
     beginnings, endings = [], []
-    for _, neighbours in groupby(used, key=lambda row: rows.groups[row]):
+    images = [()] * len(needed) if rows.images is None else rows.images
+    # Rows with equal tokens may have different pictures.
+    for _, neighbours in groupby(used, key=lambda row: (rows.groups[row], images[row])):
         members = list(neighbours)
         shared = num_shared(rows.input_ids[members], [needed[row] for row in members])
         if shared:
@@ -270,7 +285,7 @@ def pack(rows: Rows, context: ContextGroup | None = None) -> Packing:
     input_ids = torch.cat([rows.input_ids[row, first:last] for row, first, last in order])
     position_ids = torch.cat([torch.arange(first, last) for _, first, last in order])
     before = places.roll(1, dims=1)[rows.is_asked]
-    return Packing(input_ids[None], position_ids[None], before, bundles, context)
+    return Packing(input_ids[None], position_ids[None], before, bundles, context, order)
 
 
 def alike(lengths: Sequence[int]) -> list[tuple[int, ...]]:

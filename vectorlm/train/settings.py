@@ -149,6 +149,12 @@ class ModelSettings:
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state on the host, and run AdamW there; blocks visit the device (CUDA)."""
 
+    freeze: Annotated[tuple[Literal["vision", "projector", "language"], ...], Field(strict=False)] = (
+        "vision",
+    )
+    """Parts of a vision-language model that are not trained. The projector is what lies between vision model and
+    language model in transformers' modules; Qwen's merger is part of its vision model."""
+
     def computes_in_bf16(self, is_cuda: bool) -> bool:
         """Whether the model computes in bfloat16 on this kind of device."""
         return self.dtype == "bfloat16" or (is_cuda if self.use_mp is None else self.use_mp)

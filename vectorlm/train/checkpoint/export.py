@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vectorlm.data.encoding import end_tokens
+from vectorlm.data.images import image_tokens_of, takes_images
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.engine_ranks import capture, results_or_first_error
@@ -178,6 +179,8 @@ def write_model(
         for file in Path(model.config.name_or_path).glob("*.py"):
             shutil.copy(file, work)
     if tokenizer is not None:
+        if takes_images(tokenizer):
+            image_tokens_of(tokenizer).save(work)
         tokenizer.save_pretrained(work)
         _restore_class(tokenizer, work / "tokenizer_config.json")
     # peft writes a template of a card.

@@ -1,0 +1,207 @@
+"""Rows with pictures, packed and padded, beside the processor and the model of transformers."""
+
+import pytest
+import torch
+from kit.vision_models import KINDS, picture, save_vlm
+
+from vectorlm.data.encoding import encode
+from vectorlm.data.images import image_tokens_of
+from vectorlm.rl.rollout import Rollout
+from vectorlm.train.images import freeze_parts
+from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.load import load_model, load_tokenizer
+from vectorlm.train.packing import Rows, pack
+from vectorlm.types import PromptRecord
+
+RED, BLUE, WIDE = picture("r"), picture("b"), picture("g", (112, 56))
+# The rows of group 0 share a prompt with two pictures; two prompts of group 1 have equal tokens and other pictures.
+ROWS = [(0, [RED, WIDE]), (0, [RED, WIDE]), (0, [RED, WIDE]), (1, [RED]), (1, [BLUE]), (2, [])]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def path(request, tmp_path_factory):
+    return save_vlm(request.param, tmp_path_factory.mktemp("vlm") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path):
+    return load_tokenizer(path)
+
+
+def chat(images):
+    return [
+        {
+            "role": "user",
+            "content": [
+                *({"type": "image", "image": image} for image in images),
+                {"type": "text", "text": "?"},
+            ],
+        }
+    ]
+
+
+def answer(row):
+    return torch.randint(10, 90, (3 + row,), generator=torch.Generator().manual_seed(row)).tolist()
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer):
+    found = []
+    for row, (_, images) in enumerate(ROWS):
+        ids = encode(chat(images), lambda: tokenizer)
+        expanded, placed = image_tokens_of(tokenizer).expand(ids, getattr(ids, "pictures", ()))
+        found.append((expanded + answer(row), len(expanded), placed))
+    longest = max(len(ids) for ids, _, _ in found)
+    lengths = torch.tensor([len(ids) for ids, _, _ in found])[:, None]
+    places = torch.arange(longest)
+    input_ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _, _ in found])
+    is_asked = (places < lengths) & (places >= torch.tensor([first for _, first, _ in found])[:, None])
+    groups = [group for group, _ in ROWS]
+    return Rows(
+        input_ids, (places < lengths).long(), is_asked, groups, images=[placed for _, _, placed in found]
+    )
+
+
+def transformers_values(model, path):
+    """Return the log-probabilities of the answers, row by row, by the processor and the model alone."""
+    from transformers import AutoProcessor
+
+    processor, found = AutoProcessor.from_pretrained(path), []
+    for row, (_, images) in enumerate(ROWS):
+        text = processor.apply_chat_template(chat(images), add_generation_prompt=True, tokenize=False)
+        given = dict(processor(text=text, **({"images": images} if images else {}), return_tensors="pt"))
+        sampled = torch.tensor([answer(row)])
+        given["input_ids"] = torch.cat([given["input_ids"], sampled], 1)
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        if "mm_token_type_ids" in given:
+            given["mm_token_type_ids"] = torch.cat([given["mm_token_type_ids"], torch.zeros_like(sampled)], 1)
+        logprobs = model(**given).logits[0].log_softmax(-1)
+        found.append(logprobs[-sampled.shape[1] - 1 : -1].gather(1, sampled.T)[:, 0])
+    return torch.cat(found)
+
+
+def gradients(model, values):
+    values.square().sum().backward()
+    found = {
+        name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None
+    }
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_rows_with_pictures_are_computed_as_alone(path, tokenizer, rows, packs):
+    model = load_model(path).eval()
+    expected = transformers_values(model, path)
+    expected_gradients = gradients(model, expected)
+    assert any("visual" in name for name in expected_gradients)
+    policy = LanguageModel(model, packs=packs, image_tokens=image_tokens_of(tokenizer))
+    assert (policy.why_padded is None) == packs
+    found = policy.logprobs(rows)[rows.is_asked]
+    # Both are float32, and add in another order.
+    assert (found - expected).abs().max() < 2e-6
+    found_gradients = gradients(model, found)
+    assert found_gradients.keys() == expected_gradients.keys()
+    for name, expected_gradient in expected_gradients.items():
+        off = (found_gradients[name] - expected_gradient).abs().max()
+        assert off <= 1e-6 + 1e-5 * expected_gradient.abs().max(), name
+
+
+def test_a_picture_of_a_group_is_computed_once(path, tokenizer, rows):
+    model = load_model(path).eval()
+    policy = LanguageModel(model, image_tokens=image_tokens_of(tokenizer))
+    grids = []
+    visual = model.model.visual
+    visual.register_forward_pre_hook(
+        lambda module, args, kwargs: grids.extend(kwargs["grid_thw"].prod(-1).tolist()), with_kwargs=True
+    )
+    with torch.no_grad():
+        policy.logprobs(rows)
+    # Group 0 has two pictures for its three rows, group 1 has one for each of its two rows.
+    assert len(grids) == 4
+    merged = [
+        len(image_tokens_of(tokenizer).expansion(placed.picture))
+        for row in (0, 3, 4)
+        for placed in rows.images[row]
+    ]
+    assert sorted(grids) == sorted(4 * count for count in merged)
+    assert pack(rows).num_tokens < int(rows.attention_mask.sum())
+
+
+def test_rows_of_equal_tokens_and_other_pictures_differ(path, tokenizer, rows):
+    policy = LanguageModel(load_model(path).eval(), image_tokens=image_tokens_of(tokenizer))
+    equal = Rows(
+        rows.input_ids[[3, 3]],
+        rows.attention_mask[[3, 3]],
+        rows.is_asked[[3, 3]],
+        (0, 0),
+        images=[rows.images[3], rows.images[4]],
+    )
+    with torch.no_grad():
+        red, blue = policy.logprobs(equal)
+    assert (red - blue).abs().max() > 1e-4
+
+
+def rollout_of(tokenizer, token_ids, policy_mask, images, reply_images=()):
+    pictures = [*images, *reply_images]
+    ids = encode(chat(images), lambda: tokenizer)
+    numbers = (-1.0,) * len(token_ids)
+    found = encode(chat(pictures), lambda: tokenizer)
+    return Rollout(
+        PromptRecord("q"),
+        tuple(ids),
+        tuple(token_ids),
+        tuple(policy_mask),
+        numbers,
+        (0,) * len(token_ids),
+        "text",
+        "stop",
+        turn_ends=(len(token_ids),),
+        pictures=found.pictures,
+    )
+
+
+def test_a_row_of_several_turns_is_expanded_with_its_reply(tokenizer):
+    tokens = image_tokens_of(tokenizer)
+    token_ids = [10, 11, tokens.placeholder, 12, 13]
+    rollout = rollout_of(tokenizer, token_ids, [True, True, False, False, True], [RED], [WIDE])
+    expanded, placed = rollout.with_expanded(tokens, spare=0)
+    reply = tokens.expansion(rollout.pictures[1])
+    assert expanded.token_ids == (10, 11, *reply, 12, 13)
+    assert expanded.policy_mask == (True, True, *[False] * len(reply), False, True)
+    assert len(expanded.sampler_logprobs) == len(expanded.versions) == len(expanded.token_ids)
+    assert expanded.turn_ends == (len(expanded.token_ids),)
+    whole = [*expanded.prompt_token_ids, *expanded.token_ids]
+    assert [whole[each.start] for each in placed] == [tokens.image_token] * 2
+    assert [each.picture for each in placed] == list(rollout.pictures)
+    assert placed[1].start == len(expanded.prompt_token_ids) + 2
+
+
+def test_a_sampled_image_token_is_not_trained_and_does_not_raise(path, tokenizer):
+    tokens = image_tokens_of(tokenizer)
+    (video,) = tokens.reserved - {tokens.image_token}
+    policy = LanguageModel(load_model(path).eval(), image_tokens=tokens)
+    for sampled in (tokens.image_token, video):
+        rollout = rollout_of(tokenizer, [10, sampled, 12], [True] * 3, [RED])
+        expanded, placed = rollout.with_expanded(tokens, spare=0)
+        assert expanded.token_ids == (10, 0, 12)
+        assert expanded.policy_mask == (True, False, False)
+        assert len(placed) == 1
+        ids = torch.tensor([[*expanded.prompt_token_ids, *expanded.token_ids]])
+        asked = torch.zeros_like(ids, dtype=torch.bool)
+        asked[0, -3:] = True
+        found = policy.logprobs(Rows(ids, torch.ones_like(ids), asked, (0,), images=[placed]))
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("parts", [(), ("vision",), ("language",), ("vision", "projector", "language")])
+def test_parts_of_a_model_are_frozen(path, parts):
+    model = load_model(path)
+    freeze_parts(model, parts)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    every = {name for name, _ in model.named_parameters()}
+    vision = {name for name in every if ".visual." in name}
+    expected = every - (vision if "vision" in parts else set())
+    # Qwen's projector is a part of its vision model.
+    expected -= every - vision if "language" in parts else set()
+    assert trained == expected
