@@ -178,6 +178,13 @@ class Backend(Protocol):
         """
 
     @property
+    def takes_images(self) -> bool:
+        """Optional: whether a prompt may be `vectorlm.data.images.PicturedIds`; without it they are refused.
+
+        The answer repeats its token ids, with one placeholder for each picture.
+        """
+
+    @property
     def progress(self) -> int:
         """Optional: a number that grows while tokens are sampled.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from vectorlm.data.images import pictures_of
 from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.ranks.engine_ranks import CallResult, capture, portable
@@ -306,6 +307,8 @@ class Scheduler:
             for index, (prompt, own_params) in enumerate(zip(command.prompts, params, strict=True)):
                 name = f"{number}-{index}"
                 self._rules.check_prompt(index, prompt)
+                if pictures_of(prompt) and not getattr(self._backend, "takes_images", False):
+                    raise EngineError(f"prompt {index} has images, which this engine does not take.")
                 try:
                     submit(name, prompt, own_params)
                 except VectorLMError:

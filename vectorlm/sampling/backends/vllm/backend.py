@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from vectorlm.data.images import pictures_of
 from vectorlm.errors import ChangedBySleep, EngineError
 from vectorlm.ranks.engine_ranks import results_or_first_error
 from vectorlm.sampling.backends.vllm.shim import (
@@ -69,6 +70,7 @@ class VLLM:
         config = self._engine.vllm_config
         self.max_num_seqs: int = config.scheduler_config.max_num_seqs
         self.vocab_size: int = config.model_config.get_vocab_size()
+        self.takes_images: bool = config.model_config.is_multimodal_model
         self._device_sleep = None if on_cpu else CudaSleep(self._engine)
         self.progress = 0
         self.version = -1
@@ -83,6 +85,8 @@ class VLLM:
         self._texts = Texts(self._engine.output_processor.tokenizer)
         self._told: dict[str, tuple[int, int]] = {}
         """By streamed request: the tokens and characters returned so far."""
+        self._pictured: dict[str, tuple[int, ...]] = {}
+        """By request with pictures: its prompt; vLLM's own record has every placeholder expanded."""
         self._finished: list[RequestOutput] = []
         """Outputs found by `pause`; the next `poll` returns them."""
 
@@ -104,7 +108,13 @@ class VLLM:
 
     def _add(self, name: str, prompt: Sequence[int], params: Any) -> None:
         # The salt hides the cached blocks of other weights.
-        request = {"prompt_token_ids": list(prompt), "cache_salt": f"weights {self._num_loads}"}
+        request: dict[str, Any] = {
+            "prompt_token_ids": list(prompt),
+            "cache_salt": f"weights {self._num_loads}",
+        }
+        if pictures := pictures_of(prompt):
+            request["multi_modal_data"] = {"image": [picture.open() for picture in pictures]}
+            self._pictured[name] = tuple(prompt)
         self._engine.add_request(name, request, params, lora_request=self._adapter_request)
 
     def poll(self) -> list[RequestOutput]:
@@ -126,6 +136,7 @@ class VLLM:
         self._texts.forget(names)
         for name in names:
             self._told.pop(name, None)
+            self._pictured.pop(name, None)
 
     def pause(self) -> None:
         """Wait until no step runs on the device; only `poll` starts steps."""
@@ -221,7 +232,8 @@ class VLLM:
             if output.finished:
                 self._texts.fill(output)
                 self._told.pop(output.request_id, None)
-                found.append(finished(output, self._spans.of(output, self.version)))
+                prompt = self._pictured.pop(output.request_id, None)
+                found.append(finished(output, self._spans.of(output, self.version), prompt))
             elif output.request_id in self._told:
                 found.append(self._part_of(output))
         self._may_hold_nan |= any(
@@ -240,9 +252,11 @@ class VLLM:
         return RequestOutput(output.request_id, [part], is_part=True)
 
 
-def finished(output: Any, versions: Sequence[Sequence[int]]) -> RequestOutput:
-    """Convert vLLM's finished ``RequestOutput``, with the versions of its tokens."""
-    prompt = tuple(output.prompt_token_ids)
+def finished(
+    output: Any, versions: Sequence[Sequence[int]], prompt: tuple[int, ...] | None = None
+) -> RequestOutput:
+    """Convert vLLM's finished ``RequestOutput``, with the versions of its tokens; `prompt` replaces vLLM's own."""
+    prompt = tuple(output.prompt_token_ids) if prompt is None else prompt
     completions = [
         Completion(
             prompt,

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -260,6 +261,9 @@ def next_tokens(
     return np.array([(each.token_ids[0], each.logprobs[0][each.token_ids[0]].logprob) for each in answers])
 
 
+UNKNOWN_WEIGHTS = re.compile(r"no module or parameter named '([^']+)' in .*? are: (\{.*)", re.DOTALL)
+
+
 @contextlib.contextmanager
 def naming_the_model(model: str) -> Iterator[None]:
     """Convert vLLM's exceptions into an `EngineError` that names its version and the model's architecture."""
@@ -273,9 +277,16 @@ def naming_the_model(model: str) -> Iterator[None]:
         # vLLM does not name the package whose import failed.
         needs = not is_installed("torchvision") and "failed to be inspected" in str(error)
         hint = " It may need torchvision, which is not installed (docs/families.md)." if needs else ""
+        if found := UNKNOWN_WEIGHTS.search(str(error)):
+            some = ", ".join(sorted(re.findall(r"'([^']+)'", found[2]))[:2])
+            hint = f" The folder has weights named {found[1]}.…, and vLLM reads {some}, … Use another model, or save "
+            hint += "these weights with the names that vLLM reads."
+            reason = "the names of the weights differ."
+        else:
+            reason = f"{type(error).__name__}: {error}"
         raise EngineError(
             f"vLLM {vllm.__version__} cannot run {_architecture(model)} on this machine with these arguments: "
-            f"{type(error).__name__}: {error}{hint}\n\nIn the sampler process:\n{traceback.format_exc()}"
+            f"{reason}{hint}\n\nIn the sampler process:\n{traceback.format_exc()}"
         ) from error
 
 
