@@ -255,6 +255,8 @@ class Batch:
     """float32 [B], for preference data: the margin of a pair, or 1 for a desirable completion and 0 for another."""
     references: torch.Tensor | None = None
     """float32 [B, 2], the reference's log-probabilities of the two texts of a row, if the loss reads them."""
+    images: Sequence[Sequence[Any]] | None = None
+    """The pictures of each row with their places (`vectorlm.data.images.PlacedPicture`), if the dataset has images."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ Shapes: P prompts, K trained completions per prompt, B = P K rows (the rows of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -62,6 +64,8 @@ class RolloutBatch:
     """float32 [B, T], the environment's reward for a turn, at the turn's last token; included in `rewards`."""
     turn_starts: torch.Tensor | None = None
     """int64 [B, T], the position where the turn of a sampled token begins in its row; -1 for other tokens."""
+    images: Sequence[Sequence[Any]] | None = None
+    """The pictures of each row with their places (`vectorlm.data.images.PlacedPicture`), if the model reads images."""
 
     @property
     def rows_per_group(self) -> int:

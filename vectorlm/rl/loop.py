@@ -148,6 +148,7 @@ class RLLoop:
                 pad_token_id=self.settings.pad_token_id,
                 drop_truncated=self.settings.update.drop_truncated,
                 oldest_version=oldest,
+                image_tokens=self.models.policy.image_tokens,
             )
             if rows is not None:
                 with timer.span("time/assess_s"):

@@ -92,7 +92,8 @@ class MicroBatch:
         is_asked = self._rows_of(batch.mask) & (not self.is_filler)
         groups = (self.rows // batch.rows_per_group).tolist()
         starts = None if batch.turn_starts is None else self._rows_of(batch.turn_starts)
-        return Rows(input_ids, attention_mask, is_asked, groups, turn_starts=starts)
+        images = None if batch.images is None else [batch.images[row] for row in self.rows.tolist()]
+        return Rows(input_ids, attention_mask, is_asked, groups, turn_starts=starts, images=images)
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.rows, : self.length]
@@ -124,7 +125,11 @@ def micro_batches_of(
         rows = slice(group * size, (group + 1) * size)
         lengths = needed[rows]
         is_used = torch.tensor(lengths) > 0
-        shared = num_shared(batch.input_ids[rows][is_used], [n for n in lengths if n]) if packs else 0
+        is_alike = batch.images is None or all(
+            images == batch.images[rows][0] for images in batch.images[rows]
+        )
+        can_share = packs and is_alike
+        shared = num_shared(batch.input_ids[rows][is_used], [n for n in lengths if n]) if can_share else 0
         pieces.append(Piece(tuple(range(rows.start, rows.stop)), tuple(lengths), shared))
     plan = plan_micro_batches(
         pieces,

@@ -331,7 +331,12 @@ ScoreTokens = Callable[[Sequence[Sequence[int]]], list[list[float]]]
 def beside(policy: LanguageModel, model: nn.Module) -> LanguageModel:
     """Return a frozen model that computes rows like the policy: all tokens, at the policy's temperature."""
     return LanguageModel(
-        model, policy.temperature, packs=policy.packs, device=policy.device, context=policy.context
+        model,
+        policy.temperature,
+        packs=policy.packs,
+        device=policy.device,
+        context=policy.context,
+        image_tokens=policy.image_tokens,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from vectorlm.algorithms.batch import RolloutBatch, place_rewards
 from vectorlm.algorithms.groups import is_constant
 from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.data.images import ImageTokens, Picture, PlacedPicture
 from vectorlm.types import Completion, Numbers, PromptRecord
 
 
@@ -59,6 +60,8 @@ class Rollout(Numbers):
     """Index in `messages` of every message of the policy, and its content without the environment's words."""
     is_replayed: bool = False
     """Whether the rollout comes from a file; its `versions` count the steps of the run that wrote the file."""
+    pictures: tuple[Picture, ...] = ()
+    """The pictures in the row; each is one placeholder token among those that the policy did not choose."""
 
     @property
     def rows(self) -> tuple[Rollout, ...]:
@@ -104,8 +107,10 @@ class Rollout(Numbers):
         return places
 
     @classmethod
-    def from_completion(cls, prompt_record: PromptRecord, completion: Completion) -> Rollout:
-        """Return the rollout after the first turn."""
+    def from_completion(
+        cls, prompt_record: PromptRecord, completion: Completion, pictures: tuple[Picture, ...] = ()
+    ) -> Rollout:
+        """Return the rollout after the first turn, whose prompt has `pictures`."""
         count = len(completion.numbers("token_ids"))
         fields = ("prompt_token_ids", "token_ids", "sampler_logprobs", "versions")
         data = {name: completion.data_of(name) for name in fields}
@@ -118,11 +123,18 @@ class Rollout(Numbers):
             turn_ends=(count,),
             turn_texts=(completion.text,),
             measured={},
+            pictures=pictures,
         )
         return rollout
 
-    def continued(self, reply_ids: tuple[int, ...], reply: str, completion: Completion) -> Rollout:
-        """Return the rollout after the environment's reply and another turn."""
+    def continued(
+        self,
+        reply_ids: tuple[int, ...],
+        reply: str,
+        completion: Completion,
+        pictures: tuple[Picture, ...] = (),
+    ) -> Rollout:
+        """Return the rollout after the environment's reply, with its `pictures`, and another turn."""
         num_reply, num_sampled = len(reply_ids), len(completion.token_ids)
         sampler_logprobs = completion.sampler_logprobs or (0.0,) * num_sampled
         return replace(
@@ -136,7 +148,44 @@ class Rollout(Numbers):
             num_turns=self.num_turns + 1,
             turn_ends=(*self.turn_ends, len(self.token_ids) + num_reply + num_sampled),
             turn_texts=(*self.turn_texts, completion.text),
+            pictures=self.pictures + pictures,
         )
+
+    def with_expanded(self, tokens: ImageTokens, spare: int) -> tuple[Rollout, list[PlacedPicture]]:
+        """Return the row with the tokens of its pictures in place of their placeholders, and the pictures' places.
+
+        A reserved token that the policy chose would be taken for a picture: it becomes `spare`, and it and what follows
+        are not trained on.
+        """
+        prompt = list(self.prompt_token_ids)
+        policy = [False] * len(prompt) + list(self.policy_mask)
+        left, placed = list(self.pictures), list[PlacedPicture]()
+        found: list[int] = []
+        sources: list[int] = []
+        starts = [0]
+        for index, (token, is_chosen) in enumerate(zip([*prompt, *self.token_ids], policy, strict=True)):
+            new = [token]
+            if is_chosen and token in tokens.reserved:
+                new, policy[index:] = [spare], [False] * (len(policy) - index)
+            elif token == tokens.placeholder and not is_chosen and left:
+                new = tokens.expansion(picture := left.pop(0))
+                placed.append(PlacedPicture(picture, len(found) + new.index(tokens.image_token)))
+            elif token in tokens.reserved:
+                new = [spare]
+            found += new
+            sources += [index - len(prompt)] * len(new)
+            starts.append(len(found))
+        first = starts[len(prompt)]
+        sources = sources[first:]
+        return replace(
+            self,
+            prompt_token_ids=tuple(found[:first]),
+            token_ids=tuple(found[first:]),
+            policy_mask=tuple(policy[len(prompt) + source] for source in sources),
+            sampler_logprobs=tuple(self.sampler_logprobs[source] for source in sources),
+            versions=tuple(self.versions[source] for source in sources),
+            turn_ends=tuple(starts[len(prompt) + end] - first for end in self.turn_ends),
+        ), placed
 
     def rewarded(self, reward: float | None) -> Rollout:
         """Return the rollout with a reward added to its last turn."""
@@ -230,11 +279,13 @@ def make_batch(
     pad_token_id: int = 0,
     drop_truncated: bool = False,
     oldest_version: int | None = None,
+    image_tokens: ImageTokens | None = None,
 ) -> RolloutBatch | None:
     """Lay out the rollouts that the algorithm trains on; return None if there is nothing to learn.
 
     Rows that are not valid have an empty mask. With `drop_truncated`, truncated completions have an empty mask too, but
-    stay in the baselines. Tokens of versions before `oldest_version` count as never sampled.
+    stay in the baselines. Tokens of versions before `oldest_version` count as never sampled. With `image_tokens` the
+    rows hold the tokens of their pictures.
     """
     if not (groups := kept_groups(groups)):
         return None
@@ -254,6 +305,10 @@ def make_batch(
     if spec.level != "group" and not spec.needs_critic and any(rollout.branches for rollout in rollouts):
         found = _with_branches(chosen, columns, rewards, valid)
         rollouts, owners, columns, rewards, is_trained, valid = found
+    images = None
+    if image_tokens is not None:
+        expanded = [rollout.with_expanded(image_tokens, pad_token_id) for rollout in rollouts]
+        rollouts, images = [rollout for rollout, _ in expanded], [placed for _, placed in expanded]
     reward_parts, part_weights = _reward_parts(groups, columns) if spec.needs_parts else (None, None)
     laid_out = _lay_out(rollouts, is_trained.flatten().tolist(), pad_token_id, oldest_version)
     input_ids, attention_mask, mask, is_stale, sampler_logprobs, turn_starts = laid_out
@@ -282,6 +337,7 @@ def make_batch(
         turn_rewards=turn_rewards,
         owners=owners,
         turn_starts=turn_starts,
+        images=images,
     )
     # A rollout's own row may have no token to train on while its branches have.
     if is_stale.any() or owners is not None:

@@ -40,11 +40,14 @@ from vectorlm.runs.preflight.summary import notes_of
 from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.train.checkpoint.folder import locked, naming_the_full_disk
 from vectorlm.train.handover import DeviceTurn, put_to_sleep
+from vectorlm.train.images import freeze_parts
+from vectorlm.train.language_model import inner_model
 from vectorlm.train.load import (
     load_model,
     load_scorer,
     load_tokenizer,
     quantize_blocks,
+    reads_images,
     round_blocks,
     trust_code,
 )
@@ -112,10 +115,14 @@ class Run:
             if settings.model.quantization is not None:
                 quantize_blocks(model, self.topology.device)
             options = settings.lora_peft_config
-            if options is None or settings.adapters is None:
-                return model if options is None else add_lora(model, options)
-            path = Path(settings.adapters)
-            return continue_lora(model, path, options, is_empty=is_empty, keeps_start=keeps_start)
+            if options is not None and settings.adapters is None:
+                model = add_lora(model, options)
+            elif options is not None:
+                path = Path(settings.adapters or "")
+                model = continue_lora(model, path, options, is_empty=is_empty, keeps_start=keeps_start)
+            if reads_images(self.config.model):
+                freeze_parts(inner_model(model), settings.model.freeze)
+            return model
 
         model = self.load_sharded(load)
         set_seed((settings.seed + self.topology.rank) % 2**32)

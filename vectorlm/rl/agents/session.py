@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vectorlm.data.encoding import chat_of, encode, encode_reply, end_tokens, escaped_halves, plain_message
+from vectorlm.data.images import Picture, PicturedIds, image_tokens_of, images_of, with_content
 from vectorlm.errors import RolloutError, VectorLMError
 from vectorlm.rl.environments.tools import message_of, parse_calls
 from vectorlm.rl.rollout import Rollout
@@ -51,6 +52,8 @@ class Turn:
     """The beginning of every request that continues this turn: messages with tools, or a text."""
     chat: Sequence[Mapping[str, Any]] | None = None
     """All messages up to the end of this turn."""
+    pictures: tuple[Picture, ...] = ()
+    """The pictures in `added`."""
     is_read: bool = False
     """Whether the agent received the answer; unread answers are not part of the rollout."""
 
@@ -58,6 +61,14 @@ class Turn:
     def token_ids(self) -> tuple[int, ...]:
         """All tokens up to the end of this turn."""
         return self.completion.prompt_token_ids + self.completion.token_ids
+
+    @property
+    def path(self) -> list[Turn]:
+        """All turns up to this one."""
+        found: list[Turn] = [self]
+        while found[-1].before is not None:
+            found.append(found[-1].before)
+        return found[::-1]
 
 
 class Session:
@@ -134,9 +145,12 @@ class Session:
                 written = before.completion.token_ids
                 ids = encode_reply(chat[: num_known - 1], chat[num_known:], written, self._tokenizer, tools)
             text = "" if before is None else self._tokenizer.decode(ids)
-        return await self._continue(
-            before, ids, text, params, lambda said: [*key, _comparable(spoken(said, tools))], chat, hear=hear
-        )
+            pictures = tuple(images_of(chat[0 if before is None else num_known :]))
+
+        def said(answer: str) -> list[str]:
+            return [*key, _comparable(spoken(answer, tools))]
+
+        return await self._continue(before, ids, text, params, said, chat, pictures, hear)
 
     async def write_on(
         self, prompt: str | Sequence[int], params: Mapping[str, Any], hear: Hear | None = None
@@ -216,13 +230,26 @@ class Session:
         params: Mapping[str, Any],
         said: Callable[[str], Any],
         chat: Sequence[Mapping[str, Any]] | None = None,
+        pictures: tuple[Picture, ...] = (),
         hear: Hear | None = None,
     ) -> list[Turn]:
+        path = [] if before is None else before.path
         prompt = [*(() if before is None else before.token_ids), *ids]
-        if len(prompt) >= self.max_model_len:
-            self.is_full, self._num_refused = True, len(prompt)
+        num_tokens = len(prompt)
+        if shown := [*(picture for turn in path for picture in turn.pictures), *pictures]:
+            tokens, prompt = image_tokens_of(self._tokenizer), PicturedIds.of(prompt, shown)
+            with _encoding("messages"):
+                num_tokens = tokens.length(prompt, shown)
+            if any(not tokens.reserved.isdisjoint(turn.completion.token_ids) for turn in path):
+                # The engine would put a picture in the place of the token.
+                self.is_full, self._num_refused = True, num_tokens
+                raise RequestError(
+                    "messages: an earlier answer has a token of images. Begin a new conversation."
+                )
+        if num_tokens >= self.max_model_len:
+            self.is_full, self._num_refused = True, num_tokens
             raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens; the prompt has {len(prompt)}.",
+                f"This model's maximum context length is {self.max_model_len} tokens; the prompt has {num_tokens}.",
                 code="context_length_exceeded",
             )
         goes_on = self.is_full
@@ -254,6 +281,7 @@ class Session:
                 text,
                 said(completion.text),
                 chat_of(chat, completion.text),
+                pictures,
             )
             for completion in completions
         ]
@@ -288,14 +316,10 @@ class Session:
 
 def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
     """Return all turns up to `leaf` as one row; turns in `trained` are trained on in another row."""
-    path: list[Turn] = []
-    turn: Turn | None = leaf
-    while turn is not None:
-        path.insert(0, turn)
-        turn = turn.before
-    row = Rollout.from_completion(record, path[0].completion)
+    path = leaf.path
+    row = Rollout.from_completion(record, path[0].completion, path[0].pictures)
     for turn in path[1:]:
-        row = row.continued(turn.added, turn.added_text, turn.completion)
+        row = row.continued(turn.added, turn.added_text, turn.completion, turn.pictures)
     mask = list(row.policy_mask)
     start = len(row.prompt_token_ids)
     for turn in path:
@@ -325,7 +349,8 @@ def _encoding(param: str) -> Iterator[None]:
 
 def _for_template(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     try:
-        return {"content": "", **plain_message(message)}
+        (plain,) = with_content([plain_message(message)])
+        return {"content": "", **plain}
     except ValueError as error:
         raise RequestError(f"messages[{index}]: {error}", f"messages[{index}]") from None
 

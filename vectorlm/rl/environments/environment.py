@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vectorlm.data.encoding import escaped_halves, is_messages
+from vectorlm.data.images import with_content
 from vectorlm.errors import ConfigError
 from vectorlm.rl.environments.tools import CALL_ID_LENGTH, call_tool, message_of, parse_calls
 from vectorlm.types import MAX_REWARD
@@ -86,7 +87,10 @@ def to_reply(value: Any) -> Reply:
                 raise TypeError(
                     f"it returned the message {str(message)[:60]}, which needs a `role` and a `content`"
                 )
-        messages = list(messages)
+        try:
+            messages = with_content(messages)
+        except ValueError as error:
+            raise TypeError(f"it returned a message with an image: {error}") from error
     # A reply may repeat the policy's text, which may hold lone surrogates.
     messages = escaped_halves(messages)
     # bool("False") is True.
@@ -244,7 +248,9 @@ class Player:
         if not is_messages(prompt):
             raise TypeError("reset() adds messages, so the prompt must be chat messages")
         if isinstance(added, str) and isinstance(self._turns, _TRL):
-            return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + added}]
+            content = prompt[-1]["content"]
+            content += added if isinstance(content, str) else [{"type": "text", "text": added}]
+            return [*prompt[:-1], {**prompt[-1], "content": content}]
         messages = to_reply(added).messages
         if isinstance(messages, str):
             raise TypeError("reset() returned a text, and must return messages or None")

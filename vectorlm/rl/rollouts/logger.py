@@ -10,12 +10,15 @@ import torch
 
 from vectorlm.algorithms.reduce import masked_sum
 from vectorlm.data.encoding import shown_prompt
+from vectorlm.data.images import with_paths
 from vectorlm.report.step_lines import StepLines, json_text
 from vectorlm.rl.rollout import Rollout, RolloutGroup, TrainBatch, kept_groups
 from vectorlm.rl.rollouts.replay import record_of, row_of
 
 MAX_COLUMNS, MAX_COLUMN = 20, 200
 """Limits for a line: columns of the prompt, and characters per column. With tokens there is no limit."""
+PICTURES = "pictures"
+"""Folder of the pictures that came without a path."""
 NUM_SHOWN = 3
 WIDTH = 60
 """Characters of a prompt or completion on the console."""
@@ -48,6 +51,7 @@ class RolloutLogger:
         """The rollouts of the last step, as written."""
         self._lines = None if folder is None else StepLines(folder / "rollouts.jsonl", resume_step)
         self._mismatch = None if folder is None else StepLines(folder / "correction.jsonl", resume_step)
+        self._pictures = (folder or Path()) / PICTURES
         self._saves_tokens = saves_tokens
         self._min_ess = min_ess
         self._has_warned = self._were_truncated = False
@@ -59,7 +63,7 @@ class RolloutLogger:
         if self._lines is None or self._mismatch is None:
             return
         kept = kept_groups(groups)
-        self.records = list(self._records(kept, batch))
+        self.records = [with_paths(record, self._pictures) for record in self._records(kept, batch)]
         self._lines.write(step, self.records)
         if batch is not None and batch.mismatch is not None:
             self._mismatch.write(step, [batch.mismatch])

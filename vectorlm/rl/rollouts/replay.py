@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vectorlm.data.encoding import is_messages
+from vectorlm.data.images import picture_of
 from vectorlm.data.prompts import read_rows
 from vectorlm.errors import DatasetError
 from vectorlm.rl.prompts import PromptOrder
@@ -41,6 +42,7 @@ def row_of(rollout: Rollout) -> dict[str, Any]:
         "messages": rollout.messages,
         "turn_texts": list(rollout.turn_texts),
         "policy_contents": list(rollout.policy_contents),
+        **({"pictures": list(rollout.pictures)} if rollout.pictures else {}),
     }
 
 
@@ -182,6 +184,7 @@ def _rollout_of(row: Mapping[str, Any], record: PromptRecord) -> Rollout:
         turn_texts=tuple(row.get("turn_texts", ())),
         policy_contents=tuple(row.get("policy_contents", ())),
         is_replayed=True,
+        pictures=tuple(map(picture_of, row.get("pictures", ()))),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vectorlm.data.encoding import asked, encode, encode_reply, is_messages, split_unfinished
+from vectorlm.data.images import ImageTokens, Picture, PicturedIds, image_tokens_of, images_of, picture_of
 from vectorlm.errors import EngineError, RolloutError
 from vectorlm.ranks.workers.pool import together
 from vectorlm.rl.environments.remote import RemoteEnvironment
@@ -90,7 +91,8 @@ class GroupSampler:
             params = {**self._params, "n": 1, "temperature": 0.0}
             alone = ask(asked(task.prompt_record), params)
             rollouts, (completion,) = await asyncio.gather(self._group(task, ask), alone)
-            group = SampledGroup(rollouts, Rollout.from_completion(task.prompt_record, completion))
+            pictures = tuple(images_of(task.prompt_record.prompt))
+            group = SampledGroup(rollouts, Rollout.from_completion(task.prompt_record, completion, pictures))
         else:
             group = SampledGroup(await self._group(task, ask))
         if self.score is None:
@@ -114,9 +116,8 @@ class GroupSampler:
                 for index in range(size)
             )
         params = {**self._params, "n": size, "seed": self._draw_seed(task.position)}
-        return [
-            Rollout.from_completion(record, completion) for completion in await ask(asked(record), params)
-        ]
+        completions, pictures = await ask(asked(record), params), tuple(images_of(record.prompt))
+        return [Rollout.from_completion(record, completion, pictures) for completion in completions]
 
     async def _interact(self, task: Task, index: int, environment: RemoteEnvironment, ask: Ask) -> Rollout:
         """Return one rollout with an environment, and close the environment even if it fails."""
@@ -143,9 +144,9 @@ class GroupSampler:
                 f"starts with {len(first)} tokens, but the engine's limit is {self.max_model_len}, so no turn fits",
                 "Shorten the prompt and the messages of reset(), or raise train_parameters.max_seq_len",
             ) from error
-        rollout = Rollout.from_completion(task.prompt_record, completion)
         prompt, tools = (prompt["prompt"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
         is_chat = is_messages(prompt)
+        rollout = Rollout.from_completion(task.prompt_record, completion, tuple(images_of(prompt)))
         # Messages before the policy's current message, and that message so far: the prefill, and replies of text.
         chat, begun = split_unfinished(prompt) if is_chat else ([], "")
         own, contents = (
@@ -160,6 +161,7 @@ class GroupSampler:
                 rollout = replace(rollout, measured={**rollout.measured, **reply.metrics})
             if reply.done or rollout.num_turns == self.settings.max_turns:
                 break
+            pictures = tuple(images_of(reply.messages))
             if isinstance(reply.messages, str):
                 ids, text = self.tokenizer.encode(reply.messages, add_special_tokens=False), reply.messages
             elif is_chat:
@@ -172,7 +174,12 @@ class GroupSampler:
                     "Use a prompt of messages, or reply with text."
                 )
             whole = [*rollout.prompt_token_ids, *rollout.token_ids, *ids]
-            if len(whole) >= self.max_model_len:
+            shown = rollout.pictures + pictures
+            fits = len(whole) < self.max_model_len
+            if shown:
+                with environment.naming("an image of its reply cannot be read"):
+                    fits = self._can_show(rollout, image_tokens_of(self.tokenizer), whole, shown)
+            if not fits:
                 # Truncated like an agent's rollout: nobody knows what the policy would have done next.
                 rollout = replace(rollout, finish_reason="length")
                 break
@@ -183,13 +190,25 @@ class GroupSampler:
                 chat += [{**message, "content": begun + message["content"]}, *reply.messages]
                 begun = own = ""
             seed = self._seed_of_turn(task.position, index, rollout.num_turns)
+            if shown:
+                whole = PicturedIds.of(whole, shown)
             (completion,) = await ask(whole, {**self._params, "n": 1, "seed": seed})
-            rollout = rollout.continued(tuple(ids), text, completion)
+            rollout = rollout.continued(tuple(ids), text, completion, pictures)
         last = {"role": "assistant", "content": begun + completion.text}
         if not is_chat:
             return rollout
         contents.append((len(chat), own + completion.text))
         return replace(rollout, messages=[*chat, last], policy_contents=contents)
+
+    def _can_show(
+        self, rollout: Rollout, tokens: ImageTokens, whole: Sequence[int], shown: Sequence[Picture]
+    ) -> bool:
+        """Return whether the engine can read another turn with these pictures."""
+        # The engine would put a picture in the place of a placeholder that the policy sampled.
+        return (
+            tokens.reserved.isdisjoint(rollout.policy_token_ids)
+            and tokens.length(whole, shown) < self.max_model_len
+        )
 
     @property
     def _params(self) -> dict[str, Any]:
@@ -229,7 +248,11 @@ class PendingGroup:
         assert self.sampled is not None
         sampled = asdict(
             self.sampled,
-            dict_factory=lambda items: {name: value for name, value in items if name != "prompt_record"},
+            dict_factory=lambda items: {
+                name: [picture.as_text() for picture in value] if name == "pictures" else value
+                for name, value in items
+                if name != "prompt_record"
+            },
         )
         return {"position": self.position, "version": self.version, "sampled": sampled}
 
@@ -239,7 +262,9 @@ class PendingGroup:
 
         def rollout(saved: Mapping[str, Any]) -> Rollout:
             branches = tuple(map(rollout, saved["branches"]))
-            return Rollout(prompt_record=record, **{**saved, "branches": branches})
+            # Checkpoints of earlier versions have no pictures.
+            pictures = tuple(map(picture_of, saved.get("pictures", ())))
+            return Rollout(prompt_record=record, **{**saved, "branches": branches, "pictures": pictures})
 
         saved = state["sampled"]
         greedy = None if saved["greedy"] is None else rollout(saved["greedy"])
