@@ -11,7 +11,15 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
-from vectorlm.data.encoding import decoded, encode_apart, end_tokens, marked_spans, plain_message, render_chat
+from vectorlm.data.encoding import (
+    decoded,
+    encode_apart,
+    end_tokens,
+    marked_spans,
+    plain_message,
+    render_chat,
+    text_of_message,
+)
 from vectorlm.errors import ConfigError, DatasetError
 
 Message = dict[str, Any]
@@ -63,7 +71,7 @@ class Chat:
             if renders_same(others, tools):
                 messages = others
                 remarks.append(f"the chat template does not render {key!r} of messages")
-        contents = [one["content"] for one in messages if one["role"] != "tool" and "content" in one]
+        contents = [text_of_message(one) for one in messages if one["role"] != "tool" and "content" in one]
         if any(content.strip() not in text for content in contents):
             remarks.append("the chat template changes the text of a message, or removes its reasoning")
         if len(messages) > 1 and messages[-1]["role"] == "assistant":
@@ -221,7 +229,7 @@ def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def messages_of(name: str, value: Any) -> list[Message]:
-    """Return messages with their content as one text, and without keys that are null."""
+    """Return messages with their content as one text, or as parts beside images, and without keys that are null."""
     if not isinstance(value, list) or not all(isinstance(given, dict) for given in value):
         raise DatasetError(
             f"{name} holds {str(value)[:60]!r}: it must be a list of messages. Remove the row, or choose another "

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from vectorlm.data.images import PlacedPicture, picture_of
 from vectorlm.data.source import load_saved
 from vectorlm.data.summary import PREFERENCE_COLUMNS, Summary, steps_per_epoch, vocabulary_of
 from vectorlm.errors import DatasetError
@@ -21,6 +22,7 @@ from vectorlm.types import Batch
 if TYPE_CHECKING:
     from datasets import Dataset
 
+IMAGE_COLUMNS = ("images", "image_starts")
 _PREFERENCES = tuple(PREFERENCE_COLUMNS.values())
 FILLER_ID = -1
 """The id of a filler row; other ids are indices in the dataset."""
@@ -55,7 +57,19 @@ class Collator:
             torch.tensor([row["id"] for row in full], dtype=torch.int64),
             pad(text_ids),
             torch.tensor(values, dtype=torch.float32),
+            images=list(map(self._images, full, input_ids)) if any("images" in row for row in rows) else None,
         )
+
+    def _images(self, row: Mapping[str, Any], input_ids: torch.Tensor) -> list[PlacedPicture]:
+        """Return the pictures of a row; raise if a row that holds some was cut."""
+        pairs = zip(row.get("images") or (), row.get("image_starts") or (), strict=True)
+        placed = [PlacedPicture(picture_of(image), start) for image, start in pairs]
+        if placed and len(input_ids) < len(row["input_ids"]):
+            raise DatasetError(
+                f"row {row['id']} of the dataset has images and {len(row['input_ids'])} tokens, but only "
+                f"{len(input_ids)} fit. Raise max_seq_len."
+            )
+        return placed
 
     def _tokens(self, row: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the tokens, labels and text ids of a row, int64 [T] each, cut to `max_seq_len`."""
@@ -122,7 +136,7 @@ class StepLoader:
     """float32 [rows of the dataset, 2], the `references` of batches; None if a loss needs none."""
 
     def __post_init__(self) -> None:
-        optional = ("attention_mask", "seq_lengths", *_PREFERENCES)
+        optional = ("attention_mask", "seq_lengths", *IMAGE_COLUMNS, *_PREFERENCES)
         columns = ["input_ids", "labels", *(name for name in optional if name in self.dataset.column_names)]
         self.dataset = self.dataset.select_columns(columns).with_format(None)
         # Without a label that counts, weight decay alone would move the weights. The first token is not predicted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from vectorlm.data.settings import Overlong
@@ -37,15 +37,24 @@ class TokenisedText:
     """The margin of a pair, or whether a completion is good."""
     step_labels: Sequence[bool] = ()
     """Whether each step is right; the last token of a step counts."""
+    images: tuple[tuple[str, int], ...] = ()
+    """The path or ``data:`` URL of each image, and the first of its tokens."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     def __add__(self, other: TokenisedText) -> TokenisedText:
-        return TokenisedText(self.input_ids + other.input_ids, self.counted + other.counted)
+        images = self.images + other.moved(len(self))
+        return TokenisedText(self.input_ids + other.input_ids, self.counted + other.counted, images=images)
 
     def __getitem__(self, where: slice) -> TokenisedText:
-        return TokenisedText(self.input_ids[where], self.counted[where])
+        first, last, _ = where.indices(len(self))
+        images = tuple((image, start) for image, start in self.moved(-first) if 0 <= start < last - first)
+        return TokenisedText(self.input_ids[where], self.counted[where], images=images)
+
+    def moved(self, by: int) -> tuple[tuple[str, int], ...]:
+        """Return the images with places after so many more tokens."""
+        return tuple((image, start + by) for image, start in self.images)
 
     def labels(self, ignore_index: int) -> list[int]:
         """Return the label of each token: the token itself, or 1 or 0 for a step; `ignore_index` outside the loss."""
@@ -207,10 +216,14 @@ def best_fit(lengths: Sequence[int], max_seq_len: int) -> list[list[int]]:
 
 def join(texts: Sequence[TokenisedText]) -> TokenisedText:
     """Join several texts to one row, in which they do not attend to each other."""
+    starts = accumulate(map(len, texts), initial=0)
     return TokenisedText(
         [token for text in texts for token in text.input_ids],
         [counts for text in texts for counts in text.counted],
         [len(text) for text in texts],
+        images=tuple(
+            image for text, start in zip(texts, starts, strict=False) for image in text.moved(start)
+        ),
     )
 
 
@@ -255,14 +268,14 @@ def rows_of_two(
     """
     last_prompt = stranger = None
     for row in rows:
-        text, num_first = TokenisedText(row["input_ids"], row["counted"]), row["num_first"]
+        text, num_first = text_of(row), row["num_first"]
         if num_first:
             texts = [text[:num_first], text[num_first:]]
         else:
             prompt, _ = _parts(text)
             if prompt != last_prompt:  # Otherwise the completion found for the previous row fits here too.
                 following = (tokens[(row["index"] + step) % len(tokens)] for step in range(1, len(tokens)))
-                others = (_parts(TokenisedText(other["input_ids"], other["counted"])) for other in following)
+                others = (_parts(text_of(other)) for other in following)
                 stranger = next((said for other, said in others if said and other != prompt), None)
                 last_prompt = prompt
             if stranger is None:
@@ -278,7 +291,13 @@ def rows_of_two(
                 f"{row['name']} holds a text of {longest} tokens: it must have at most "
                 f"max_seq_len={frame.max_seq_len}. Raise max_seq_len, or set overlong_prompts to drop or truncate_left."
             )
-        if excess and overlong == "truncate_left" and excess < min(len(_parts(side)[0]) for side in texts):
+        # A cut may go through an image.
+        if (
+            excess
+            and overlong == "truncate_left"
+            and not text.images
+            and excess < min(len(_parts(side)[0]) for side in texts)
+        ):
             summary.truncated += 2
             summary.lost_tokens += 2 * excess
             texts = [side[excess:] for side in texts]
@@ -291,6 +310,12 @@ def rows_of_two(
             add_row(summary.skipped, "a text without tokens of its own", row["name"])
         else:
             yield replace(join(framed), value=row["value"])
+
+
+def text_of(row: Mapping[str, Any]) -> TokenisedText:
+    """Return the text of a tokenised row."""
+    images = tuple(zip(row["images"], row["image_starts"], strict=True))
+    return TokenisedText(row["input_ids"], row["counted"], images=images)
 
 
 def _parts(text: TokenisedText) -> tuple[TokenisedText, TokenisedText]:

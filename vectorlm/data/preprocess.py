@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from vectorlm.data.images import takes_images
 from vectorlm.data.pack import (
     Frame,
     TokenisedText,
@@ -19,6 +20,7 @@ from vectorlm.data.pack import (
     pack_texts,
     rows_of_steps,
     rows_of_two,
+    text_of,
 )
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import open_source, write_rows
@@ -84,7 +86,7 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
             vocabulary=vocabulary_of(tokenizer),
         )
         kept = _kept(tokens, summary)
-        texts = (TokenisedText(row["input_ids"], row["counted"]) for row in kept)
+        texts = map(text_of, kept)
         packing, fits = settings.packing_type, settings.packing_type == "best_fit"
         if settings.examples == "steps":
             rows = rows_of_steps(kept, frame, summary)
@@ -96,7 +98,9 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
             rows = pack_texts(texts, frame, summary, "full" if packing == "full" else "partial")
             summary.begins_rows_alone = packing == "full" and frame.bos_token_id is not None
         value = VALUE_COLUMNS.get(settings.examples)
-        _save(_best_fit(rows, max_seq_len, scratch) if fits else rows, summary, scratch, value)
+        has_images = tokeniser.is_chat and takes_images(tokenizer)
+        rows = _best_fit(rows, max_seq_len, scratch) if fits else rows
+        _save(rows, summary, scratch, value, has_images=has_images)
         if not summary.loss_tokens:
             raise DatasetError(
                 f"no token counts in the loss within max_seq_len={max_seq_len}; of {summary.rows_in:,} rows were "
@@ -178,7 +182,9 @@ def _best_fit(chunks: Iterable[TokenisedText], max_seq_len: int, scratch: Path) 
         yield join(list(map(TokenisedText, columns["input_ids"], columns["counted"])))
 
 
-def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path, value: str | None) -> None:
+def _save(
+    rows: Iterable[TokenisedText], summary: Summary, scratch: Path, value: str | None, *, has_images: bool
+) -> None:
     """Save and count the rows; `value` is the name of the column for their values, None for none."""
     from datasets import Features, Sequence, Value
 
@@ -191,8 +197,14 @@ def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path, value:
                 "id": index,
                 "seq_lengths": row.seq_lengths or [len(row)],
                 **({} if value is None else {value: row.value}),
+                **(images_of_row(row) if has_images else {}),
             }
 
+    def images_of_row(row: TokenisedText) -> dict[str, Any]:
+        images, starts = [image for image, _ in row.images], [start for _, start in row.images]
+        return {"images": images, "image_starts": starts}
+
+    image_features = {"images": Sequence(Value("string")), "image_starts": Sequence(Value("int32"))}
     features = Features(
         input_ids=Sequence(Value("int32")),
         labels=Sequence(Value("int32")),
@@ -200,6 +212,7 @@ def _save(rows: Iterable[TokenisedText], summary: Summary, scratch: Path, value:
         id=Value("int64"),
         seq_lengths=Sequence(Value("int32")),
         **({} if value is None else {value: Value("float32")}),
+        **(image_features if has_images else {}),
     )
     path = scratch / "rows.arrow"
     rows_per_write = max(1, _TOKENS_PER_WRITE // summary.max_seq_len)

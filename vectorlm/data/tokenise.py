@@ -9,7 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vectorlm.data.chat import Chat, chat_in, common_beginning, messages_behind, messages_of, weight_of
+from vectorlm.data.chat import (
+    Chat,
+    Message,
+    chat_in,
+    common_beginning,
+    messages_behind,
+    messages_of,
+    weight_of,
+)
 from vectorlm.data.encoding import (
     encode,
     encode_apart,
@@ -18,6 +26,7 @@ from vectorlm.data.encoding import (
     text_of_message,
     tools_of,
 )
+from vectorlm.data.images import Picture, column_images, image_tokens_of, images_of, with_images
 from vectorlm.data.pack import COLUMNS, value_of
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
@@ -47,6 +56,8 @@ class Tokens:
     """Number of tokens of a pair's chosen text, which comes first."""
     step_labels: Sequence[bool] = ()
     """Whether each step is right; the last token of each step counts."""
+    images: Sequence[tuple[str, int]] = ()
+    """The path or ``data:`` URL of each image, and the first of its tokens."""
 
     @property
     def skipped(self) -> str:
@@ -98,6 +109,8 @@ class Tokeniser:
                     "name": name if is_named else "",
                     "num_first": tokens.num_first,
                     "step_labels": list(tokens.step_labels),
+                    "images": [image for image, _ in tokens.images],
+                    "image_starts": [start for _, start in tokens.images],
                     "value": 0.0 if row is None else next(values),
                 }
             )
@@ -126,7 +139,7 @@ class Tokeniser:
     def _read(self) -> tuple[str, ...]:
         examples = self.settings.examples
         columns = COLUMNS.get(examples, self.columns) + (("prompt", "margin") if examples == "pairs" else ())
-        return (*columns, "tools", "weight") if self.is_chat else columns
+        return (*columns, "tools", "weight", "images", "image") if self.is_chat else columns
 
     def map(self, path: Path) -> Dataset:
         """Tokenise all rows to a file at `path`, in `num_proc` processes; its columns are the keys of `__call__`."""
@@ -145,6 +158,8 @@ class Tokeniser:
             name=Value("string"),
             num_first=Value("int32"),
             step_labels=Sequence(Value("bool")),
+            images=Sequence(Value("string")),
+            image_starts=Sequence(Value("int32")),
             value=Value("float64"),
         )
         try:
@@ -235,7 +250,7 @@ class Tokeniser:
                 )
             else:
                 prompt, texts = shared, [text[len(shared) :] for text in texts]
-        beside = {column: row[column] for column in ("tools", "weight") if column in row}
+        beside = {column: row[column] for column in ("tools", "weight", "images", "image") if column in row}
         return [{**beside, "prompt": prompt, "completion": text} for text in texts]
 
     def _pair(self, name: str, row: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -262,6 +277,7 @@ class Tokeniser:
         parts = [messages_of(name, self._value(name, row, column)) for column in self.columns]
         if not all(parts):
             return Tokens([], [], "no messages")
+        parts[0] = self._with_images(name, parts[0], row)
         if weight_of(name, row) == 0:
             return Tokens([], [], "a weight of 0")
         if len(parts) == 2 and self.settings.examples != "pairs":
@@ -288,11 +304,48 @@ class Tokeniser:
             only_assistant=self.settings.assistant_only_loss,
             left_out=left_out | silent,
         )
+        images: list[tuple[str, int]] = []
+        if pictures := images_of(messages):
+            tokens, counted, images = self._expanded(name, tokens, counted, pictures)
         if not any(counted) and tokens:
             return Tokens([], [], "no text of the assistant")
         if not any(counts and token in self.ends for token, counts in zip(tokens, counted, strict=True)):
             remarks.append(NO_END)
-        return Tokens(tokens, counted, "no tokens", remarks)
+        return Tokens(tokens, counted, "no tokens", remarks, images=images)
+
+    def _with_images(self, name: str, messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+        """Put the pictures of the column `images` into the first messages of a row."""
+        try:
+            return with_images(messages, column_images(row))
+        except ValueError as error:
+            raise DatasetError(f"{name}: {error}. Correct it, or remove the row.") from error
+
+    def _expanded(
+        self, name: str, tokens: Sequence[int], counted: Sequence[bool], pictures: Sequence[Picture]
+    ) -> tuple[list[int], list[bool], list[tuple[str, int]]]:
+        """Replace the placeholders of pictures by their tokens, which do not count in the loss."""
+        settings = self.settings
+        if settings.packing_type is not None or settings.truncate:
+            raise DatasetError(
+                f"{name} has images, which a cut of the row may go through. Set dataset_preprocess.packing_type: null "
+                "and truncate: false; training lays rows end to end by itself."
+            )
+        image_tokens = image_tokens_of(self.tokenizer)
+        try:
+            found, placed = image_tokens.expand(tokens, pictures)
+        except ValueError as error:
+            raise DatasetError(f"{name}: {error}. Correct it, or remove the row.") from error
+        left = iter(pictures)
+        sizes = [
+            len(image_tokens.expansion(next(left))) if token == image_tokens.placeholder else 1
+            for token in tokens
+        ]
+        counts = [
+            counts and token not in image_tokens.reserved
+            for token, counts, size in zip(tokens, counted, sizes, strict=True)
+            for _ in range(size)
+        ]
+        return found, counts, [(picture.picture.as_text(), picture.start) for picture in placed]
 
     @cached_property
     def chat(self) -> Chat:
@@ -339,7 +392,9 @@ def _joined(chosen: Tokens, rejected: Tokens, has_prompt: bool) -> Tokens:
     counted = [[False] * shared + side.counted[shared:] for side in (chosen, rejected)]
     remarks = list(dict.fromkeys((*chosen.remarks, *rejected.remarks)))
     num_first = len(chosen.input_ids)
-    return Tokens(chosen.input_ids + rejected.input_ids, counted[0] + counted[1], "", remarks, num_first)
+    images = [*chosen.images, *((image, start + num_first) for image, start in rejected.images)]
+    tokens = chosen.input_ids + rejected.input_ids
+    return Tokens(tokens, counted[0] + counted[1], "", remarks, num_first, images=images)
 
 
 def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings) -> Tokeniser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -107,7 +108,9 @@ def known_rows(batch: Batch, model: nn.Module, ignore_index: int) -> Rows:
                 f"{num_tokens} tokens. Preprocess the dataset with the model's own tokenizer, or set "
                 f"dataset.ignore_index={ignore_index} to the label of tokens outside the loss."
             )
-    return Rows(batch.input_ids, batch.attention_mask, targets, batch.ids.tolist(), batch.labels)
+    return Rows(
+        batch.input_ids, batch.attention_mask, targets, batch.ids.tolist(), batch.labels, images=batch.images
+    )
 
 
 def apart(batch: Batch, ignore_index: int) -> Batch:
@@ -123,14 +126,27 @@ def apart(batch: Batch, ignore_index: int) -> Batch:
         ]
         return pad_sequence(texts, batch_first=True, padding_value=fill)
 
+    images = None
+    if batch.images is not None:
+        places = zip(lengths, batch.images, strict=True)
+        images = [text for sizes, placed in places for text in _images_apart(placed, sizes)]
     return replace(
         batch,
+        images=images,
         input_ids=cut(batch.input_ids, 0),
         attention_mask=cut(batch.attention_mask, 0),
         labels=cut(batch.labels, ignore_index),
         ids=batch.ids.repeat_interleave(torch.tensor([len(sizes) for sizes in lengths])),
         text_ids=cut(torch.zeros_like(batch.text_ids), 0),
     )
+
+
+def _images_apart(placed: Sequence[Any], sizes: Sequence[int]) -> Iterator[list[Any]]:
+    """Yield the pictures of each text of a row, with their places in the text."""
+    first = 0
+    for size in sizes:
+        yield [replace(one, start=one.start - first) for one in placed if first <= one.start < first + size]
+        first += size
 
 
 class Scorer:
@@ -373,7 +389,8 @@ class GoodAndBad:
 def rows_of(batch: Batch, is_kept: torch.Tensor) -> Batch:
     """Return some rows of a batch; the values of pairs stay as they are."""
     names = ("input_ids", "attention_mask", "labels", "ids", "text_ids")
-    return replace(batch, **{name: getattr(batch, name)[is_kept] for name in names})
+    images = None if batch.images is None else list(compress(batch.images, is_kept.tolist()))
+    return replace(batch, images=images, **{name: getattr(batch, name)[is_kept] for name in names})
 
 
 def in_pairs(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
