@@ -7,9 +7,11 @@ import sys
 import time
 
 import pytest
+from kit.vision_models import picture
 
 from vectorlm.cli import main
 from vectorlm.cli.report import EVERY_S
+from vectorlm.data.images import picture_of
 from vectorlm.report.page import MAX_POINTS, MAX_ROWS, MAX_STEPS, write_page
 from vectorlm.report.runs import RunFolder
 from vectorlm.report.step_lines import StepLines
@@ -187,3 +189,39 @@ def test_the_commands_write_their_files_and_say_where(tmp_path, capsys):
     assert main(["plot", str(run.path), "--metrics", "reward/mean", "--output", str(tmp_path / "p.png")]) == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plot", str(tmp_path)]) == 2
+
+
+def test_pictures_of_rollouts_are_on_the_page_in_small(tmp_path):
+    wide, stored = tmp_path / "wide.png", tmp_path / "run" / "pictures" / "abc"
+    stored.parent.mkdir(parents=True)
+    picture("r", (400, 200)).save(wide)
+    picture("b").save(stored, format="PNG")
+
+    def asked(*names):
+        parts = [{"type": "image", "image": str(name)} for name in names]
+        return [{"role": "user", "content": [*parts, {"type": "text", "text": "which?"}]}]
+
+    # The run was moved: `elsewhere` is not there any more.
+    rows = [rollout(1, asked(wide), 1.0), rollout(1, asked(tmp_path / "missing.png"), 0.0)]
+    rows.append(rollout(1, asked(wide), 0.5, messages=asked(wide, "elsewhere/pictures/abc")))
+    run = make_run(tmp_path / "run", rollouts=rows)
+    data = data_of(page_of(tmp_path, run))
+    shown = [row["images"] for row in data["runs"][0]["rollouts"]["rows"]]
+    assert shown[0] == [str(wide)]
+    assert shown[2] == [str(wide), "elsewhere/pictures/abc"]
+    assert data["runs"][0]["rollouts"]["rows"][0]["prompt"] == "user: [image wide.png] which?"
+    assert set(data["pictures"]) == {str(wide), "elsewhere/pictures/abc"}
+    small = picture_of(data["pictures"][str(wide)]).open()
+    assert small.size == (96, 48)
+    red, green, blue = small.getpixel((5, 5))
+    assert red > 200
+    assert max(green, blue) < 60
+    blue = picture_of(data["pictures"]["elsewhere/pictures/abc"]).open().getpixel((5, 5))[2]
+    assert blue > 200
+
+
+def test_a_page_of_texts_has_no_pictures(tmp_path):
+    run = make_run(tmp_path / "run", rollouts=[rollout(1, "text", 1.0), rollout(1, [1, 2], 1.0)])
+    data = data_of(page_of(tmp_path, run))
+    assert data["pictures"] == {}
+    assert all("images" not in row for row in data["runs"][0]["rollouts"]["rows"])

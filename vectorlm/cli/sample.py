@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.data.encoding import has_chat_template
+from vectorlm.data.images import picture_of, with_images
 from vectorlm.data.settings import PLAIN_CHAT, ChatSettings
 from vectorlm.errors import ConfigError, EngineError
 from vectorlm.packages import is_installed
@@ -39,6 +40,8 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="send every prompt as a user message, with the model's chat template",
     )
+    help_text = "an image to show before the text of every prompt, with --chat; may be repeated"
+    parser.add_argument("--image", dest="images", action="append", default=[], metavar="FILE", help=help_text)
     parser.add_argument("--system", metavar="TEXT", help="the system message of each chat; implies --chat")
 
 
@@ -98,8 +101,10 @@ def sample_command(args: argparse.Namespace) -> int:
     is_chat = args.chat or args.system is not None
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     asked: list[Prompt] = [
-        [*system, {"role": "user", "content": prompt}] if is_chat else prompt for prompt in prompts
+        with_images([*system, {"role": "user", "content": prompt}], args.images) if is_chat else prompt
+        for prompt in prompts
     ]
+    _require_readable(args.images, is_chat, args.engine)
     chat = chat_settings(args, PLAIN_CHAT)
     has_template = chat.chat_template is not None or has_chat_template(model)
     if is_chat and not has_template:
@@ -125,6 +130,19 @@ def sample_command(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _require_readable(images: Sequence[str], is_chat: bool, inference: str) -> None:
+    """Raise `ConfigError` for images that cannot be shown, before the engine starts."""
+    if images and not is_chat:
+        raise ConfigError("--image needs a chat, whose template says where images are. Add --chat.")
+    if images and inference != "vllm":
+        raise ConfigError("--engine hf reads text alone, and --image needs a model with images. Use vllm.")
+    for image in images:
+        try:
+            picture_of(image).open()
+        except ValueError as error:
+            raise ConfigError(f"--image {image}: {error}. Name an image file.") from error
 
 
 def trusted(args: argparse.Namespace) -> dict[str, Any]:

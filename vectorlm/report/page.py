@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from html import escape
+from io import BytesIO
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from vectorlm.data.encoding import shown_content
+from vectorlm.data.images import ImageError, is_image, picture_of
 from vectorlm.report.panels import ALL_PANELS, PHASES
 from vectorlm.report.plots import filled_panels, last_steps
 from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
@@ -24,11 +29,14 @@ MAX_STEPS, MAX_ROWS = 20, 50
 MAX_TEXT = 500
 """Largest number of characters of a prompt or an answer."""
 MAX_WORST = 50
+MAX_PICTURES, PICTURE_SIZE = 300, 96
+"""Largest number of pictures, and pixels of the longer side."""
 
 
 def write_page(runs: Sequence[RunFolder], output: Path, reload_s: float | None = None) -> None:
     """Write the page, which reloads every `reload_s` seconds; it shows a sample of the texts of long runs."""
     names = names_of(runs)
+    described = [_describe(run, name) for run, name in zip(runs, names, strict=True)]
     data = {
         "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S"),
         "reloadS": reload_s,
@@ -38,7 +46,8 @@ def write_page(runs: Sequence[RunFolder], output: Path, reload_s: float | None =
         "differences": {
             name: [_cut(value) for value in values] for name, values in differences(runs).items()
         },
-        "runs": [_describe(run, name) for run, name in zip(runs, names, strict=True)],
+        "runs": described,
+        "pictures": _thumbnails(runs, described),
     }
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     # Only "</" could end a script element.
@@ -126,7 +135,7 @@ def _answer(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of an answer to a held-out question."""
     reward = (line.get("rewards") or [None])[0]
     answer = line["options"][0] if line["options"] else ""
-    return {"prompt": _text(line["prompt"]), "text": _text(answer), "reward": reward}
+    return {"prompt": _text(line["prompt"]), "text": _text(answer), "reward": reward, **_images(line)}
 
 
 def _rollout(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +145,40 @@ def _rollout(line: Mapping[str, Any]) -> dict[str, Any]:
         "reward": _rounded(line["reward"]),
         "advantage": _rounded(line["advantage"]),
         "columns": _columns(line),
+        **_images(line),
     }
+
+
+def _images(line: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the names of the pictures in a line's chat, if there are some."""
+    chat = line.get("messages") or line["prompt"]
+    contents = [
+        message.get("content")
+        for message in (chat if isinstance(chat, list) else ())
+        if isinstance(message, Mapping)
+    ]
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    names = [str(part["image"]) for part in parts if is_image(part) and part.get("image")]
+    return {"images": names} if names else {}
+
+
+def _thumbnails(runs: Sequence[RunFolder], described: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return small copies of the pictures in the rows of the runs, as URLs by name; unreadable ones are left out."""
+    found: dict[str, str] = {}
+    for run, data in zip(runs, described, strict=True):
+        rows = [*data["rollouts"]["rows"], *data["samples"]["rows"], *data["worst"]]
+        for name in dict.fromkeys(name for row in rows for name in row.get("images", ())):
+            # The run may have been moved, with the pictures that came without a path.
+            copy = run.path / "pictures" / name.rpartition("/")[2].removeprefix("sha256:")
+            if name in found or len(found) == MAX_PICTURES:
+                continue
+            with suppress(ImageError):
+                small = picture_of(str(copy) if copy.is_file() else name).open()
+                small.thumbnail((PICTURE_SIZE, PICTURE_SIZE))
+                file = BytesIO()
+                small.save(file, format="JPEG", quality=75)
+                found[name] = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return found
 
 
 def _worst_prompts(path: Path) -> list[dict[str, Any]]:
@@ -151,6 +193,7 @@ def _worst_prompts(path: Path) -> list[dict[str, Any]]:
             num = found[prompt]["num"] + 1 if prompt in found else 1
             mean = _rounded(totals[prompt] / num)
             last = {"step": line["train_step"], "text": _text(line["completion"]), "columns": _columns(line)}
+            last |= _images({"prompt": line["prompt"]})
             found[prompt] = {"prompt": _text(line["prompt"]), "num": num, "mean": mean, **last}
     worst = sorted(found, key=lambda prompt: (totals[prompt] / found[prompt]["num"], -found[prompt]["num"]))
     return [found[prompt] for prompt in worst[:MAX_WORST]]
@@ -163,7 +206,9 @@ def _columns(line: Mapping[str, Any]) -> str:
 def _text(value: Any) -> str:
     """Return a prompt or an answer as text, chat messages one per line; of a long text both ends."""
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
-        value = "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in value)
+        value = "\n".join(
+            f"{message.get('role', '')}: {shown_content(message.get('content', ''))}" for message in value
+        )
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     # The question, and the result of an answer, are at the end.
     half = MAX_TEXT // 2

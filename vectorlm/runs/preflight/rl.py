@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from vectorlm.algorithms.settings import (
 )
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import Support
+from vectorlm.data.images import images_of
 from vectorlm.errors import ConfigError
 from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.prepare import correction_of
@@ -27,6 +28,7 @@ from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_p
 from vectorlm.runs.preflight.local_model import description_of, number_in, own_length
 from vectorlm.runs.preflight.sampling import PARAMETERS
 from vectorlm.runs.preflight.settings import weight_problems
+from vectorlm.runs.preflight.user_code import SourcePrompts
 from vectorlm.sampling.weights.lora_factors import moving_references
 from vectorlm.train.grammar import KINDS
 from vectorlm.train.load import load_tokenizer
@@ -56,6 +58,28 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     yield from _hyperparameter_problems(config, rl, spec)
     yield from _kl_problems(config, rl, spec)
     yield from _length_problems(config, rl, spec)
+
+
+def image_problems(config: Config, rl: RLSettings, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
+    """Yield the settings that do not work with prompts that have images."""
+    # Costs more than a minute: models are loaded first. A server would score placeholders, silently.
+    if "vision_config" not in (description_of(Path(config.model)) or {}):
+        return
+    named = next((s.setting for s in prompts if any(images_of(record.prompt) for record in s.shown)), None)
+    if named is None:
+        return
+    has = f"cannot be used with images, and {named} has some"
+    inference, num = config.engine.inference, config.train_parameters.model.context_parallel
+    if inference != "vllm":
+        yield refuse(config, "engine.inference", has, "Use vllm.", inference)
+    if num > 1:
+        yield refuse(config, "train_parameters.context_parallel", has, "Use 1.", num)
+    if get_algorithm(rl.algorithm.name).needs_critic:
+        yield refuse(config, "rl.algorithm.name", f"{has}: its critic reads text", "Use grpo, for example.")
+    if rl.reward.reward_models:
+        yield refuse(config, "rl.reward_models", f"{has}: they read text", "Use reward functions.", "…")
+    if rl.teacher is not None and rl.teacher.server is not None:
+        yield refuse(config, "rl.teacher.server", has, "Name the teacher's folder.")
 
 
 def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
