@@ -31,6 +31,7 @@ def checkout(tmp_path_factory):
     made = {
         "make_countdown": ["--num_train", "1024", "--num_eval", "256", "--num_questions", "16"],
         "make_chats": ["--num_chats", "40", "--num_questions", "40"],
+        "make_pictures": ["--num_train", "16", "--num_eval", "4"],
     }
     # In this process, which has imported what three others would have to.
     with pytest.MonkeyPatch.context() as patch:
@@ -77,6 +78,8 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
         stand_ins = {"dataset.train_ds": "data/countdown/train", "dataset.eval_ds": "data/countdown/eval"}
     if "data/chats" in text and "rl:" in text:
         stand_ins = {"model": "data/chats/model"}
+    if "data/pictures" in text:
+        stand_ins = {}
     if "  teacher:" in text:
         stand_ins["rl.teacher.model"] = "data/countdown/model"
     settings = [word for key, value in stand_ins.items() for word in ("--set", f"{key}={value}")]
@@ -117,6 +120,15 @@ def test_the_examples_with_turns_run(checkout, run_here, name):
     assert [row["train_step"] for row in rollouts] == [1] * 16 + [2] * 16
     # Who does not call the calculator has answered.
     assert name == "calculator_grpo" or max(row["num_turns"] for row in rollouts) == 5
+
+
+@pytest.mark.slow
+def test_the_example_with_images_runs(checkout, run_here):
+    few = ["rl.max_steps=2", "rl.prompts_per_step=4", "evaluation.every=2"]
+    settings = [word for each in few for word in ("--set", each)]
+    run_here(checkout, "-m", "vectorlm", "run", "configs/pictures_grpo.yaml", "--world_size", "1", *settings)
+    rollouts = lines(checkout / "runs/pictures_grpo" / "rollouts.jsonl")
+    assert [row["train_step"] for row in rollouts] == [1] * 32 + [2] * 32
 
 
 @pytest.mark.slow
