@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vectorlm.sampling.inline_engines import FakeEngine, HFEngine
     from vectorlm.sampling.settings import EngineSettings
     from vectorlm.train.checkpoint.export import save_model
+    from vectorlm.train.exact import exact
     from vectorlm.train.handover import DeviceTurn
     from vectorlm.types import Completion, UpdateReport
 
@@ -26,6 +27,7 @@ _HOMES = {
     "SamplingEngine": "vectorlm.sampling.engine",
     "Topology": "vectorlm.ranks.topology",
     "UpdateReport": "vectorlm.types",
+    "exact": "vectorlm.train.exact",
     "finetune": "vectorlm.runs.calls",
     "launch": "vectorlm.ranks.launcher",
     "load_config": "vectorlm.runs.config.load",
@@ -42,6 +44,7 @@ __all__ = [
     "SamplingEngine",
     "Topology",
     "UpdateReport",
+    "exact",
     "finetune",
     "launch",
     "load_config",

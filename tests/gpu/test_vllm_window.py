@@ -62,6 +62,7 @@ lora/lora_model.py LoRAModel: __init__(lora_model_id,rank,loras)
 lora/lora_weights.py LoRALayerWeights: __init__(module_name,rank,lora_alpha,lora_a,lora_b,scaling)
 lora/request.py LoRARequest: lora_name lora_int_id lora_path
 model_executor/models/utils.py WeightsMapper: _map_name(key)
+model_executor/custom_op.py CustomOp: _forward_method forward_native
 model_executor/layers/linear.py -: UnquantizedLinearMethod
 model_executor/layers/vocab_parallel_embedding.py -: UnquantizedEmbeddingMethod
 model_executor/layers/vocab_parallel_embedding.py VocabParallelEmbedding: shard_indices
@@ -78,9 +79,11 @@ v1/engine/llm_engine.py LLMEngine: release_kv_cache_memory
 model_executor/layers/fused_moe/experts/cpu_moe.py CPUUnquantizedExperts: apply process_weights_after_loading
   _intermediate_alignment
 lora/layers/base.py BaseLayerWithLoRA: load_weights
+model_executor/layers/fused_moe/router/cpu_router.py CPURouter: custom_routing_function
+_custom_ops.py -: cpu_attn_reshape_and_cache cpu_attention_with_kv_cache cpu_attn_get_scheduler_metadata
 """
 """Without them the KV cache sleeps only together with the weights, experts are refused on CPU, and an engine with
-adapters takes no weights."""
+adapters takes no weights, and nothing is exact."""
 
 
 @cache

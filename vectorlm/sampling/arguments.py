@@ -54,6 +54,10 @@ def merge(
         arguments.setdefault("gpu_memory_utilization", settings.gpu_memory_utilization)
     elif settings.dtype != "auto":
         arguments.setdefault("dtype", settings.dtype)
+    if settings.exact:
+        for name, value, rule, fix in settings.exact_problems(arguments):
+            raise ValueError(f"{name}={value!r} {rule}. {fix}")
+        arguments["exact"] = True
     require_choice("receiver", settings.receiver, Receivers)
     require_choice("transport", settings.transport, Transports)
     require_choice("lora_mode", settings.lora_mode, LoraMode)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -32,6 +32,42 @@ CHECKED_SLEEPS = 2
 other weights than the model folder has, and then the comparison waits for the second."""
 BUCKET_BYTES = 512 << 20
 """Size of the arena that the transport `bucketed` fills in rounds, or of the largest tensor if that is larger."""
+
+
+# fmt: off
+EXACT_FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2", "olmo3", "phi3", "smollm3",
+    "mixtral", "olmoe", "qwen3_moe",
+)
+"""Values of `model_type` for which tests/sampling/test_exact.py compares the bits of engine and trainer."""
+EXACT_ARGUMENTS = frozenset({
+    "gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_logprobs", "seed",
+    "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "enable_chunked_prefill",
+    "disable_log_stats", "skip_tokenizer_init", "tokenizer", "tokenizer_revision", "revision", "trust_remote_code",
+    "load_format", "download_dir", "scheduling_policy", "data_parallel_size", "long_prefill_token_threshold",
+    "enable_sleep_mode", "structured_outputs_config",
+})
+# fmt: on
+"""Arguments of vLLM's engine that do not change the bits of log-probabilities."""
+EXACT_ROPES = {"default", "linear", "llama3", "yarn"}
+"""Types of rotary positions that these tests cover."""
+EXACT_VALUES = {
+    **{"inference": ("vllm",), "dtype": ("float32", "float"), "receiver": ("live", "auto")},
+    **{"lora_mode": ("merged", "auto"), "enforce_eager": (True,)},
+}
+"""Values of an engine's settings and arguments with which it can be exact."""
+
+
+def why_not_exact(description: Mapping[str, Any]) -> str | None:
+    """Return why a model with this config.json cannot be exact, as a clause; None if it can."""
+    if (kind := description.get("model_type")) not in EXACT_FAMILIES:
+        return f"exact needs a model of one of the families {', '.join(EXACT_FAMILIES)}, and this one is {kind!r}"
+    ropes = [description.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    # Some families have one for each kind of layer.
+    parts = [part for rope in ropes for part in (rope, *rope.values()) if isinstance(part, Mapping)]
+    if odd := {part.get("rope_type", part.get("type", "default")) for part in parts} - EXACT_ROPES:
+        return f"exact needs rotary positions of a type in {sorted(EXACT_ROPES)}, and this model has {odd.pop()!r}"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +106,9 @@ class EngineSettings:
     """Longest silence tolerated from the engine or from a rank, and longest call of a reward in evaluations, in
     seconds."""
     turn: HandoverSettings = inline(HandoverSettings)
+    exact: bool = field(default=False, metadata={"is_setting": False})
+    """Whether `vectorlm.exact` reproduces the bits of vLLM's log-probabilities (CPU, float32, `live`); a config has it
+    in the section ``train_parameters``."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict, metadata={"is_setting": False})
     """Sampling parameters of calls without their own; a config has them in the section ``evaluation``."""
     chat: ChatSettings = field(default=PLAIN_CHAT, metadata={"is_setting": False})
@@ -80,5 +119,14 @@ class EngineSettings:
     def lora_mode_of_run(self) -> str:
         """The mode that `auto` means in a run with `lora_peft_config`: `adapter` or `merged`."""
         if self.lora_mode == "auto":
-            return "adapter" if self.inference == "vllm" else "merged"
+            return "adapter" if self.inference == "vllm" and not self.exact else "merged"
         return self.lora_mode
+
+    def exact_problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
+        """Yield name, value, rule and fix of settings and `arguments` with which no engine is known to be exact."""
+        own = {name: getattr(self, name) for name in ("inference", "receiver", "lora_mode")}
+        for name, value in {**own, **arguments}.items():
+            allowed = EXACT_VALUES.get(name, (value,) if name in EXACT_ARGUMENTS else ())
+            if value not in allowed:
+                fix = f"Use {allowed[0]}." if allowed else "Leave it out."
+                yield name, value, "cannot be used with exact: log-probabilities may get other bits", fix

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -61,7 +61,8 @@ def packed_attention(
     Returns:
         float [1, N, H, E] in the order of the pass, and None.
     """
-    if packing is None and softcap is None and s_aux is None:
+    exact, options = getattr(module, "exact_attention", None), (scaling, sliding_window, softcap, dropout)
+    if packing is None and softcap is None and s_aux is None and exact is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
@@ -70,8 +71,14 @@ def packed_attention(
     attend = partial(_attend, scaling=scaling, dropout=dropout, softcap=softcap, sinks=s_aux)
     if packing is None:
         mask = None if attention_mask is None else _additive(attention_mask, query.dtype)
-        # transformers passes no mask if every token attends to all before it.
-        return attend(query, key, value, mask).transpose(1, 2).contiguous(), None
+
+        def padded() -> torch.Tensor:
+            # transformers passes no mask if every token attends to all before it.
+            return attend(query, key, value, mask).transpose(1, 2).contiguous()
+
+        if exact is None:
+            return padded(), None
+        return exact(padded, (query, key, value), attention_mask, None, options), None
     for name, given in {**kwargs, "sliding_window": sliding_window}.items():
         packing.seen.setdefault(name, set()).add(given if isinstance(given, int) else type(given))
     packing.attended.add(module)
@@ -79,27 +86,37 @@ def packed_attention(
     if context is not None:
         query, key, value = (context.to_heads(x, packing.num_tokens) for x in (query, key, value))
     found: Any
-    if softcap is None and s_aux is None and dropout == 0 and flash_takes(query, value):
-        queries, keys = packing.stretches
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        grouped: Any = {"enable_gqa": query.shape[1] > key.shape[1]} if ASKS_FOR_GROUPS else {}
-        found = varlen_attn(
-            q,
-            packing.keys(k),
-            packing.keys(v),
-            packing.once(_ends, queries, query.device),
-            packing.once(_ends, keys, query.device),
-            max(queries),
-            max(keys),
-            scale=scaling,
-            # Both count from the last query and the last key of a row, which are the same token.
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            **grouped,
-        )
-        found = found.unsqueeze(0)
+    if exact is not None:
+        plain = partial(_in_bundles, attend, query, key, value, packing, sliding_window)
+        found = exact(plain, (query, key, value), None, packing, options)
+    elif softcap is None and s_aux is None and dropout == 0 and flash_takes(query, value):
+        found = _in_one_call((query, key, value), packing, scaling, sliding_window)
     else:
         found = _in_bundles(attend, query, key, value, packing, sliding_window)
     return found if context is None else context.to_tokens(found), None
+
+
+def _in_one_call(
+    tokens: Sequence[torch.Tensor], packing: Packing, scaling: float | None, sliding_window: int | None
+) -> Any:
+    """Attend with torch's flash kernel for rows of any length."""
+    queries, keys = packing.stretches
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in tokens)
+    grouped: Any = {"enable_gqa": q.shape[1] > k.shape[1]} if ASKS_FOR_GROUPS else {}
+    found: Any = varlen_attn(
+        q,
+        packing.keys(k),
+        packing.keys(v),
+        packing.once(_ends, queries, q.device),
+        packing.once(_ends, keys, q.device),
+        max(queries),
+        max(keys),
+        scale=scaling,
+        # Both count from the last query and the last key of a row, which are the same token.
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **grouped,
+    )
+    return found.unsqueeze(0)
 
 
 def _in_bundles(

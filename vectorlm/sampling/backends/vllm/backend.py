@@ -40,8 +40,11 @@ class VLLM:
 
     transports = ("push", "bucketed", "pull")
 
-    def __init__(self, model: str, *, receiver: str, **engine_args: Any) -> None:
-        """Build the engine and sample one token; raise `EngineError` if vLLM cannot run the model here."""
+    def __init__(self, model: str, *, receiver: str, exact: bool = False, **engine_args: Any) -> None:
+        """Build the engine and sample one token; raise `EngineError` if vLLM cannot run the model here.
+
+        If `exact`, log-probabilities have bits that a trainer can reproduce (`vectorlm.sampling.exact`).
+        """
         import torch
         import vllm
         from torch import distributed
@@ -54,6 +57,12 @@ class VLLM:
                 "channel='process' or inference='transformers'."
             )
         on_cpu = not torch.cuda.is_available()
+        if exact:
+            if not on_cpu:
+                raise EngineError("exact needs an engine on CPU, and this machine has CUDA. Leave exact out.")
+            # The number of pieces would depend on the batch. vLLM reads the variable at every step.
+            os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+            receiver = "exact"
         adapt_to_cpu()
         with naming_the_model(model):
             self._engine = build_engine(model, engine_args, on_cpu)

@@ -10,6 +10,7 @@ from vectorlm.ranks.engine_ranks import CallResult, capture
 from vectorlm.sampling.backends.vllm import packs_by_itself
 from vectorlm.sampling.backends.vllm.pack import (
     check_packed,
+    compute_exactly,
     derive,
     derived_names,
     pack,
@@ -51,7 +52,7 @@ class WeightExtension:
     def vectorlm_prepare(self, kind: str) -> str:
         """Create the receivers for the loaded model; return the chosen kind.
 
-        `auto` is `packed` for a larger model on CPU, else `live`.
+        `auto` is `packed` for a larger model on CPU, else `live`. `exact` is `live` with the arithmetic of exact mode.
         """
         model = self.model_runner.get_model()
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
@@ -60,9 +61,12 @@ class WeightExtension:
             kind = "packed" if is_on_cpu and is_large else "live"
         elif kind == "packed" and not is_on_cpu:
             raise ValueError("receiver='packed' needs a model on CPU. Use 'live' on CUDA.")
-        if is_on_cpu:
+        if is_on_cpu and kind != "exact":
             use_norm_kernel()
         require_plain_layers(model)
+        if kind == "exact":
+            compute_exactly(model, self.model_runner.model_config.hf_config.to_dict())
+            kind = "live"
         self._vectorlm_packs = kind == "packed"
         if self._vectorlm_packs:
             pack(model)

@@ -7,14 +7,16 @@ writes to the parameters silently change nothing. `keep_plain_weights` prevents 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
+from vectorlm.sampling import exact
+from vectorlm.sampling.settings import why_not_exact
 from vectorlm.sampling.weights.inspection import bits_of
 
 ONEDNN_CACHE_SIZE = 32
@@ -78,6 +80,31 @@ def keep_plain_weights() -> None:
 
     utils.dispatch_cpu_unquantized_gemm = leave_plain
     keep_plain_experts()
+
+
+def compute_exactly(model: torch.nn.Module, description: Mapping[str, Any]) -> None:
+    """Let a model with plain weights compute the same bits in every batch; `description` is its config.
+
+    All operations are torch's, as in transformers: vLLM's kernels of norms and of rotary positions round otherwise. Do
+    not call `use_norm_kernel`.
+
+    Raises:
+        EngineError: Such a model is not exact.
+    """
+    if (reason := why_not_exact(description)) is not None:
+        raise EngineError(f"{reason}. Choose another model, or build the engine without exact.")
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if hasattr(module, "_forward_method"):
+            is_activation = "layers.activation" in type(module).__module__
+            native = module.forward_native
+            module._forward_method = functools.partial(exact.exactly, native) if is_activation else native
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = exact.linear
+        if hasattr(module, "cpu_experts"):
+            module.cpu_experts.is_exact = True
+        if getattr(getattr(module, "router", None), "custom_routing_function", 0) is None:
+            module.router.custom_routing_function = exact.route
 
 
 def packable_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -236,7 +263,7 @@ def keep_plain_experts() -> None:
     multiply_packed = kernel.apply
 
     def leave_plain(experts: Any, layer: Any) -> None:
-        experts.packed = None
+        experts.packed, experts.is_exact = None, False
         layer.cpu_experts = experts
 
     def apply(experts: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, **rest: Any) -> None:
@@ -247,7 +274,8 @@ def keep_plain_experts() -> None:
         weights = None if rest["apply_router_weight_on_input"] else rest["topk_weights"]
         biases = (experts.w1_bias, experts.w2_bias)
         activation = ACTIVATIONS[rest["activation"].value]
-        output.copy_(mix_experts(hidden_states, (w1, w2), biases, rest["topk_ids"], weights, activation))
+        mix = functools.partial(exact.exactly, mix_experts) if experts.is_exact else mix_experts
+        output.copy_(mix(hidden_states, (w1, w2), biases, rest["topk_ids"], weights, activation))
 
     kernel.process_weights_after_loading = leave_plain
     kernel.apply = apply
