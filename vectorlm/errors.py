@@ -106,5 +106,9 @@ class NonFiniteLoss(VectorLMError, ArithmeticError):
     """The loss or the gradient norm is NaN or infinite."""
 
 
+class ExactnessError(VectorLMError, ArithmeticError):
+    """In exact mode, a log-probability of the trainer has other bits than the engine's."""
+
+
 class CheckpointError(VectorLMError, RuntimeError):
     """A checkpoint is incomplete, or belongs to another run."""

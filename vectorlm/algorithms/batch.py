@@ -66,6 +66,8 @@ class RolloutBatch:
     """int64 [B, T], the position where the turn of a sampled token begins in its row; -1 for other tokens."""
     images: Sequence[Sequence[Any]] | None = None
     """The pictures of each row with their places (`vectorlm.data.images.PlacedPicture`), if the model reads images."""
+    prompts: Sequence[Any] = ()
+    """The P prompts, for messages; empty if nobody needs them."""
 
     @property
     def rows_per_group(self) -> int:

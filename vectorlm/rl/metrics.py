@@ -119,6 +119,24 @@ def logprob_gap(
     return {"sampler/logprob_gap_mean": gap.mean().item(), "sampler/logprob_gap_max": gap.max().item()}
 
 
+def first_difference(batch: RolloutBatch, rows: torch.Tensor, logprobs: torch.Tensor) -> str | None:
+    """Describe the first trained token of `rows` whose log-probability [b, t] is not the engine's, if there is one."""
+    columns = slice(logprobs.shape[1])
+    sampler, mask, found = batch.sampler_logprobs[rows, columns], batch.mask[rows, columns], logprobs.cpu()
+    places = torch.nonzero(mask & (found != sampler))
+    if not len(places):
+        return None
+    index, column = places[0].tolist()
+    row = int(rows[index])
+    start = batch.first_trained[row] if batch.turn_starts is None else int(batch.turn_starts[row, column])
+    prompt = batch.prompts[row // batch.rows_per_group] if batch.prompts else batch.input_ids[row, :start]
+    return (
+        f"exact: the trainer's log-probability of the token at position {column - start} of a completion is "
+        f"{found[index, column]:.8e} and the engine's is {sampler[index, column]:.8e}. They must be equal "
+        f"(docs/exact.md). The prompt is {prompt!r}."
+    )
+
+
 def correction_effect(
     before: RolloutBatch, after: RolloutBatch, weights: torch.Tensor | None
 ) -> dict[str, float]:
@@ -229,6 +247,8 @@ class MetricAccumulator:
         self._sums: dict[str, torch.Tensor] = {}
         self._largest: dict[str, torch.Tensor] = {}
         self._history: dict[str, list[float]] = {}
+        self.difference: str | None = None
+        """In exact mode, the first token of this rank that differs from the engine's."""
 
     def begin_step(self, num_tokens: int) -> None:
         """Begin an optimizer step; `num_tokens` of all ranks is the denominator of means over tokens."""

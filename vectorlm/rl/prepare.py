@@ -126,7 +126,7 @@ def _first_pass(
     if settings.update.top_entropy_quantile < 1:
         logprobs, entropies = logprobs_and_entropy(batch, "value")
         old = logprobs if old is None else old
-    if settings.correction.bypass:
+    if settings.correction.bypass or settings.exact:
         old = batch.sampler_logprobs
     elif old is None and needs_old:
         old = all_rows(batch, models.policy.logprobs)

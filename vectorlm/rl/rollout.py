@@ -338,6 +338,7 @@ def make_batch(
         owners=owners,
         turn_starts=turn_starts,
         images=images,
+        prompts=[group.rollouts[0].prompt_record.prompt for group in groups],
     )
     # A rollout's own row may have no token to train on while its branches have.
     if is_stale.any() or owners is not None:

@@ -379,5 +379,7 @@ class StepSettings:
     seed: int = 0
     """With step and epoch, the seed of the split of groups into mini-batches."""
     pad_token_id: int = 0
+    exact: bool = False
+    """Stop if trainer and engine differ in a log-probability of the first optimizer step of a batch."""
     peak_flops: float | None = None
     """Peak operations per second of all devices together; None leaves `perf/mfu` out."""

@@ -16,9 +16,10 @@ from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.reduce import count_denominator, masked_mean, masked_sum, reduce_loss
 from vectorlm.algorithms.settings import LevelSettings, Reduction, ReductionSettings
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.errors import ConfigError
+from vectorlm.errors import ConfigError, ExactnessError
+from vectorlm.ranks.engine_ranks import gather
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.metrics import MetricAccumulator, add_policy_metrics, logprob_gap
+from vectorlm.rl.metrics import MetricAccumulator, add_policy_metrics, first_difference, logprob_gap
 from vectorlm.rl.micro_batch import MicroBatch, map_rows, micro_batches_of
 from vectorlm.rl.models import RLModels, Teacher
 from vectorlm.rl.prepare import weights_in_update
@@ -44,6 +45,8 @@ class MiniBatch:
     """Completions that are trained on; groups if the loss has one value per group."""
     num_computed: int
     """Tokens that the forward passes compute, without padding."""
+    is_first: bool
+    """Whether it is the batch's first: the policy is still the one that sampled."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,10 @@ class Updater:
         is_stopped = False
         num_steps = num_tokens = num_passes = 0
         skipped = self._skipped_groups(batch)
-        measured = self._gap_of_one(batch, skipped)
-        for index, mini_batch in enumerate(self._mini_batches(batch, step, skipped)):
+        mini_batches = [*self._mini_batches(batch, step, skipped)]
+        first = {group for one in mini_batches[:1] for group in one.groups} if trains_policy else set()
+        measured = self._gap_of_others(batch, skipped, first)
+        for index, mini_batch in enumerate(mini_batches):
             if trains_policy:
                 kl, grad_norm = self._train_policy(batch, mini_batch, (step, index), kl_coef, accumulator)
                 is_stopped = self.settings.update.max_kl is not None and kl > self.settings.update.max_kl
@@ -139,22 +144,34 @@ class Updater:
         )
         return {*torch.nonzero(has_tokens & ~has_advantage)[:, 0].tolist()}
 
-    def _gap_of_one(self, batch: TrainBatch, skipped: Set[int]) -> dict[str, float]:
-        """Return the difference between engine and trainer in one group, if no pass of the update would measure it."""
-        rows = batch.rows
-        if batch.old_logprobs is not None or not skipped or skipped != {*_trained_groups(rows)}:
+    def _gap_of_others(self, batch: TrainBatch, skipped: Set[int], measured: Set[int]) -> dict[str, float]:
+        """Return the difference between engine and trainer in groups outside the first optimizer step.
+
+        That step computes the groups in `measured`. Exact mode compares all other groups. Otherwise one group is
+        compared, if no pass of the update would do so.
+
+        Raises:
+            ExactnessError: In exact mode, a log-probability differs.
+        """
+        rows, is_exact = batch.rows, self.settings.exact
+        trained = {*_trained_groups(rows)}
+        groups = sorted(trained - measured) if is_exact else []
+        if not is_exact and batch.old_logprobs is None and skipped == trained:
+            groups = [min(skipped)]
+        if not groups:
             return {}
-        first = min(skipped)
         logprobs = map_rows(
             rows,
             self.models.policy.logprobs,
             self.topology,
             max_tokens=self.settings.update.max_tokens_per_micro_batch,
             packs=self.models.why_padded is None,
-            groups=[first],
+            groups=groups,
         )
         self.models.reshard()
-        chosen = slice(first * rows.rows_per_group, (first + 1) * rows.rows_per_group)
+        chosen = torch.arange(len(rows.mask)).view(-1, rows.rows_per_group)[groups].flatten()
+        if is_exact and (text := first_difference(rows, chosen, logprobs[chosen])):
+            raise ExactnessError(text)
         return logprob_gap(logprobs[chosen], rows.sampler_logprobs[chosen], rows.mask[chosen])
 
     def _mini_batches(self, batch: TrainBatch, step: int, skipped: Set[int]) -> Iterator[MiniBatch]:
@@ -191,9 +208,8 @@ class Updater:
                     denominator = count_denominator(counted, self._reduction, self.settings.max_tokens)
                 # Metrics are means over what is computed.
                 num_tokens, num_units = (max(int(counted[computed].sum()), 1) for counted in (masks, units))
-                yield MiniBatch(
-                    computed, micro_batches, max(denominator, 1), num_tokens, num_units, num_computed
-                )
+                counts = max(denominator, 1), num_tokens, num_units, num_computed
+                yield MiniBatch(computed, micro_batches, *counts, is_first=epoch == index == 0)
 
     def _train_policy(
         self,
@@ -245,6 +261,10 @@ class Updater:
             optimizer_step.backward(share * loss, is_last=index == last)
             accumulator.add("sft/loss", loss)
         sums = accumulator.end_step()
+        if self.settings.exact and mini_batch.is_first:
+            # All ranks raise the error of the first that has one.
+            for text in filter(None, gather(self.topology, accumulator.difference)):
+                raise ExactnessError(text)
         for name in ("policy/loss", "sft/loss") if texts else ("policy/loss",):
             optimizer_step.require_finite(sums[name], step)
         finished = optimizer_step.finish(step)
@@ -316,7 +336,10 @@ class Updater:
         add_policy_metrics(accumulator, self.spec, hparams, inputs, rollouts, shares, entropy, num_units)
         if not self.models.policy.support.is_whole:
             accumulator.add_tokens("sampler/outside_support", outside, inputs.mask)
-        if batch.old_logprobs is None:
+        is_held = self.settings.exact and mini_batch.is_first
+        if is_held and not micro_batch.is_filler and accumulator.difference is None:
+            accumulator.difference = first_difference(batch.rows, micro_batch.rows, logprobs.detach())
+        if batch.old_logprobs is None or is_held:
             # The only forward pass of the trainer with the weights that sampled these tokens.
             gap = (logprobs.detach() - micro_batch.cut(batch.rows.sampler_logprobs)).abs()
             accumulator.add_tokens("sampler/logprob_gap_mean", gap, inputs.mask)

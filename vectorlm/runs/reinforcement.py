@@ -254,6 +254,7 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
         max_tokens=rl.collect.sampling["max_tokens"] or settings.max_seq_len,
         seed=settings.seed,
         pad_token_id=run.tokenizer.pad_token_id or 0,
+        exact=settings.model.exact,
         peak_flops=peak_tflops and peak_tflops * 1e12 * run.topology.world_size,
     )
 

@@ -39,6 +39,7 @@ from vectorlm.runs.preflight.resume import settings_of_rank
 from vectorlm.runs.preflight.summary import notes_of
 from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.train.checkpoint.folder import locked, naming_the_full_disk
+from vectorlm.train.exact import exact
 from vectorlm.train.handover import DeviceTurn, put_to_sleep
 from vectorlm.train.images import freeze_parts
 from vectorlm.train.language_model import inner_model
@@ -117,12 +118,12 @@ class Run:
             options = settings.lora_peft_config
             if options is not None and settings.adapters is None:
                 model = add_lora(model, options)
-            elif options is not None:
-                path = Path(settings.adapters or "")
+            elif options is not None and settings.adapters is not None:
+                path = Path(settings.adapters)
                 model = continue_lora(model, path, options, is_empty=is_empty, keeps_start=keeps_start)
             if reads_images(self.config.model):
                 freeze_parts(inner_model(model), settings.model.freeze)
-            return model
+            return exact(model) if settings.model.exact else model
 
         model = self.load_sharded(load)
         set_seed((settings.seed + self.topology.rank) % 2**32)

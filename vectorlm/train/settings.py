@@ -133,6 +133,9 @@ class ModelSettings:
     fp32_head: bool = False
     """Compute logits in float32, in the trainer and in the engine. Useful if the model computes in bfloat16: its logits
     are then not rounded, and the log-probabilities of engine and trainer differ less."""
+    exact: Annotated[bool, ReadIf("rl")] = False
+    """Let trainer and engine compute the same log-probabilities, bit for bit, and stop if one differs in the first
+    optimizer step of a batch. Needs CPU, float32 and vLLM. `receiver: auto` means `live`, `lora_mode: auto` merged."""
     use_activation_checkpointing: Recomputation = False
     """Recompute activations in the backward pass instead of storing them: in all blocks (true), in every k-th block
     (k), in all but attention (`keep_attention`), or with the inputs of blocks on the host (`offload`, CUDA)."""

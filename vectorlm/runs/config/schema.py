@@ -232,6 +232,12 @@ class Config:
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata={"is_setting": False})
     """Notes on values that were replaced; not a setting itself."""
 
+    def __post_init__(self) -> None:
+        """Let `train_parameters.exact` decide what the engine's `receiver: auto` means."""
+        if self.train_parameters.model.exact and not self.engine.exact:
+            receiver = "live" if self.engine.receiver == "auto" else self.engine.receiver
+            object.__setattr__(self, "engine", replace(self.engine, exact=True, receiver=receiver))
+
     @property
     def model_folders(self) -> Mapping[str, str]:
         """The models that the ranks load, by their setting."""

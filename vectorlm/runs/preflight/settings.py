@@ -21,7 +21,7 @@ from vectorlm.runs.config.value import describe_refusal, show
 from vectorlm.runs.preflight.local_model import HEADS, description_of, number_in, vocab_size
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.sampling.contract import BACKENDS
-from vectorlm.sampling.settings import EngineSettings
+from vectorlm.sampling.settings import EngineSettings, why_not_exact
 from vectorlm.sampling.weights.lora_factors import (
     SCORES,
     WRITES,
@@ -62,6 +62,8 @@ def setting_problems(config: Config, world_size: int, num_nodes: int = 1) -> Ite
     yield from _lora_problems(config)
     if config.train_parameters.model.quantization is not None:
         yield from _quantization_problems(config)
+    if config.train_parameters.model.exact:
+        yield from _exact_problems(config)
     yield from _secret_problems(config)
     yield from _unread_settings(config)
 
@@ -411,6 +413,31 @@ def _quantization_problems(config: Config) -> Iterator[str]:
         for option, value, _, _ in refused_options(train.lora_peft_config or {}, "adapter"):
             rule = f"cannot be used with {path}: it reads or trains the base"
             yield refuse(config, f"{_LORA}.{option}", rule, "Leave it out.", value)
+
+
+_EXACT_VALUES: Mapping[str, tuple[Any, ...]] = {
+    **{"train_parameters.dtype": ("float32",), "train_parameters.use_mp": (False, None)},
+    **{f"train_parameters.{name}": (False,) for name in ("fp32_head", "compile", "use_flash_attention")},
+    **{"train_parameters.quantization": (None,), "train_parameters.context_parallel": (1,)},
+    "rl.async.max_staleness": (0, None),
+}
+"""Values of settings with which trainer and engine can be exact; `EngineSettings.exact_problems` has the engine's."""
+
+
+def _exact_problems(config: Config) -> Iterator[str]:
+    # All of these cost more than a minute: the models are loaded first, or the first step ends the run.
+    path, engine, plain = "train_parameters.exact", config.engine, to_plain(config)
+    for name, allowed in _EXACT_VALUES.items():
+        if value_at(plain, name) not in allowed:
+            yield refuse(config, name, f"cannot be used with {path}", f"Use {show(allowed[0])}.")
+    arguments = {"dtype": config.engine_dtype(is_cuda=False), **engine.engine_args}
+    for name, value, rule, fix in engine.exact_problems(arguments):
+        yield refuse(config, f"engine.{name}", f"{rule} ({path})", fix, value)
+    if has_gpu():
+        yield refuse(config, path, "needs a machine without CUDA", "Leave it out.")
+    description = description_of(Path(config.model))
+    if description is not None and (reason := why_not_exact(description)) is not None:
+        yield refuse(config, "model", f"cannot be used with {path}: {reason}", "Choose another model.")
 
 
 def _secret_problems(config: Config) -> Iterator[str]:
