@@ -83,7 +83,10 @@ def _page_of(path):
 def _content(file, path):
     if file.is_dir():
         return f"# {path}\n\n" + "\n".join(f"- `{entry.name}`" for entry in sorted(file.iterdir()))
-    text = file.read_text()
+    try:
+        text = file.read_text()
+    except UnicodeDecodeError:
+        return f"# {path}\n\nA binary file of {file.stat().st_size:,} bytes.\n"
     if path.endswith(".md"):
         return text
     return f"# {path}\n\n````{LANGUAGES.get(file.suffix, 'text')}\n{text}\n````\n"
