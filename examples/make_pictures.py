@@ -88,6 +88,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForC
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
         "initializer_range": 0.1,
+        "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},

@@ -128,7 +128,7 @@ def test_the_example_with_images_runs(checkout, run_here):
     settings = [word for each in few for word in ("--set", each)]
     run_here(checkout, "-m", "vectorlm", "run", "configs/pictures_grpo.yaml", "--world_size", "1", *settings)
     rollouts = lines(checkout / "runs/pictures_grpo" / "rollouts.jsonl")
-    assert [row["train_step"] for row in rollouts] == [1] * 32 + [2] * 32
+    assert [row["train_step"] for row in rollouts] == [1] * 64 + [2] * 64
 
 
 @pytest.mark.slow
