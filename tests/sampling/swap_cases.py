@@ -10,6 +10,7 @@ import torch
 from kit.tiny_engine import TINY_ENGINE
 from transformers import AutoModelForCausalLM
 
+import vectorlm
 from vectorlm import SamplingEngine, Topology
 from vectorlm.sampling import transport
 from vectorlm.sampling.handle import WorkQueue
@@ -88,8 +89,11 @@ def reference_greedy(reference, prompt):
 
 def reference_logprobs(reference, completion):
     tokens = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
+    is_exact = any(hasattr(module, "exact_attention") for module in reference.modules())
     with torch.no_grad():
-        logprobs = reference(tokens).logits.double().log_softmax(-1)
+        logits = reference(tokens).logits
+        # In exact mode float32 has the engine's bits.
+        logprobs = (logits if is_exact else logits.double()).log_softmax(-1).double()
     start = len(completion.prompt_token_ids)
     return logprobs[0, start - 1 : -1].gather(1, tokens[0, start:, None])[:, 0]
 
@@ -138,6 +142,8 @@ def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", bucket_by
         for block in model.model.layers:
             fully_shard(block)
         fully_shard(model)
+    if engine_args.get("exact"):
+        vectorlm.exact(reference)
     seen, reports = [], []
     transport.BUCKET_BYTES = bucket_bytes
     with SamplingEngine(
@@ -158,9 +164,9 @@ def consecutive_samples_differ(seen):
     return all(before[2] != after[2] for before, after in pairwise(seen))
 
 
-def require_the_trainers_answers(seen):
+def require_the_trainers_answers(seen, *, is_exact=False):
     """Demand that each of what `compare` saw is right, and that something has changed."""
     for equal, gap, _ in seen:
         assert all(equal), "greedy completions differ"
-        assert gap < FP32_GAP
+        assert gap == 0.0 if is_exact else gap < FP32_GAP
     assert consecutive_samples_differ(seen), "the updates changed nothing, so equality proves nothing"

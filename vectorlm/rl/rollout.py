@@ -157,6 +157,9 @@ class Rollout(Numbers):
         A reserved token that the policy chose would be taken for a picture: it becomes `spare`, and it and what follows
         are not trained on.
         """
+        whole = np.concatenate([self.numbers("prompt_token_ids"), self.numbers("token_ids")])
+        if not np.isin(whole, [*tokens.reserved]).any():
+            return self, []
         prompt = list(self.prompt_token_ids)
         policy = [False] * len(prompt) + list(self.policy_mask)
         left, placed = list(self.pictures), list[PlacedPicture]()

@@ -156,7 +156,7 @@ class Updater:
         rows, is_exact = batch.rows, self.settings.exact
         trained = {*_trained_groups(rows)}
         groups = sorted(trained - measured) if is_exact else []
-        if not is_exact and batch.old_logprobs is None and skipped == trained:
+        if not is_exact and batch.old_logprobs is None and skipped == trained != set():
             groups = [min(skipped)]
         if not groups:
             return {}
