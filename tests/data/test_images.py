@@ -15,12 +15,15 @@ from transformers import LlamaConfig
 
 from vectorlm.data.encoding import encode
 from vectorlm.data.images import (
+    ImageError,
     PicturedIds,
     image_tokens_of,
     images_of,
     picture_of,
     takes_images,
+    with_content,
     with_images,
+    with_paths,
 )
 from vectorlm.data.prompts import check_lengths, fit_prompts, longest_prompt, read_prompts
 from vectorlm.errors import ConfigError, DatasetError, EngineError
@@ -188,6 +191,31 @@ def test_expanded_ids_are_those_of_the_processor(tokenizer):
     for pictures in (ids.pictures[:1], ids.pictures * 2):
         with pytest.raises(ValueError, match="placeholders"):
             tokens.expand(ids, pictures)
+
+
+def test_a_text_with_a_placeholder_is_refused_beside_an_image(tokenizer):
+    with pytest.raises(EngineError, match="1 images, but the chat template writes 2 placeholders"):
+        encode([user(text("<|image_pad|>"), image(picture("r")))], lambda: tokenizer)
+
+
+def test_messages_keep_the_content_of_their_images(file):
+    (message, other) = with_content([user(image(file), text("?")), {"role": "tool", "content": {"a": 1}}])
+    file.unlink()
+    assert message == user(image(picture_of(png())), text("?"))
+    assert message["content"][0]["image"].data == png()
+    assert other == {"role": "tool", "content": {"a": 1}}
+    with pytest.raises(ImageError, match="a red one"):
+        with_content([user(image(file))])
+
+
+def test_pictures_without_a_path_are_written_once(tmp_path):
+    value = {"prompt": [user(image(picture_of(png())), text("?"))], "other": (1, picture_of("a.png"))}
+    folder = tmp_path / "pictures"
+    found = [with_paths(value, folder) for _ in range(2)]
+    (written,) = folder.iterdir()
+    assert written.read_bytes() == png()
+    assert found[0] == found[1] == {"prompt": [user(image(str(written)), text("?"))], "other": [1, "a.png"]}
+    assert json.loads(json.dumps(found[0])) == found[0]
 
 
 def test_a_text_model_takes_no_images(tmp_path):

@@ -40,6 +40,21 @@ evaluation: {{every: 2, prompts: {folder}/prompts.jsonl, sampling_params: {{max_
 """
 FILES = {
     "rewards.py": "def letters(text, wanted, **columns):\n    return sum(map(str.isalpha, text)) / 8\n",
+    "agent.py": """
+import httpx
+
+def looks(url, key, row):
+    messages = []
+    for name in (row["wanted"], "b"):
+        parts = [{"type": "image_url", "image_url": {"url": f"file://{FOLDER}/{name}.png"}}]
+        messages.append({"role": "user", "content": [*parts, {"type": "text", "text": "?"}]})
+        asked = {"model": "policy", "messages": messages}
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = httpx.post(f"{url}/chat/completions", headers=headers, json=asked, timeout=60)
+        answer.raise_for_status()
+        messages.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+    return 0.0
+""",
     "game.py": """
 from PIL import Image
 
@@ -68,7 +83,7 @@ def folder(tmp_path_factory):
         rows.append({"prompt": asked, "images": [str(path / f"{colour}.png")], "wanted": colour})
     (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, text in FILES.items():
-        (path / name).write_text(text)
+        (path / name).write_text(text.replace("{FOLDER}", str(path)))
     return path
 
 
@@ -196,6 +211,18 @@ def test_an_environment_returns_pictures(folder, tmp_path):
         for run in (output, tmp_path / "again")
     ]
     assert losses[0] == losses[1]
+
+
+def test_an_agent_sends_pictures(folder, tmp_path):
+    output = tmp_path / "run"
+    answers = "rl.sampling_params={max_tokens: 6, structured_outputs: {choice: [r, g, b, y]}}"
+    agent = f"rl.environment=openai:{folder}/agent.py:looks"
+    forked(reinforce, config_of(folder, output, agent, answers, "rl.max_steps=2"), world_size=1)
+    assert max(gaps(output)) < 1e-5
+    for row in lines(output / "rollouts.jsonl"):
+        assert (row["num_turns"], row["branches"]) == (2, [])
+        shown = [picture_of(name).open().getpixel((0, 0)) for name in row["pictures"]]
+        assert shown == [COLOURS[row["columns"]["wanted"]], COLOURS["b"]]
 
 
 def test_updates_in_flight_use_new_features_of_pictures(folder, tmp_path):
