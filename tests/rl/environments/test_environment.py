@@ -109,6 +109,13 @@ def test_an_environment_of_trl():
     assert asyncio.run(game.close()) == 0.5
 
 
+def test_an_environment_of_trl_goes_on_after_an_image():
+    playing = Player(Counter(), "Counter")
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Guess."}]
+    prompt = asyncio.run(playing.reset([{"role": "user", "content": parts}], {"number": 3}))
+    assert prompt == [{"role": "user", "content": [*parts, {"type": "text", "text": " Begin at 3."}]}]
+
+
 class Files:
     """Its tool must not be called by accident."""
 
