@@ -249,8 +249,10 @@ class Player:
             raise TypeError("reset() adds messages, so the prompt must be chat messages")
         if isinstance(added, str) and isinstance(self._turns, _TRL):
             content = prompt[-1]["content"]
-            content += added if isinstance(content, str) else [{"type": "text", "text": added}]
-            return [*prompt[:-1], {**prompt[-1], "content": content}]
+            more = (
+                content + added if isinstance(content, str) else [*content, {"type": "text", "text": added}]
+            )
+            return [*prompt[:-1], {**prompt[-1], "content": more}]
         messages = to_reply(added).messages
         if isinstance(messages, str):
             raise TypeError("reset() returned a text, and must return messages or None")
