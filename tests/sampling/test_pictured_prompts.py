@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit.vision_models import picture, save_llava, save_vlm
+from kit.vision_models import KINDS, picture, save_llava, save_vlm
 
 from vectorlm import HFEngine, SamplingEngine
 from vectorlm.algorithms.registry import get_algorithm
@@ -23,8 +23,7 @@ ENGINE = {
 }
 SAMPLED = {"max_tokens": 8, "logprobs": 0, "ignore_eos": True, "seed": 3, "n": 2}
 RED, BLUE, WIDE = picture("r"), picture("b"), picture("g", (112, 56))
-# vLLM's vision model of Qwen3-VL computes slightly differently in float32; docs/images.md says so.
-GAPS = {"qwen2.5-vl": 1e-5, "qwen3-vl": 2e-3}
+GAP = 1e-5
 
 
 def chat(*images):
@@ -35,14 +34,9 @@ def chat(*images):
 CHATS = [chat(RED), chat(WIDE, BLUE), chat(RED, RED, WIDE), chat()]
 
 
-@pytest.fixture(scope="module", params=GAPS)
-def kind(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def path(kind, tmp_path_factory):
-    return save_vlm(kind, tmp_path_factory.mktemp("vlm") / "model")
+@pytest.fixture(scope="module", params=KINDS)
+def path(request, tmp_path_factory):
+    return save_vlm(request.param, tmp_path_factory.mktemp("vlm") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +69,11 @@ def gap(answers, chats, model, path):
     return found
 
 
-def test_the_engine_computes_what_transformers_computes_after_every_update(engine, path, kind):
+def test_the_engine_computes_what_transformers_computes_after_every_update(engine, path):
     """The pictures stay the same: without a new encoder cache the engine would answer with old features of them."""
     model, tokenizer = load_model(path).eval(), load_tokenizer(path)
     answers = engine.sample(CHATS, SAMPLED)
-    assert gap(answers, CHATS, model, path) < GAPS[kind]
+    assert gap(answers, CHATS, model, path) < GAP
     for asked, completions in zip(CHATS, answers, strict=True):
         unexpanded = tuple(encode(asked, lambda: tokenizer))
         assert all(completion.prompt_token_ids == unexpanded for completion in completions)
@@ -91,7 +85,7 @@ def test_the_engine_computes_what_transformers_computes_after_every_update(engin
                     weight.add_(0.05 * torch.randn_like(weight))
         engine.update(model, version)
         before, answers = answers, engine.sample(CHATS, SAMPLED)
-        assert gap(answers, CHATS, model, path) < GAPS[kind]
+        assert gap(answers, CHATS, model, path) < GAP
         old = [gap([old], [asked], model, path) for old, asked in zip(before, CHATS, strict=True)]
         assert min(old[:3]) > 0.02, "the update changed little, so the gap proves little"
         # Text does not read the vision model.
@@ -105,7 +99,7 @@ def test_encoded_prompts_are_prompts(engine, path):
     assert engine.sample(encoded, SAMPLED) == engine.sample(CHATS, SAMPLED)
 
 
-def test_the_batch_of_rollouts_has_the_engines_log_probabilities(engine, path, kind):
+def test_the_batch_of_rollouts_has_the_engines_log_probabilities(engine, path):
     """The way of a run: completions, rollouts, expanded rows, packed passes."""
     tokenizer = load_tokenizer(path)
     tokens, groups = image_tokens_of(tokenizer), []
@@ -123,7 +117,7 @@ def test_the_batch_of_rollouts_has_the_engines_log_probabilities(engine, path, k
     with torch.no_grad():
         found = policy.logprobs(rows)[batch.mask]
     assert int(batch.mask.sum()) == 6 * 8
-    assert (found - batch.sampler_logprobs[batch.mask]).abs().max() < GAPS[kind]
+    assert (found - batch.sampler_logprobs[batch.mask]).abs().max() < GAP
 
 
 def test_a_picture_that_cannot_be_read_fails_its_request_alone(engine, tmp_path):
