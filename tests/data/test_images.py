@@ -286,7 +286,6 @@ def test_a_column_of_datasets_images(tmp_path):
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": "text", "images": ["a.png"]},
         {"prompt": [user({"type": "image"})]},
         {"prompt": [user(text("?"))], "images": [3]},
         {"prompt": [user({"type": "audio", "audio": "a.wav"})]},

@@ -237,13 +237,10 @@ def _prompt_record_of(columns: Any) -> PromptRecord:
         raise TypeError(f"the prompt is {str(prompt)[:40]}")
     if not prompt:
         raise TypeError("the prompt is empty")
-    images = column_images(columns)
-    columns = {name: value for name, value in columns.items() if name not in ("images", "image")}
-    if images and not is_chat:
-        raise TypeError("the column 'images' needs a prompt of messages")
     if is_chat:
-        prompt = with_images(prompt, images)
+        prompt = with_images(prompt, column_images(columns))
         images_of(prompt)
+        columns = {name: value for name, value in columns.items() if name not in ("images", "image")}
     for message in prompt if is_chat else ():
         if message.get("content") is None and not message.get("tool_calls"):
             raise TypeError(f"a message has no content: {str(message)[:40]}")

@@ -89,3 +89,16 @@ def test_what_reads_text_alone_is_refused_with_images(folder, files, setting, ov
     overrides = [text.format(folder=folder) for text in overrides]
     with pytest.raises(ConfigError, match=f"{setting}.*images, and rl.prompts has some"):
         check(folder, files, ["small.png"], *overrides)
+
+
+def test_a_column_of_images_beside_texts_is_an_ordinary_column_but_not_for_a_model_that_sees(folder, files):
+    rows = [{"prompt": "abc", "image": "small.png", "wanted": "a"}] * 4
+    (files / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def checked(model):
+        given = [f"model={folder / model}", f"rl.prompts={files / 'prompts.jsonl'}"]
+        return preflight(config_of(folder, files / "out", overrides=given), 1)
+
+    assert checked("model").prompts[""][0].columns["image"] == "small.png"
+    with pytest.raises(ConfigError, match=r"rl\.prompts.*beside prompts of text"):
+        checked("vlm")

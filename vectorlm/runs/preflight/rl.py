@@ -16,7 +16,8 @@ from vectorlm.algorithms.settings import (
 )
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import Support
-from vectorlm.data.images import images_of
+from vectorlm.data.encoding import is_messages
+from vectorlm.data.images import column_images, images_of
 from vectorlm.errors import ConfigError
 from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.prepare import correction_of
@@ -65,6 +66,11 @@ def image_problems(config: Config, rl: RLSettings, prompts: Sequence[SourcePromp
     # Costs more than a minute: models are loaded first. A server would score placeholders, silently.
     if "vision_config" not in (description_of(Path(config.model)) or {}):
         return
+    for source in prompts:
+        # Silent: the columns of a text are for rewards alone.
+        if any(column_images(record.columns) for record in source.shown if not is_messages(record.prompt)):
+            rule = "has images beside prompts of text, which the model would not see"
+            yield refuse(config, source.setting, rule, "Write the prompts as messages.", "…")
     named = next((s.setting for s in prompts if any(images_of(record.prompt) for record in s.shown)), None)
     if named is None:
         return
