@@ -57,6 +57,28 @@ def adapt_to_cpu() -> None:
         let_seeded_requests_wait()
         expand_for_drafts()
         rotate_every_head()
+        convolve_dense_tokens()
+
+
+def convolve_dense_tokens() -> None:
+    """Give vLLM's convolution on CPU tokens without gaps between them; call before the engine is built.
+
+    vllm 0.32: on processors with AVX512-BF16 its kernel refuses slices of wider rows, which Qwen3.5 passes. Delete when
+    ``ops.causal_conv1d_fwd_cpu`` takes them.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+
+    original = ops.causal_conv1d_fwd_cpu
+    if hasattr(original, "makes_dense"):
+        return
+
+    def convolve(x: Any, *args: Any, **options: Any) -> Any:
+        # `contiguous` keeps the strides of a single token.
+        return original(x.t().clone(memory_format=torch.contiguous_format).t(), *args, **options)
+
+    convolve.makes_dense = True  # type: ignore[attr-defined]
+    ops.causal_conv1d_fwd_cpu = convolve
 
 
 def rotate_every_head() -> None:
