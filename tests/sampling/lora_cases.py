@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from swap_cases import compare
 from transformers import AutoModelForCausalLM
 
-from vectorlm import SamplingEngine
+from vectorlm import SamplingEngine, exact
 
 OPTIONS = {
     "r": 2,
@@ -51,6 +51,8 @@ def swap_and_compare(folder, engine_args, options=OPTIONS, num_updates=3):
         for block in model.base_model.model.model.layers:
             fully_shard(block)
         fully_shard(model)
+    if engine_args.get("exact"):
+        exact(reference)
     with SamplingEngine(folder, **TINY_ENGINE, **engine_args) as engine:
         seen = []
         for step in range(num_updates):
