@@ -205,7 +205,7 @@ def test_an_environment_returns_pictures(folder, tmp_path):
     replayed = ["rl.rollout.source=file", f"rl.rollout.path={output}/rollouts.jsonl", "rl.max_steps=2"]
     again = config_of(folder, tmp_path / "again", *replayed)
     forked(reinforce, again, world_size=1)
-    # The same rollouts at the same weights: the picture's features are those of the first run.
+    # The same rollouts at the same weights: the picture's features equal the first run's.
     losses = [
         [line["policy/grad_norm"] for line in lines(run / "metrics.jsonl") if "policy/grad_norm" in line]
         for run in (output, tmp_path / "again")

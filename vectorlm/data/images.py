@@ -6,7 +6,7 @@ import base64
 import hashlib
 import io
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from urllib.request import url2pathname
 from vectorlm.errors import ConfigError
 
 HASH = "sha256"
+COLUMNS = ("images", "image")
+"""Columns of a row with the pictures of its chat: a list of them, and a single one."""
 
 
 class ImageError(ValueError):
@@ -175,28 +177,23 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) ->
     """
     left = [picture_of(image) for image in images]
     chat = [dict(message) for message in messages]
-    parts = [
-        part for message in chat if isinstance(message.get("content"), list) for part in message["content"]
-    ]
-    if left and not any(map(is_image, parts)):
+    contents = [message["content"] for message in chat if isinstance(message.get("content"), list)]
+    if left and not any(is_image(part) for content in contents for part in content):
         first = next((message for message in chat if message.get("role") == "user"), None)
         if first is None:
             raise ValueError("the column 'images' has pictures, but no message is the user's")
         text = first.get("content") or []
         text = [{"type": "text", "text": text}] if isinstance(text, str) else list(text)
         first["content"] = [{"type": "image"}] * len(left) + text
-    for message in chat:
-        if isinstance(message.get("content"), list):
-            message["content"] = [
-                plain_image(part) if is_image(part) else part for part in message["content"]
-            ]
-            for index, part in enumerate(message["content"]):
-                if part == {"type": "image"}:
-                    if not left:
-                        raise ValueError(
-                            "the chat has more image parts than the column 'images' has pictures"
-                        )
-                    message["content"][index] = {"type": "image", "image": left.pop(0)}
+
+    def filled(part: Any) -> Any:
+        if not is_image(part) or "image" in (part := plain_image(part)):
+            return part
+        if not left:
+            raise ValueError("the chat has more image parts than the column 'images' has pictures")
+        return {"type": "image", "image": left.pop(0)}
+
+    chat = _with_parts(chat, filled)
     if left:
         raise ValueError(f"the column 'images' has {len(left)} more pictures than the chat has image parts")
     return chat
@@ -214,8 +211,13 @@ def with_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             return part
         return {"type": "image", "image": Picture.of_bytes(plain["image"].data)}
 
+    return _with_parts(messages, held)
+
+
+def _with_parts(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """Return copies of messages with every part of their contents changed."""
     return [
-        {**message, "content": [held(part) for part in message["content"]]}
+        {**message, "content": list(map(change, message["content"]))}
         if isinstance(message.get("content"), list)
         else dict(message)
         for message in messages
@@ -319,9 +321,8 @@ class ImageTokens:
             written = str(self._processor.tokenizer.convert_ids_to_tokens(token))
             try:
                 found = self.processed([blank], written)["input_ids"][0].tolist()
-            except (
-                Exception
-            ):  # A token beside the placeholder, such as the start of vision: no image replaces it.
+            except Exception:
+                # No image replaces a token beside the placeholder, such as the start of vision.
                 continue
             if found != [token]:
                 return token, written
@@ -339,19 +340,30 @@ class ImageTokens:
         """
         found: list[int] = []
         placed: list[PlacedPicture] = []
+        for tokens, picture in self.pieces(token_ids, pictures):
+            if picture is not None:
+                placed.append(PlacedPicture(picture, len(found) + tokens.index(self.image_token)))
+            found += tokens
+        return found, placed
+
+    def pieces(
+        self, token_ids: Iterable[int], pictures: Iterable[Picture]
+    ) -> Iterator[tuple[list[int], Picture | None]]:
+        """Yield the tokens that take the place of each token, and the picture that they show, if they show one.
+
+        Raises the errors of `expand`.
+        """
         left = list(pictures)
         for token in token_ids:
             if token != self.placeholder:
-                found.append(token)
-                continue
-            if not left:
+                yield [token], None
+            elif left:
+                picture = left.pop(0)
+                yield self.expansion(picture), picture
+            else:
                 raise ValueError("a prompt has more placeholders of images than images")
-            tokens = self.expansion(picture := left.pop(0))
-            placed.append(PlacedPicture(picture, len(found) + tokens.index(self.image_token)))
-            found += tokens
         if left:
             raise ValueError("a prompt has fewer placeholders of images than images")
-        return found, placed
 
     def length(self, token_ids: Sequence[int], pictures: Iterable[Picture]) -> int:
         """Return the tokens of a prompt in the engine, whatever else in `token_ids` looks like a placeholder.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
+from vectorlm.data import images
 from vectorlm.data.chat import chat_in
 from vectorlm.data.encoding import (
     asked,
@@ -239,8 +240,7 @@ def _prompt_record_of(columns: Any) -> PromptRecord:
         raise TypeError("the prompt is empty")
     if is_chat:
         prompt = with_images(prompt, column_images(columns))
-        images_of(prompt)
-        columns = {name: value for name, value in columns.items() if name not in ("images", "image")}
+        columns = {name: value for name, value in columns.items() if name not in images.COLUMNS}
     for message in prompt if is_chat else ():
         if message.get("content") is None and not message.get("tool_calls"):
             raise TypeError(f"a message has no content: {str(message)[:40]}")

@@ -26,6 +26,7 @@ from vectorlm.data.encoding import (
     text_of_message,
     tools_of,
 )
+from vectorlm.data.images import COLUMNS as IMAGES
 from vectorlm.data.images import Picture, column_images, image_tokens_of, images_of, with_images
 from vectorlm.data.pack import COLUMNS, value_of
 from vectorlm.data.settings import PreprocessSettings
@@ -139,7 +140,7 @@ class Tokeniser:
     def _read(self) -> tuple[str, ...]:
         examples = self.settings.examples
         columns = COLUMNS.get(examples, self.columns) + (("prompt", "margin") if examples == "pairs" else ())
-        return (*columns, "tools", "weight", "images", "image") if self.is_chat else columns
+        return (*columns, "tools", "weight", *IMAGES) if self.is_chat else columns
 
     def map(self, path: Path) -> Dataset:
         """Tokenise all rows to a file at `path`, in `num_proc` processes; its columns are the keys of `__call__`."""
@@ -250,7 +251,7 @@ class Tokeniser:
                 )
             else:
                 prompt, texts = shared, [text[len(shared) :] for text in texts]
-        beside = {column: row[column] for column in ("tools", "weight", "images", "image") if column in row}
+        beside = {column: row[column] for column in ("tools", "weight", *IMAGES) if column in row}
         return [{**beside, "prompt": prompt, "completion": text} for text in texts]
 
     def _pair(self, name: str, row: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -330,22 +331,19 @@ class Tokeniser:
                 f"{name} has images, which a cut of the row may go through. Set dataset_preprocess.packing_type: null "
                 "and truncate: false; training lays rows end to end by itself."
             )
-        image_tokens = image_tokens_of(self.tokenizer)
+        image_tokens, found, counts = image_tokens_of(self.tokenizer), list[int](), list[bool]()
+        images: list[tuple[str, int]] = []
         try:
-            found, placed = image_tokens.expand(tokens, pictures)
+            for (new, picture), is_counted in zip(
+                image_tokens.pieces(tokens, pictures), counted, strict=True
+            ):
+                if picture is not None:
+                    images.append((picture.as_text(), len(found) + new.index(image_tokens.image_token)))
+                found += new
+                counts += [is_counted and picture is None and new[0] not in image_tokens.reserved] * len(new)
         except ValueError as error:
             raise DatasetError(f"{name}: {error}. Correct it, or remove the row.") from error
-        left = iter(pictures)
-        sizes = [
-            len(image_tokens.expansion(next(left))) if token == image_tokens.placeholder else 1
-            for token in tokens
-        ]
-        counts = [
-            counts and token not in image_tokens.reserved
-            for token, counts, size in zip(tokens, counted, sizes, strict=True)
-            for _ in range(size)
-        ]
-        return found, counts, [(picture.picture.as_text(), picture.start) for picture in placed]
+        return found, counts, images
 
     @cached_property
     def chat(self) -> Chat:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -79,10 +80,11 @@ class Updater:
         is_stopped = False
         num_steps = num_tokens = num_passes = 0
         skipped = self._skipped_groups(batch)
-        mini_batches = [*self._mini_batches(batch, step, skipped)]
-        first = {group for one in mini_batches[:1] for group in one.groups} if trains_policy else set()
+        later = self._mini_batches(batch, step, skipped)
+        head = [*islice(later, 1)]
+        first = {group for one in head for group in one.groups} if trains_policy else set()
         measured = self._gap_of_others(batch, skipped, first)
-        for index, mini_batch in enumerate(mini_batches):
+        for index, mini_batch in enumerate(chain(head, later)):
             if trains_policy:
                 kl, grad_norm = self._train_policy(batch, mini_batch, (step, index), kl_coef, accumulator)
                 is_stopped = self.settings.update.max_kl is not None and kl > self.settings.update.max_kl

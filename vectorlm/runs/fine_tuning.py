@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from vectorlm.algorithms.preference import PAIR_LOSSES
-from vectorlm.data.images import image_tokens_of
 from vectorlm.data.loader import StepLoader
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.models import disable_dropout, require_quiet
@@ -18,7 +17,6 @@ from vectorlm.runs.output import export, finish, open_recorder
 from vectorlm.runs.preflight.checked import CheckedConfig
 from vectorlm.runs.start import Run, open_run
 from vectorlm.train.language_model import LanguageModel
-from vectorlm.train.load import reads_images
 from vectorlm.train.loop import FineTuningLoop
 from vectorlm.train.objective import (
     Completions,
@@ -128,9 +126,8 @@ def _objective(
         if reward_model.step_separator is not None:
             return Steps(scorer, ignore_index), scorer.why_padded
         return RewardPairs(scorer, reward_model.center_coef, ignore_index), scorer.why_padded
-    image_tokens = image_tokens_of(run.tokenizer) if reads_images(run.config.model) else None
     language_model = LanguageModel(
-        model, packs=packs, device=run.topology.device, context=run.context, image_tokens=image_tokens
+        model, packs=packs, device=run.topology.device, context=run.context, image_tokens=run.image_tokens
     )
     preference = run.config.preference
     if preference is None:

@@ -12,7 +12,6 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.data.encoding import end_tokens
-from vectorlm.data.images import image_tokens_of
 from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.ranks.topology import Topology
@@ -48,7 +47,7 @@ from vectorlm.runs.start import Run, open_run
 from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
-from vectorlm.train.load import load_model, reads_images
+from vectorlm.train.load import load_model
 from vectorlm.train.lora import start_alone
 from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep
@@ -206,7 +205,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         packs=settings.model.pack_rows,
         device=run.topology.device,
         context=run.context,
-        image_tokens=image_tokens_of(run.tokenizer) if reads_images(run.config.model) else None,
+        image_tokens=run.image_tokens,
     )
     require_quiet("policy", model, policy.untruncated())
     num_batches = max(rl.num_steps - warmup_steps, 1)

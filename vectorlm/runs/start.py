@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.utils.logging import disable_progress_bar
 
+from vectorlm.data.images import ImageTokens, image_tokens_of
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
 from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
@@ -85,6 +86,11 @@ class Run:
         """The run's output folder."""
         return Path(self.config.train_parameters.output_dir)
 
+    @cached_property
+    def image_tokens(self) -> ImageTokens | None:
+        """The tokens of pictures, if the model is a vision-language model."""
+        return image_tokens_of(self.tokenizer) if reads_images(self.config.model) else None
+
     def read_model(self, *, is_empty: bool) -> Any:
         """Read the model that training starts from, without the adapters that are trained."""
         settings = self.config.train_parameters
@@ -121,7 +127,7 @@ class Run:
             elif options is not None and settings.adapters is not None:
                 path = Path(settings.adapters)
                 model = continue_lora(model, path, options, is_empty=is_empty, keeps_start=keeps_start)
-            if reads_images(self.config.model):
+            if self.image_tokens is not None:
                 freeze_parts(inner_model(model), settings.model.freeze)
             return exact(model) if settings.model.exact else model
 

@@ -97,7 +97,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Return the shares [T, K] and the numbers [T, K] of the experts of each token, as transformers computes them.
 
-    The arguments are those of vLLM's ``custom_routing_function``.
+    It takes the arguments of vLLM's ``custom_routing_function``.
     """
     shares, chosen = torch.softmax(gating_output, dim=-1, dtype=torch.float32).topk(topk, dim=-1)
     return shares / shares.sum(dim=-1, keepdim=True) if renormalize else shares, chosen

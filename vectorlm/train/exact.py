@@ -35,7 +35,7 @@ def exact(model: Model) -> Model:
     """Change a transformers model in place so that its log-probabilities have the engine's bits, and return it.
 
     The engine must be built with ``exact=True``. The forward pass uses the engine's attention kernel and products; the
-    gradient is that of torch's own formulas. Call it before ``fully_shard``, after LoRA layers were added.
+    gradient comes from torch's own formulas. Call it before ``fully_shard``, after LoRA layers were added.
 
     Args:
         model: A causal language model in float32 on CPU, plain or with LoRA, of one of

@@ -1,4 +1,4 @@
-"""What a vision-language model reads beside its token ids: pixels, and positions of three axes."""
+"""Pixels, and positions of three axes, that a vision-language model reads beside its token ids."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Images:
         )
 
     def arguments(self, rows: Rows, device: torch.device, packing: Packing | None = None) -> dict[str, Any]:
-        """Return the arguments of a pass beside those of text; empty if its rows have no pictures.
+        """Return the further arguments of a pass for its pictures; empty if its rows have no pictures.
 
         Without a `packing` rows are padded, and the model computes positions itself.
         """

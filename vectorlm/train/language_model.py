@@ -82,8 +82,8 @@ class LanguageModel:
         """Take a causal language model, plain or sharded with FSDP2; all ranks call this.
 
         Log-probabilities and entropies are over the tokens that the engine may sample: those of `support` and
-        `grammar`. Without `packs` rows are always padded. The ranks of a `context` share each pass. `image_tokens` are
-        those of a vision-language model.
+        `grammar`. Without `packs` rows are always padded. The ranks of a `context` share each pass. `image_tokens` let
+        a vision-language model read pictures.
 
         Raises:
             ConfigError: Rows are padded, although ranks were to share them.

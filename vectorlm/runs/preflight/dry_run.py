@@ -121,7 +121,7 @@ def _untrained(config: Config, model: Any) -> Iterator[str]:
             fix = "Correct these names, or leave them out."
             raise ConfigError(refuse(config, "train_parameters.lora_peft_config", rule, fix))
         if config.has_engine:
-            # For some models PEFT puts other options in place of those of the config.
+            # For some models PEFT replaces options of the config.
             require_expressible(model, config.engine.lora_mode_of_run)
         if is_still(model):
             yield (
