@@ -125,7 +125,7 @@ def test_the_examples_with_turns_run(checkout, run_here, name):
 @pytest.mark.slow
 def test_the_example_with_images_runs(checkout, run_here):
     few = ["rl.max_steps=2", "rl.prompts_per_step=4", "evaluation.every=2"]
-    settings = [word for each in few for word in ("--set", each)]
+    settings = [word for one in few for word in ("--set", one)]
     run_here(checkout, "-m", "vectorlm", "run", "configs/pictures_grpo.yaml", "--world_size", "1", *settings)
     rollouts = lines(checkout / "runs/pictures_grpo" / "rollouts.jsonl")
     assert [row["train_step"] for row in rollouts] == [1] * 64 + [2] * 64

@@ -187,7 +187,7 @@ def test_expanded_ids_are_those_of_the_processor(tokenizer):
     assert expanded == list(expected)
     assert len(expanded) > len(ids)
     firsts = [n for n, token in enumerate(expanded) if token == tokens.image_token]
-    assert [each.start for each in placed] == [n for n in firsts if n - 1 not in firsts]
+    assert [one.start for one in placed] == [n for n in firsts if n - 1 not in firsts]
     for pictures in (ids.pictures[:1], ids.pictures * 2):
         with pytest.raises(ValueError, match="placeholders"):
             tokens.expand(ids, pictures)

@@ -61,7 +61,7 @@ def load(path, dtype=torch.float32):
 def share_equal(model, completions, temperature=1.0):
     """Return the share of log-probabilities of the trainer that equal the engine's, bit for bit."""
     found = []
-    for completion in (each for group in completions for each in group):
+    for completion in (one for group in completions for one in group):
         ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
         start = len(completion.prompt_token_ids)
         with torch.no_grad():
@@ -171,7 +171,7 @@ def test_rows_of_a_product_do_not_depend_on_the_batch(size, num_threads):
 def test_activations_round_every_element_alike(own, plain):
     x = torch.cat([torch.randn(1001) * 5, torch.tensor([-100.0, 100.0, 0.0])])
     found = own(x)
-    assert torch.equal(found, torch.cat([own(each) for each in x.split(1)]))
+    assert torch.equal(found, torch.cat([own(one) for one in x.split(1)]))
     torch.testing.assert_close(found, plain(x.double()).float(), rtol=1e-5, atol=1e-6)
 
 

@@ -244,7 +244,7 @@ def test_an_engine_that_loses_everything_in_its_sleep_answers_as_before(family, 
     assert not errors
     assert is_as_before
     assert len(said) == 2
-    assert all("quant_method.scales.by_name['k'][0]" in each for each in said)
+    assert all("quant_method.scales.by_name['k'][0]" in one for one in said)
     assert not any("packed" in each for each in said)
 
 

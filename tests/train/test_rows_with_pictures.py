@@ -172,8 +172,8 @@ def test_a_row_of_several_turns_is_expanded_with_its_reply(tokenizer):
     assert len(expanded.sampler_logprobs) == len(expanded.versions) == len(expanded.token_ids)
     assert expanded.turn_ends == (len(expanded.token_ids),)
     whole = [*expanded.prompt_token_ids, *expanded.token_ids]
-    assert [whole[each.start] for each in placed] == [tokens.image_token] * 2
-    assert [each.picture for each in placed] == list(rollout.pictures)
+    assert [whole[one.start] for one in placed] == [tokens.image_token] * 2
+    assert [one.picture for one in placed] == list(rollout.pictures)
     assert placed[1].start == len(expanded.prompt_token_ids) + 2
 
 

@@ -86,7 +86,7 @@ def test_a_conversation_with_images_is_one_row_with_its_pictures(tokenizer, tmp_
     assert rollout.pictures == (picture_of(picture("r")), picture_of(picture("b", (112, 56))))
     tokens = image_tokens_of(tokenizer)
     expanded, placed = rollout.with_expanded(tokens, 0)
-    assert [each.picture for each in placed] == list(rollout.pictures)
+    assert [one.picture for one in placed] == list(rollout.pictures)
     whole = [*rollout.prompt_token_ids, *rollout.token_ids]
     assert len(expanded.prompt_token_ids) + len(expanded.token_ids) == tokens.length(whole, rollout.pictures)
     assert whole == [*engine.asked[1], *engine.token_ids]
