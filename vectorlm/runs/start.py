@@ -42,7 +42,7 @@ from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.train.checkpoint.folder import locked, naming_the_full_disk
 from vectorlm.train.exact import exact
 from vectorlm.train.handover import DeviceTurn, put_to_sleep
-from vectorlm.train.images import freeze_parts
+from vectorlm.train.images import weights_of_parts
 from vectorlm.train.language_model import inner_model
 from vectorlm.train.load import (
     load_model,
@@ -128,7 +128,8 @@ class Run:
                 path = Path(settings.adapters)
                 model = continue_lora(model, path, options, is_empty=is_empty, keeps_start=keeps_start)
             if self.image_tokens is not None:
-                freeze_parts(inner_model(model), settings.model.freeze)
+                for weight in weights_of_parts(inner_model(model), settings.model.freeze):
+                    weight.requires_grad_(False)
             return exact(model) if settings.model.exact else model
 
         model = self.load_sharded(load)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from vectorlm.data.images import ImageTokens, Picture, PlacedPicture
+from vectorlm.sampling.weights.model_size import names_of_vision
 from vectorlm.train.packing import Packing, Rows, to_device
+from vectorlm.train.settings import KEPT_PASSES
 
-KEPT_PASSES = 4
-"""Passes whose pixels are kept, because several models compute the same pass."""
 TEXT_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """Inputs of a processor's result that a pass has already, or makes itself."""
 
@@ -121,32 +121,19 @@ def _blank() -> bytes:
     return buffer.getvalue()
 
 
-def freeze_parts(causal: Any, parts: Collection[str]) -> None:
-    """Let no weight of some parts of a vision-language model be trained: `vision`, `projector`, `language`."""
+def weights_of_parts(causal: Any, parts: Collection[str]) -> list[torch.nn.Parameter]:
+    """Return the weights of some parts of a vision-language model: `vision`, `projector`, `language`."""
     vision = [causal.get_submodule(name) for name in names_of_vision(causal)]
     language = [language_model_of(causal), causal.get_input_embeddings(), causal.get_output_embeddings()]
     by_part = {
         name: {id(weight) for module in modules for weight in module.parameters()}
         for name, modules in (("vision", vision), ("language", language))
     }
-    for weight in causal.parameters():
-        part = next((name for name, weights in by_part.items() if id(weight) in weights), "projector")
-        if part in parts:
-            weight.requires_grad_(False)
 
+    def part_of(weight: torch.nn.Parameter) -> str:
+        return next((name for name, weights in by_part.items() if id(weight) in weights), "projector")
 
-def names_of_vision(causal: Any) -> list[str]:
-    """Return the names of a vision-language model's outermost vision modules; none of a text model."""
-    if getattr(causal.config, "vision_config", None) is None:
-        return []
-    kind = type(causal.config.vision_config)
-    found: list[str] = []
-    for name, module in causal.named_modules():
-        if type(getattr(module, "config", None)) is kind and not name.startswith(
-            tuple(f"{one}." for one in found)
-        ):
-            found.append(name)
-    return found
+    return [weight for weight in causal.parameters() if part_of(weight) in parts]
 
 
 def language_model_of(causal: Any) -> Any:

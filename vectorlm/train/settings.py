@@ -64,6 +64,8 @@ WITH_QUESTIONS = ReadIf(
     fix="Leave it out, or name prompts to evaluate on.",
     also=("rl.sources",),
 )
+KEPT_PASSES = 4
+"""Passes whose pixels are kept, because several models compute the same pass."""
 BY_TOKENS = "Micro-batches follow from rl.max_tokens_per_micro_batch."
 
 GATHER_ONCE_BYTES = 2 << 30

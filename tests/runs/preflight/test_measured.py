@@ -7,13 +7,16 @@ import torch
 from kit.allocated import most_allocated
 from kit.families import Family, save_family
 from kit.rank_processes import on_ranks
+from kit.vision_models import KINDS, picture, save_vlm
 
+from vectorlm.data.images import image_tokens_of, picture_of
 from vectorlm.rl.models import disable_dropout
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.memory import plan_of_config
 from vectorlm.train import settings
 from vectorlm.train.language_model import LanguageModel
-from vectorlm.train.load import load_model
+from vectorlm.train.images import weights_of_parts
+from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.lora import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import ContextGroup, Rows
@@ -61,30 +64,50 @@ WAYS = {
 """By ranks: up to how many bytes a model is gathered once, and changes of train_parameters."""
 
 
-def most_held(topology, folder, train):
+def most_held(topology, folder, train, has_pictures=False):
     """Return the most bytes beside the weights that two optimizer steps of two passes each hold at a time."""
     topology = replace(topology, context_parallel=train.model.context_parallel)
 
     def load(is_empty):
         model = disable_dropout(load_model(folder, is_empty=is_empty))
+        for weight in weights_of_parts(model, train.model.freeze):
+            weight.requires_grad_(False)
         return model if train.lora_peft_config is None else add_lora(model, train.lora_peft_config)
 
     model = load_sharded(load, topology, train.model)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
     is_cast = train.model.computes_in_bf16(is_cuda=False)
     optimizer_step = OptimizerStep(model, optimizer, None, 1.0, topology, computes_in_bf16=is_cast)
-    computes = LanguageModel(model, context=ContextGroup.of(topology))
-    # The last token of a row is not computed.
-    ids = torch.randint(48, (2, train.max_seq_len + 1), generator=torch.Generator().manual_seed(0))
-    rows = Rows(ids, torch.ones_like(ids), torch.ones_like(ids).cumsum(1) > 1, (0, 1))
+    tokens = image_tokens_of(load_tokenizer(folder)) if has_pictures else None
+    computes = LanguageModel(model, context=ContextGroup.of(topology), image_tokens=tokens)
+
+    def rows_of(step):
+        if tokens is not None:
+            return pictured_rows(tokens, train.max_seq_len + 1, step)
+        # The last token of a row is not computed.
+        ids = torch.randint(48, (2, train.max_seq_len + 1), generator=torch.Generator().manual_seed(0))
+        return Rows(ids, torch.ones_like(ids), torch.ones_like(ids).cumsum(1) > 1, (0, 1))
 
     def two_steps():
-        for _ in range(2):
+        for step in range(2):
             for is_last in (False, True):
+                rows = rows_of(2 * step + is_last)
                 optimizer_step.backward(-computes.logprobs(rows).sum() / 1000, is_last)
             optimizer_step.finish(1)
 
     return most_allocated(two_steps)
+
+
+def pictured_rows(tokens, length, step):
+    """Return two rows of pictures with a token before each; `step` makes other pictures."""
+    ids, images = [], []
+    for row in range(2):
+        shown = [picture_of(picture((step, row, place), (128, 128))) for place in range(length // 17)]
+        expanded, placed = tokens.expand([5, tokens.placeholder] * len(shown), shown)
+        ids.append(expanded + [5] * (length - len(expanded)))
+        images.append(placed)
+    ids = torch.tensor(ids)
+    return Rows(ids, torch.ones_like(ids), torch.ones_like(ids).cumsum(1) > 1, (0, 1), images=images)
 
 
 def measure(topology, cases):
@@ -97,7 +120,7 @@ def measure(topology, cases):
 
 def planned(config, world_size):
     """Return what the plan says of one rank, without its weights."""
-    names = ("gradients", "optimizer state", "gathered weights", "activations")
+    names = ("gradients", "optimizer state", "gathered weights", "activations", "images")
     rows = [row.training for row in plan_of_config(config, world_size).rows if row.name in names]
     return sum(rows) // world_size
 
@@ -126,3 +149,14 @@ def test_the_plan_is_near_what_is_allocated(tmp_path, monkeypatch, world_size):
     limits = {name: 0.15 if name.endswith("()") else 0.2 for name in ratios}
     far = {name: each for name, each in ratios.items() if max(abs(one - 1) for one in each) > limits[name]}
     assert far == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("frozen", ["[vision]", "[]"])
+def test_the_plan_counts_pixels_and_the_vision_model(tmp_path, kind, frozen):
+    folder, path = save_vlm(kind, tmp_path / "model"), tmp_path / "my.yaml"
+    path.write_text(CONFIG.format(model=folder))
+    config = load_config(path, [f"train_parameters.freeze={frozen}"])
+    (found,) = on_ranks(1, most_held, folder, config.train_parameters, True)
+    assert found / planned(config, 1) == pytest.approx(1, abs=0.2)

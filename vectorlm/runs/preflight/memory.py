@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -26,7 +27,12 @@ from vectorlm.runs.preflight.memory_plan import (
 from vectorlm.runs.preflight.settings import setting_problems
 from vectorlm.sampling.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.sampling.settings import BUCKET_BYTES
-from vectorlm.sampling.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
+from vectorlm.sampling.weights.model_size import (
+    ModelSize,
+    count_adapter_parameters,
+    empty_model,
+    read_model_size,
+)
 from vectorlm.train.optimizers import state_bytes
 from vectorlm.train.settings import gathers_once
 
@@ -75,10 +81,23 @@ def plan_of_config(
     teacher = None if config.rl is None else config.rl.teacher
     # An engine on separate CUDA devices does not share their memory; on CPU there is only one memory.
     is_shared = is_cpu or overlap is None or overlap.placement == "shared"
-    num_trainable = model.num_parameters if lora is None else count_adapter_parameters(config.model, lora)
+    micro_batch_size = _micro_batch_size(config, is_cpu, max(world_size // train.model.context_parallel, 1))
+    num_frozen = 0
+    if model.vision is not None and lora is None:
+        from vectorlm.train.images import weights_of_parts
+
+        frozen = weights_of_parts(empty_model(Path(config.model)), train.model.freeze)
+        num_frozen = sum(weight.numel() for weight in frozen)
+    num_trainable = model.num_parameters - num_frozen
+    if lora is not None:
+        num_trainable = count_adapter_parameters(config.model, lora)
     demand = Demand(
         model=model,
         num_trainable=num_trainable,
+        num_frozen=num_frozen,
+        num_image_tokens=0 if model.vision is None else _image_tokens(config, micro_batch_size),
+        image_token_numbers=0 if model.vision is None else _image_token_numbers(config),
+        trains_vision=lora is None and "vision" not in train.model.freeze,
         gathers_once=gathers_once(
             model.num_parameters - (model.num_in_blocks if train.model.quantization else 0),
             num_trainable,
@@ -97,9 +116,7 @@ def plan_of_config(
         packs=train.model.pack_rows and (is_cpu or not train.model.use_flash_attention),
         num_averages=_num_averages(train, model),
         recomputes=train.model.use_activation_checkpointing,
-        micro_batch_size=_micro_batch_size(
-            config, is_cpu, max(world_size // train.model.context_parallel, 1)
-        ),
+        micro_batch_size=micro_batch_size,
         context_parallel=train.model.context_parallel,
         num_trained_copies=trained_copies,
         num_frozen_copies=frozen_copies,
@@ -159,6 +176,30 @@ def _micro_batch_size(config: Config, is_cpu: bool, num_shares: int) -> int:
         num_groups * of_group, 0 if rl.sft is None else rl.sft.rows_per_step // num_shares * longest
     )
     return max(min(tokens // longest, -(-of_step // longest)), 1)
+
+
+def _image_tokens(config: Config, micro_batch_size: int) -> int:
+    """Return the most image tokens of a pass: all tokens, or without environments all tokens of prompts."""
+    rl, tokens = config.rl, micro_batch_size * config.train_parameters.max_seq_len
+    if rl is None or any(source.environment is not None for source in rl.by_source.values()):
+        return tokens
+    of_row = config.longest_rollout
+    of_answer = min(rl.collect.sampling["max_tokens"] or of_row, of_row)
+    answers = rl.collect.group_size if config.train_parameters.model.pack_rows else 1
+    of_prompt = of_row - of_answer
+    return tokens * of_prompt // (of_prompt + answers * of_answer)
+
+
+def _image_token_numbers(config: Config) -> float:
+    """Return how many numbers the model's processor makes of an image, for each of its tokens."""
+    from PIL import Image
+
+    from vectorlm.data.images import image_tokens_of
+    from vectorlm.train.load import load_tokenizer
+
+    tokens = image_tokens_of(load_tokenizer(config.model, config.chat))
+    made = tokens.processed([Image.new("RGB", (448, 448))])
+    return float(made["pixel_values"].numel() / (made["input_ids"] == tokens.image_token).sum())
 
 
 def _other_models(config: Config, model: ModelSize) -> tuple[int, float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vectorlm.sampling.weights.model_size import ModelSize
-from vectorlm.train.settings import Recomputation, chunk_tokens
+from vectorlm.train.settings import KEPT_PASSES, Recomputation, chunk_tokens
 
 GIB = 1 << 30
 
@@ -56,6 +56,14 @@ class Demand:
     model: ModelSize
     num_trainable: int
     """Trained parameters."""
+    num_frozen: int = 0
+    """Parameters of frozen parts of a vision-language model, of a run that trains the others whole."""
+    num_image_tokens: int = 0
+    """Most image tokens in one pass of a rank."""
+    image_token_numbers: float = 0
+    """Numbers of pixels for each image token."""
+    trains_vision: bool = False
+    """Whether gradients flow through the vision model."""
     num_averages: float = 2
     """Size of the optimizer's state as a multiple of the trained parameters."""
     bytes_per_weight: int = 4
@@ -101,6 +109,11 @@ class Demand:
     is_cpu: bool
     host_bytes: int | None = None
     """Memory of a CUDA node's host; None if it is not known."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model's own weights are trained, and not adapters."""
+        return self.num_trainable + self.num_frozen == self.model.num_parameters
 
 
 @dataclass(frozen=True)
@@ -189,6 +202,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         MemoryUse("optimizer state", state, 0 if offloads else state),
         MemoryUse("gathered weights", ranks * gathered_bytes(demand), 0),
         MemoryUse("activations", ranks * activation_bytes(demand), 0),
+        MemoryUse("images", ranks * image_bytes(demand), ranks * pixel_bytes(demand)),
     ]
     # Weights, gradients and averages; only the policy's optimizer leaves the device, and only the policy is quantised.
     plain = on_device * sharded_bytes(replace(demand, is_quantized=False))[0]
@@ -215,8 +229,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
 
 def sharded_bytes(demand: Demand) -> tuple[int, int]:
     """Return one rank's bytes of all weights of the policy, and of the trained weights."""
-    is_whole = demand.num_trainable == demand.model.num_parameters
-    per_trained = demand.bytes_per_weight if is_whole else 4
+    per_trained = demand.bytes_per_weight if demand.is_whole else 4
     quantized = demand.model.num_in_blocks if demand.is_quantized else 0
     weights = demand.bytes_per_weight * (demand.model.num_parameters - quantized) // demand.num_shards
     weights += int(NF4_BYTES * quantized)
@@ -241,6 +254,7 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
         HostUse("the model as it is read", whole * (1 if demand.loads_on_main else ranks), 0),
         HostUse("weights for the engine", 0, shared),
         HostUse("offloaded", 0, offloaded),
+        HostUse("images", 0, ranks * KEPT_PASSES * pixel_bytes(demand)),
         HostUse("activations", 0, ranks * block_input_bytes(demand) if demand.recomputes == "offload" else 0),
         HostUse("processes", processes, processes),
     ]
@@ -280,9 +294,8 @@ def activation_bytes(demand: Demand) -> int:
     model, number, ranks = demand.model, 2 if demand.is_mixed else 4, demand.context_parallel
     tokens = num_tokens(demand)
     keys = max(model.kv_size, ranks * model.query_size // max(model.num_heads, 1))
-    is_whole = demand.num_trainable == model.num_parameters
     wide = (
-        (6 if is_whole else 4) * model.hidden_size
+        (6 if demand.is_whole else 4) * model.hidden_size
         + 3 * model.query_size
         + 2 * keys
         + 4 * model.intermediate_size
@@ -301,6 +314,27 @@ def activation_bytes(demand: Demand) -> int:
         behind = (model.num_layers - 1) % (demand.recomputes if isinstance(demand.recomputes, int) else 1)
         again = (1 - behind) * block + 2 * number * model.intermediate_size
     return tokens * kept + inputs + max(logits, tokens * again)
+
+
+def pixel_bytes(demand: Demand) -> int:
+    """Return the bytes of the pixels of one pass, in fp32."""
+    return int(4 * demand.image_token_numbers * demand.num_image_tokens)
+
+
+def image_bytes(demand: Demand) -> int:
+    """Estimate what a pass holds of its images: pixels, and activations of the vision model.
+
+    A vision model that is trained keeps what goes into and comes out of the matrices of all its blocks, or of one block
+    and all inputs where they are computed again; a frozen one holds one block at a time.
+    """
+    vision = demand.model.vision
+    if vision is None:
+        return 0
+    kept = KEPT_PASSES if demand.is_cpu else 1
+    patches = demand.num_image_tokens * demand.image_token_numbers / vision.patch_numbers
+    blocks = vision.num_layers if demand.trains_vision and not demand.recomputes else 1
+    number = 2 if demand.is_mixed else 4
+    return kept * pixel_bytes(demand) + int(patches * number * blocks * vision.block_width)
 
 
 def num_recomputed(demand: Demand) -> int:
@@ -342,6 +376,10 @@ def engine_step_bytes(demand: Demand, engine: EngineDemand) -> int:
     """
     model = demand.model
     wide = 4 * model.hidden_size + 3 * model.intermediate_size // engine.tensor_parallel
+    if model.vision is not None:
+        # vLLM computes images of as many tokens as a step has, before the tokens.
+        patches = demand.image_token_numbers / model.vision.patch_numbers
+        wide = max(wide, int(patches * model.vision.block_width))
     return engine.bytes_per_weight * engine.step_tokens * wide + 12 * engine.step_sequences * model.vocab_size
 
 

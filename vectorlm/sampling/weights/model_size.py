@@ -8,11 +8,26 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 """The number of a transformer block in the name of a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionSize:
+    """The sizes of a vision model that its memory depends on."""
+
+    num_parameters: int
+    num_layers: int
+    num_block_parameters: int
+    """Parameters of the largest block."""
+    block_width: int
+    """Numbers that go into and come out of the matrices of a block, for one patch."""
+    patch_numbers: int
+    """Numbers of one patch: its pixels, channels and frames."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +37,7 @@ class ModelSize:
     num_parameters: int
     """Parameters of the whole model; tied ones count once."""
     num_block_parameters: int
-    """Parameters of the largest transformer block."""
+    """Parameters of the largest transformer block that reads tokens."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -35,18 +50,22 @@ class ModelSize:
     vocab_size: int
     max_length: int
     """Longest sequence, in tokens."""
+    vision: VisionSize | None = None
+    """The vision model; None for a text model."""
 
     @property
     def num_in_blocks(self) -> int:
         """Parameters of all transformer blocks."""
-        return self.num_layers * self.num_block_parameters
+        seen = self.vision
+        in_vision = 0 if seen is None else seen.num_layers * seen.num_block_parameters
+        return self.num_layers * self.num_block_parameters + in_vision
 
 
 def read_model_size(folder: str | Path) -> ModelSize:
     """Read a model's size from its ``config.json`` and the headers of its safetensors files, without torch.
 
-    Without safetensors files, transformers builds the model on the meta device from ``config.json``. Raises ValueError
-    for missing or invalid values.
+    Without safetensors files, and for a vision-language model, transformers builds the model on the meta device from
+    ``config.json``. Raises ValueError for missing or invalid values.
     """
     try:
         return _read_model_size(Path(folder))
@@ -58,22 +77,19 @@ def read_model_size(folder: str | Path) -> ModelSize:
 
 def _read_model_size(folder: Path) -> ModelSize:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shapes, seen = _shapes(folder)
     config = {**config, **config.get("text_config", {})}
-    shapes = _tensor_shapes(folder)
     if config.get("tie_word_embeddings") and any("embed" in name for name in shapes):
         shapes.pop("lm_head.weight", None)
-    blocks: dict[str, int] = defaultdict(int)
-    for name, shape in shapes.items():
-        if match := _BLOCK.search(name):
-            blocks[match[1]] += math.prod(shape)
+    blocks = _blocks({name: shape for name, shape in shapes.items() if name not in seen})
     if not blocks:
         raise ValueError(f"the tensors of {folder} must have the names of transformer blocks")
     hidden = _first(config, "hidden_size", "n_embd")
     num_heads = _first(config, "num_attention_heads", "n_head")
     head_size = config.get("head_dim") or hidden // num_heads
     return ModelSize(
-        num_parameters=sum(map(math.prod, shapes.values())),
-        num_block_parameters=max(blocks.values()),
+        num_parameters=_count(shapes),
+        num_block_parameters=max(map(_count, blocks.values())),
         num_layers=len(blocks),
         hidden_size=hidden,
         intermediate_size=_first(config, "intermediate_size", "n_inner", default=4 * hidden),
@@ -82,7 +98,49 @@ def _read_model_size(folder: Path) -> ModelSize:
         kv_size=_first(config, "num_key_value_heads", default=num_heads) * head_size,
         vocab_size=_first(config, "vocab_size"),
         max_length=_first(config, "max_position_embeddings", "n_positions"),
+        vision=_vision_size(seen) if seen else None,
     )
+
+
+def _vision_size(shapes: Mapping[str, tuple[int, ...]]) -> VisionSize:
+    blocks = _blocks(shapes) or {"": dict(shapes)}
+    matrices = [shape for shape in max(blocks.values(), key=_count).values() if len(shape) == 2]
+    # The first matrix or convolution makes a vector of each patch.
+    patch = next(shape for shape in shapes.values() if len(shape) in (2, 4, 5))
+    return VisionSize(
+        num_parameters=_count(shapes),
+        num_layers=len(blocks),
+        num_block_parameters=max(map(_count, blocks.values())),
+        block_width=sum(map(sum, matrices)),
+        patch_numbers=math.prod(patch[1:]),
+    )
+
+
+def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of the tensors of each block, by its number."""
+    blocks: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        if match := _BLOCK.search(name):
+            blocks[match[1]][name] = shape
+    return blocks
+
+
+def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def names_of_vision(causal: Any) -> list[str]:
+    """Return the names of a vision-language model's outermost vision modules; none of a text model."""
+    if getattr(causal.config, "vision_config", None) is None:
+        return []
+    kind = type(causal.config.vision_config)
+    found: list[str] = []
+    for name, module in causal.named_modules():
+        if type(getattr(module, "config", None)) is kind and not name.startswith(
+            tuple(f"{one}." for one in found)
+        ):
+            found.append(name)
+    return found
 
 
 def count_adapter_parameters(folder: str | Path, lora_config: Mapping[str, Any]) -> int:
@@ -92,10 +150,12 @@ def count_adapter_parameters(folder: str | Path, lora_config: Mapping[str, Any])
     """
     targets = lora_config.get("target_modules") or ("q_proj", "v_proj")
     targets = (targets,) if isinstance(targets, str) else tuple(targets)
+    shapes, seen = _shapes(Path(folder))
     return sum(
         lora_config.get("r", 8) * sum(shape)
-        for name, shape in _tensor_shapes(Path(folder)).items()
+        for name, shape in shapes.items()
         if len(shape) == 2
+        and (name not in seen or lora_config.get("exclude_modules"))
         and name != "lm_head.weight"
         and (("all-linear" in targets and _BLOCK.search(name)) or name.split(".")[-2] in targets)
     )
@@ -142,10 +202,19 @@ def two_sets_of_weights(folder: Path) -> str | None:
     return f"has two sets of weights: transformers reads {whole.name}, and vLLM {min(others)}"
 
 
+def _shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Return the shapes of a model's tensors, and those in its vision model."""
+    if "vision_config" not in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+        return _tensor_shapes(folder), {}
+    shapes = shapes_of(model := empty_model(folder))
+    inside = tuple(f"{name}." for name in names_of_vision(model))
+    return shapes, {name: shape for name, shape in shapes.items() if name.startswith(inside)}
+
+
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     files = sorted(folder.glob("*.safetensors"))
     if not files and "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
-        return _shapes_of_config(folder)
+        return shapes_of(empty_model(folder))
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file")
     return {
@@ -156,13 +225,23 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _shapes_of_config(folder: Path) -> dict[str, tuple[int, ...]]:
+@cache
+def empty_model(folder: Path) -> Any:
+    """Return the model of a ``config.json`` on the meta device, made once."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+    config = AutoConfig.from_pretrained(folder)
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = (AutoModelForImageTextToText if reads_images else AutoModelForCausalLM).from_config(config)
     model.tie_weights()
+    return model
+
+
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
