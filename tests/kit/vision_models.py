@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-KINDS = ("qwen2.5-vl", "qwen3-vl")
+KINDS = ("qwen2.5-vl", "qwen3-vl", "smolvlm")
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+FAKE, WHOLE, TURN = "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"
+"""Tokens of SmolVLM around an image."""
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 COLOURS = {"r": (220, 30, 30), "g": (30, 200, 40), "b": (40, 60, 220), "y": (230, 220, 40)}
 
@@ -81,14 +84,22 @@ def picture(colour: str | tuple[int, int, int], size: tuple[int, int] = (56, 56)
     return Image.new("RGB", size, COLOURS[colour] if isinstance(colour, str) else colour)
 
 
-def _tokenizer() -> Any:
-    """Return a tokenizer of single printable letters."""
+QWEN_TOKENS = {
+    "vision_bos_token": VISION_START,
+    "vision_eos_token": VISION_END,
+    "image_token": IMAGE,
+    "video_token": VIDEO,
+}
+
+
+def _tokenizer(named: Mapping[str, str] = QWEN_TOKENS) -> Any:
+    """Return a tokenizer of single printable letters, with some special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     # Space and newline have these names in the alphabet of bytes.
     names = ["<pad>", "<eos>", "<unk>", *map(chr, range(33, 127)), "\u0120", "\u010a"]
-    special = [VISION_START, VISION_END, IMAGE, VIDEO, TURN_START, TURN_END]
+    special = [*named.values(), TURN_START, TURN_END]
     letters = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, [], unk_token="<unk>"))
     letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     letters.decoder = decoders.ByteLevel()
@@ -98,17 +109,14 @@ def _tokenizer() -> Any:
         eos_token=TURN_END,
         pad_token="<pad>",
         unk_token="<unk>",
-        extra_special_tokens={
-            "vision_bos_token": VISION_START,
-            "vision_eos_token": VISION_END,
-            "image_token": IMAGE,
-            "video_token": VIDEO,
-        },
+        extra_special_tokens=named,
     )
 
 
 def save_vlm(kind: str, path: str | Path, *, seed: int = 0) -> Path:
     """Save a random model of a kind in `KINDS`, with its processor and a chat template; return its folder."""
+    if kind == "smolvlm":
+        return _save_smolvlm(Path(path), seed)
     import torch
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -148,3 +156,41 @@ def save_vlm(kind: str, path: str | Path, *, seed: int = 0) -> Path:
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(path)
     return Path(path)
+
+
+def _save_smolvlm(path: Path, seed: int) -> Path:
+    import torch
+    import transformers
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    named = {
+        "fake_image_token": FAKE,
+        "image_token": IMAGE,
+        "end_of_utterance_token": TURN,
+        "global_image_token": WHOLE,
+    }
+    tokenizer = _tokenizer(named)
+    text = {**TEXT, "model_type": "llama", "vocab_size": -(-len(tokenizer) // 8) * 8}
+    text |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.SmolVLMConfig(
+        text_config={**text, "bos_token_id": None},
+        vision_config={**vision, "image_size": 56, "patch_size": 14},
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    transformers.SmolVLMForConditionalGeneration(config).save_pretrained(path)
+    longest = {"longest_edge": 56}
+    transformers.SmolVLMProcessor(
+        image_processor=SmolVLMImageProcessorPil(
+            size=longest, max_image_size=longest, do_image_splitting=False
+        ),
+        tokenizer=tokenizer,
+        video_processor=transformers.SmolVLMVideoProcessor(),
+        image_seq_len=4,
+        chat_template=CHAT_TEMPLATE.replace(VISION_START, "").replace(VISION_END, ""),
+    ).save_pretrained(path)
+    return path

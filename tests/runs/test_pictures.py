@@ -6,7 +6,7 @@ import pytest
 from kit.rank_processes import forked
 from kit.rl_runs import ONE_AT_A_TIME, numbers, stop_after_step_2
 from kit.sft_runs import are_equal, lines, weights_of
-from kit.vision_models import COLOURS, picture, save_vlm
+from kit.vision_models import COLOURS, KINDS, picture, save_vlm
 from safetensors.torch import load_file
 
 from vectorlm.data.images import image_tokens_of, picture_of, takes_images
@@ -73,8 +73,11 @@ class Shows:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pictures")
-    save_vlm("qwen2.5-vl", path / "model")
+    return folder_of("qwen2.5-vl", tmp_path_factory.mktemp("pictures"))
+
+
+def folder_of(kind, path):
+    save_vlm(kind, path / "model")
     rows = []
     for colour in COLOURS:
         picture(colour).save(path / f"{colour}.png")
@@ -159,6 +162,26 @@ def test_adapters_are_trained_on_pictures(folder, tmp_path, mode):
     assert all("language_model" in name for name in found)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen2.5-vl"])
+def test_another_family_is_trained_on_two_ranks_and_resumed(tmp_path, kind):
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    other = folder_of(kind, tmp_path)
+    for name in ("whole", "cut"):
+        config = config_of(other, tmp_path / name)
+        if name == "cut":
+            with pytest.raises(AssertionError, match="rank"):
+                forked(stop_after_step_2, config, world_size=2)
+        forked(reinforce, config, world_size=2)
+        assert max(gaps(tmp_path / name)) < 1e-5
+    assert are_equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut"))
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole/final-model")
+    before = AutoModelForImageTextToText.from_pretrained(other / "model").state_dict()
+    changed = {name for name, weight in model.state_dict().items() if not weight.equal(before[name])}
+    assert any(".vis" in name for name in changed)
+    AutoProcessor.from_pretrained(tmp_path / "whole/final-model")
+
+
 def test_two_ranks_learn_what_one_learns(folder, whole, tmp_path):
     forked(reinforce, config_of(folder, tmp_path / "run"), world_size=2)
     assert max(gaps(tmp_path / "run")) < 1e-5
@@ -211,6 +234,16 @@ def test_an_environment_returns_pictures(folder, tmp_path):
         for run in (output, tmp_path / "again")
     ]
     assert losses[0] == losses[1]
+
+
+def test_a_picture_of_an_environment_is_refused_where_a_model_reads_text_alone(folder, tmp_path):
+    game = f"rl.environment={folder}/game.py:Shows"
+    answers = "rl.sampling_params={max_tokens: 6, structured_outputs: {choice: [r, g, b, y]}}"
+    (folder / "texts.jsonl").write_text('{"prompt": [{"role": "user", "content": "?"}], "wanted": "r"}\n' * 4)
+    given = [game, answers, f"rl.prompts={folder}/texts.jsonl", "evaluation=null", "rl.algorithm.name=ppo"]
+    config = config_of(folder, tmp_path / "run", *given, "rl.max_turns=2", "rl.max_steps=1")
+    with pytest.raises(AssertionError, match=r"rl\.algorithm\.name"):
+        forked(reinforce, config, world_size=1)
 
 
 def test_an_agent_sends_pictures(folder, tmp_path):

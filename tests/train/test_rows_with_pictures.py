@@ -7,6 +7,7 @@ from kit.vision_models import KINDS, picture, save_vlm
 from vectorlm.data.encoding import encode
 from vectorlm.data.images import image_tokens_of
 from vectorlm.rl.rollout import Rollout
+from vectorlm.sampling.weights.model_size import names_of_vision
 from vectorlm.train.images import weights_of_parts
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model, load_tokenizer
@@ -94,7 +95,7 @@ def test_rows_with_pictures_are_computed_as_alone(path, tokenizer, rows, packs):
     model = load_model(path).eval()
     expected = transformers_values(model, path)
     expected_gradients = gradients(model, expected)
-    assert any("visual" in name for name in expected_gradients)
+    assert any("vis" in name for name in expected_gradients)
     policy = LanguageModel(model, packs=packs, image_tokens=image_tokens_of(tokenizer))
     assert (policy.why_padded is None) == packs
     found = policy.logprobs(rows)[rows.is_asked]
@@ -110,21 +111,23 @@ def test_rows_with_pictures_are_computed_as_alone(path, tokenizer, rows, packs):
 def test_a_picture_of_a_group_is_computed_once(path, tokenizer, rows):
     model = load_model(path).eval()
     policy = LanguageModel(model, image_tokens=image_tokens_of(tokenizer))
-    grids = []
-    visual = model.model.visual
-    visual.register_forward_pre_hook(
-        lambda module, args, kwargs: grids.extend(kwargs["grid_thw"].prod(-1).tolist()), with_kwargs=True
+    patches = []
+    (vision,) = map(model.get_submodule, names_of_vision(model))
+    embed = next(
+        module for module in vision.modules() if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d)
     )
+    embed.register_forward_hook(lambda module, args, output: patches.append(output.numel() // 64))
     with torch.no_grad():
         policy.logprobs(rows)
     # Group 0 has two pictures for its three rows, group 1 has one for each of its two rows.
-    assert len(grids) == 4
+    tokens = image_tokens_of(tokenizer)
     merged = [
-        len(image_tokens_of(tokenizer).expansion(placed.picture))
+        tokens.expansion(placed.picture).count(tokens.image_token)
         for row in (0, 3, 4)
         for placed in rows.images[row]
     ]
-    assert sorted(grids) == sorted(4 * count for count in merged)
+    assert len(merged) == 4
+    assert sum(patches) == 4 * sum(merged)
     assert pack(rows).num_tokens < int(rows.attention_mask.sum())
 
 
@@ -174,14 +177,14 @@ def test_a_row_of_several_turns_is_expanded_with_its_reply(tokenizer):
     whole = [*expanded.prompt_token_ids, *expanded.token_ids]
     assert [whole[one.start] for one in placed] == [tokens.image_token] * 2
     assert [one.picture for one in placed] == list(rollout.pictures)
-    assert placed[1].start == len(expanded.prompt_token_ids) + 2
+    first = reply.index(tokens.image_token)
+    assert placed[1].start == len(expanded.prompt_token_ids) + 2 + first
 
 
 def test_a_sampled_image_token_is_not_trained_and_does_not_raise(path, tokenizer):
     tokens = image_tokens_of(tokenizer)
-    (video,) = tokens.reserved - {tokens.image_token}
     policy = LanguageModel(load_model(path).eval(), image_tokens=tokens)
-    for sampled in (tokens.image_token, video):
+    for sampled in tokens.reserved:
         rollout = rollout_of(tokenizer, [10, sampled, 12], [True] * 3, [RED])
         expanded, placed = rollout.with_expanded(tokens, spare=0)
         assert expanded.token_ids == (10, 0, 12)
@@ -201,8 +204,10 @@ def test_parts_of_a_model_are_frozen(path, parts):
         weight.requires_grad_(False)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     every = {name for name, _ in model.named_parameters()}
-    vision = {name for name in every if ".visual." in name}
+    vision = {name for name in every if ".vis" in name}
+    projector = {name for name in every if ".connector." in name}
     expected = every - (vision if "vision" in parts else set())
     # Qwen's projector is a part of its vision model.
-    expected -= every - vision if "language" in parts else set()
+    expected -= projector if "projector" in parts else set()
+    expected -= every - vision - projector if "language" in parts else set()
     assert trained == expected

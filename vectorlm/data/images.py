@@ -311,8 +311,10 @@ class ImageTokens:
 
         def ids_of(content: Any) -> list[int]:
             chat = [{"role": "user", "content": content}]
-            text = self._processor.apply_chat_template(chat, tokenize=False)
-            return list(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+            # SmolVLM's processor would warn of an argument of its own.
+            tokenizer, template = self._processor.tokenizer, self._processor.chat_template
+            text = tokenizer.apply_chat_template(chat, tokenize=False, chat_template=template)
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
         image, text = {"type": "image"}, {"type": "text", "text": "a"}
         one, two = ids_of([image, text]), ids_of([image, image, text])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vectorlm.algorithms.kl import AdaptiveKL
 from vectorlm.algorithms.spec import AlgorithmSpec
-from vectorlm.errors import RewardError
+from vectorlm.errors import ConfigError, RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
 from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics
@@ -129,6 +129,12 @@ class RLLoop:
             self.recorder.save_if_due(self.step, models, self._state)
         self.recorder.flush()
 
+    def _refuse_images(self, groups: Sequence[RolloutGroup]) -> None:
+        """Raise ConfigError if an environment has returned an image that a model of the run would not see."""
+        path = self.settings.reads_text_alone
+        if path and any(rollout.pictures for group in groups for rollout in group.rollouts):
+            raise ConfigError(f"{path} cannot be used with images, and the environment returned one.")
+
     def _train(self) -> dict[str, float]:
         """Collect a batch of rollouts, and make the optimizer steps on it."""
         timer, batch = self.recorder.timer, None
@@ -139,6 +145,7 @@ class RLLoop:
                 self._busy, self.turn.busy = self.turn.busy, []
                 metrics = self.meter.engine_idle(self._busy, self.turn.swapped_at)
                 groups = self.source.collect(self.step, timer)
+            self._refuse_images(groups)
             oldest = self.source.oldest_version(self.step)
             metrics |= rollout_metrics(groups, self.step, oldest) | self.source.metrics(self.step)
             metrics |= {"time/publish_s": report.total_s, "time/stall_s": report.stall_s}

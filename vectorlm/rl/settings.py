@@ -381,5 +381,7 @@ class StepSettings:
     pad_token_id: int = 0
     exact: bool = False
     """Stop if trainer and engine differ in a log-probability of the first optimizer step of a batch."""
+    reads_text_alone: str | None = None
+    """The setting because of which no rollout may have an image; None allows them."""
     peak_flops: float | None = None
     """Peak operations per second of all devices together; None leaves `perf/mfu` out."""

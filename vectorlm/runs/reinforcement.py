@@ -43,6 +43,7 @@ from vectorlm.rl.settings import CPU_PASS_TOKENS, StepSettings
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.output import finish, open_recorder
 from vectorlm.runs.preflight.checked import CheckedConfig
+from vectorlm.runs.preflight.rl import text_alone
 from vectorlm.runs.start import Run, open_run
 from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.train.grammar import Grammar
@@ -254,6 +255,7 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
         seed=settings.seed,
         pad_token_id=run.tokenizer.pad_token_id or 0,
         exact=settings.model.exact,
+        reads_text_alone=next((path for path, _, _ in text_alone(run.config, rl)), None),
         peak_flops=peak_tflops and peak_tflops * 1e12 * run.topology.world_size,
     )
 

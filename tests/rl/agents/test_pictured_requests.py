@@ -107,6 +107,30 @@ def test_other_pictures_begin_another_row(tokenizer):
     assert [branch.pictures for branch in rollout.branches] == [(picture_of(picture("r")),)]
 
 
+def test_images_of_anthropics_form_are_those_of_openais(tokenizer):
+    engine = Engine(tuple(tokenizer.encode("yes")))
+    encoded = data_url(picture("r")).partition(",")[2]
+    shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": encoded}}
+    seen = {"type": "image", "source": {"type": "url", "url": data_url(picture("b"))}}
+    asked = {"role": "user", "content": [shown, {"type": "text", "text": "colour?"}, seen]}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "it"}, shown]}
+
+    async def work(session, client):
+        for messages in ([asked], [asked, ANSWER, {"role": "user", "content": [result]}]):
+            body = {"model": "policy", "max_tokens": 4, "messages": messages}
+            answer = await client.post("/messages", json=body)
+            assert answer.status_code == 200, answer.text
+        parts = [{"type": "image_url", "image_url": {"url": data_url(picture(name))}} for name in "rb"]
+        parts.insert(1, {"type": "text", "text": "colour?"})
+        assert (await ask(client, {"role": "user", "content": parts})).status_code == 200
+
+    with_session(tokenizer, engine, work)
+    first, second, third = engine.asked
+    assert first == third
+    red, blue = picture_of(picture("r")), picture_of(picture("b"))
+    assert [pictures_of(prompt) for prompt in (first, second)] == [(red, blue), (red, blue, red)]
+
+
 @pytest.mark.parametrize("url", ["file:///nowhere.png", "https://example.org/a.png", "data:;base64,AAAA"])
 def test_an_image_that_cannot_be_read_is_refused_by_its_message(tokenizer, url):
     async def work(session, client):

@@ -101,7 +101,7 @@ class MessagesRequest(Strict):
     def _chat(self) -> Iterator[dict[str, Any]]:
         """Yield the messages in the form of chat templates."""
         if self.system:
-            yield {"role": "system", "content": _text_of(self.system, "system")}
+            yield {"role": "system", "content": _content_of(self.system, "system")}
         for index, message in enumerate(self.messages):
             if isinstance(message.content, str):
                 yield {"role": message.role, "content": message.content}
@@ -109,13 +109,13 @@ class MessagesRequest(Strict):
             texts, calls, results = list[Any](), list[Any](), list[Any]()
             for block in message.content:
                 match block.get("type"):
-                    case "text":
+                    case "text" | "image":
                         texts.append(block)
                     case "tool_use":
                         function = {"name": block.get("name"), "arguments": block.get("input") or {}}
                         calls.append({"id": block.get("id"), "type": "function", "function": function})
                     case "tool_result":
-                        told = _text_of(block.get("content"), f"messages[{index}].content")
+                        told = _content_of(block.get("content"), f"messages[{index}].content")
                         name = block.get("tool_use_id")
                         results.append({"role": "tool", "tool_call_id": name, "content": told})
                     case kind if kind not in THOUGHTS:
@@ -123,7 +123,10 @@ class MessagesRequest(Strict):
                         raise RequestError(f"{place}: a block of the type {kind!r} is not supported.", place)
             yield from results
             if texts or calls or not results:
-                said = {"role": message.role, "content": text_of_message({"content": texts})}
+                said = {
+                    "role": message.role,
+                    "content": _content_of(texts, f"messages[{index}].content"),
+                }
                 yield said | ({"tool_calls": calls} if calls else {})
 
     def shown(self, turns: Sequence[Turn], form: Form) -> dict[str, Any]:
@@ -175,12 +178,25 @@ class MessagesRequest(Strict):
         )
 
 
-def _text_of(content: Any, place: str) -> str:
-    """Return the text of blocks; raise `RequestError` for a block of another kind."""
-    for block in content if isinstance(content, list) else ():
-        if block.get("type") != "text":
+def _content_of(content: Any, place: str) -> str | list[dict[str, Any]]:
+    """Return the text of blocks, or their parts if one is an image.
+
+    Raises:
+        RequestError: A block is of another kind, or an image has no source.
+    """
+    blocks, parts, has_images = content if isinstance(content, list) else [], list[dict[str, Any]](), False
+    for block in blocks:
+        if block.get("type") == "image":
+            source, has_images = block.get("source") or {}, True
+            url = f"data:;base64,{source.get('data')}" if source.get("data") else source.get("url")
+            if not url:
+                raise RequestError(f"{place}: an image needs a source of the type base64 or url.", place)
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        elif block.get("type") == "text":
+            parts.append({"type": "text", "text": block.get("text")})
+        else:
             raise RequestError(f"{place}: a block of the type {block.get('type')!r} is not supported.", place)
-    return text_of_message({"content": content})
+    return parts if has_images else text_of_message({"content": content})
 
 
 class MessageEvents:

@@ -29,6 +29,7 @@ from vectorlm.sampling.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.sampling.settings import BUCKET_BYTES
 from vectorlm.sampling.weights.model_size import (
     ModelSize,
+    VisionSize,
     count_adapter_parameters,
     empty_model,
     read_model_size,
@@ -95,8 +96,7 @@ def plan_of_config(
         model=model,
         num_trainable=num_trainable,
         num_frozen=num_frozen,
-        num_image_tokens=0 if model.vision is None else _image_tokens(config, micro_batch_size),
-        image_token_numbers=0 if model.vision is None else _image_token_numbers(config),
+        **({} if model.vision is None else _image_demand(config, model.vision, micro_batch_size)),
         trains_vision=lora is None and "vision" not in train.model.freeze,
         gathers_once=gathers_once(
             model.num_parameters - (model.num_in_blocks if train.model.quantization else 0),
@@ -190,16 +190,22 @@ def _image_tokens(config: Config, micro_batch_size: int) -> int:
     return tokens * of_prompt // (of_prompt + answers * of_answer)
 
 
-def _image_token_numbers(config: Config) -> float:
-    """Return how many numbers the model's processor makes of an image, for each of its tokens."""
+def _image_demand(config: Config, vision: VisionSize, micro_batch_size: int) -> dict[str, Any]:
+    """Return the fields of `Demand` for images, by what the model's processor makes of one."""
     from PIL import Image
 
     from vectorlm.data.images import image_tokens_of
+    from vectorlm.train.images import TEXT_INPUTS
     from vectorlm.train.load import load_tokenizer
 
     tokens = image_tokens_of(load_tokenizer(config.model, config.chat))
     made = tokens.processed([Image.new("RGB", (448, 448))])
-    return float(made["pixel_values"].numel() / (made["input_ids"] == tokens.image_token).sum())
+    num = int((made["input_ids"] == tokens.image_token).sum())
+    return {
+        "num_image_tokens": _image_tokens(config, micro_batch_size),
+        "image_token_bytes": sum(x.nbytes for name, x in made.items() if name not in TEXT_INPUTS) / num,
+        "image_token_patches": made["pixel_values"].numel() / vision.patch_numbers / num,
+    }
 
 
 def _other_models(config: Config, model: ModelSize) -> tuple[int, float]:

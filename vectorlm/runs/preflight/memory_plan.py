@@ -60,8 +60,10 @@ class Demand:
     """Parameters of frozen parts of a vision-language model, of a run that trains the others whole."""
     num_image_tokens: int = 0
     """Most image tokens in one pass of a rank."""
-    image_token_numbers: float = 0
-    """Numbers of pixels for each image token."""
+    image_token_bytes: float = 0
+    """Bytes of what a processor makes of an image, for each image token."""
+    image_token_patches: float = 0
+    """Patches for each image token."""
     trains_vision: bool = False
     """Whether gradients flow through the vision model."""
     num_averages: float = 2
@@ -317,8 +319,8 @@ def activation_bytes(demand: Demand) -> int:
 
 
 def pixel_bytes(demand: Demand) -> int:
-    """Return the bytes of the pixels of one pass, in fp32."""
-    return int(4 * demand.image_token_numbers * demand.num_image_tokens)
+    """Return the bytes of the pixels of one pass."""
+    return int(demand.image_token_bytes * demand.num_image_tokens)
 
 
 def image_bytes(demand: Demand) -> int:
@@ -331,7 +333,7 @@ def image_bytes(demand: Demand) -> int:
     if vision is None:
         return 0
     kept = KEPT_PASSES if demand.is_cpu else 1
-    patches = demand.num_image_tokens * demand.image_token_numbers / vision.patch_numbers
+    patches = demand.num_image_tokens * demand.image_token_patches
     blocks = vision.num_layers if demand.trains_vision and not demand.recomputes else 1
     number = 2 if demand.is_mixed else 4
     return kept * pixel_bytes(demand) + int(patches * number * blocks * vision.block_width)
@@ -378,8 +380,7 @@ def engine_step_bytes(demand: Demand, engine: EngineDemand) -> int:
     wide = 4 * model.hidden_size + 3 * model.intermediate_size // engine.tensor_parallel
     if model.vision is not None:
         # vLLM computes images of as many tokens as a step has, before the tokens.
-        patches = demand.image_token_numbers / model.vision.patch_numbers
-        wide = max(wide, int(patches * model.vision.block_width))
+        wide = max(wide, int(demand.image_token_patches * model.vision.block_width))
     return engine.bytes_per_weight * engine.step_tokens * wide + 12 * engine.step_sequences * model.vocab_size
 
 

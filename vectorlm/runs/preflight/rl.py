@@ -74,18 +74,24 @@ def image_problems(config: Config, rl: RLSettings, prompts: Sequence[SourcePromp
     named = next((s.setting for s in prompts if any(images_of(record.prompt) for record in s.shown)), None)
     if named is None:
         return
-    has = f"cannot be used with images, and {named} has some"
+    for path, fix, value in text_alone(config, rl):
+        yield refuse(config, path, f"cannot be used with images, and {named} has some", fix, value)
+
+
+def text_alone(config: Config, rl: RLSettings) -> Iterator[tuple[str, str, Any]]:
+    """Yield the settings that do not work with images: path, what to do instead, value."""
     inference, num = config.engine.inference, config.train_parameters.model.context_parallel
     if inference != "vllm":
-        yield refuse(config, "engine.inference", has, "Use vllm.", inference)
+        yield "engine.inference", "Use vllm.", inference
     if num > 1:
-        yield refuse(config, "train_parameters.context_parallel", has, "Use 1.", num)
+        yield "train_parameters.context_parallel", "Use 1.", num
     if get_algorithm(rl.algorithm.name).needs_critic:
-        yield refuse(config, "rl.algorithm.name", f"{has}: its critic reads text", "Use grpo, for example.")
+        fix = "Use grpo, for example: the critic reads text alone."
+        yield "rl.algorithm.name", fix, rl.algorithm.name
     if rl.reward.reward_models:
-        yield refuse(config, "rl.reward_models", f"{has}: they read text", "Use reward functions.", "…")
+        yield "rl.reward_models", "Use reward functions: the models read text alone.", "…"
     if rl.teacher is not None and rl.teacher.server is not None:
-        yield refuse(config, "rl.teacher.server", has, "Name the teacher's folder.")
+        yield "rl.teacher.server", "Name the teacher's folder.", rl.teacher.server
 
 
 def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:

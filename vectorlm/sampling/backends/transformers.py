@@ -22,6 +22,7 @@ from vectorlm.sampling.backends.generation import (
 )
 from vectorlm.sampling.contract import RequestOutput
 from vectorlm.sampling.weights.copy_list import PlainWeights
+from vectorlm.sampling.weights.model_size import auto_class
 from vectorlm.sampling.weights.model_tensors import trainer_tensors
 from vectorlm.sampling.weights.module_source import manifest_of
 from vectorlm.sampling.weights.plan import Layout, TensorSpec, dtype_of, require_same
@@ -194,13 +195,14 @@ class Transformers:
 
 
 def _load(model_path: str, dtype: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if not (Path(model_path) / "config.json").is_file():
         raise EngineError(
             f"model={model_path!r} has no config.json. Pass a folder written by save_pretrained."
         )
-    load: Any = AutoModelForCausalLM.from_pretrained
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    load: Any = auto_class(config).from_pretrained
     model, info = load(
         model_path, dtype=dtype_of(dtype), output_loading_info=True, trust_remote_code=trust_remote_code
     )

@@ -229,15 +229,22 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def empty_model(folder: Path) -> Any:
     """Return the model of a ``config.json`` on the meta device, made once."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     with torch.device("meta"):
-        model = (AutoModelForImageTextToText if reads_images else AutoModelForCausalLM).from_config(config)
+        model = auto_class(config).from_config(config)
     model.tie_weights()
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """Return transformers' class for a model's config: with its vision model, if it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    has_vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
