@@ -96,6 +96,94 @@ def test_the_gradient_of_whole_distributions_is_that_of_the_formula_row_by_row(
         torch.testing.assert_close(gradient, gradients(model), rtol=2e-3, atol=5e-6, check_dtype=False)
 
 
+PROMPT = [7, 3, 9, 11, 30, 2, 5, 8]
+"""What the policy reads as its own teacher; the policy's prompts have two to five tokens."""
+
+
+def taught_by_itself(topology, folder, kind, beta, packs):
+    more = {"teacher": settings("self", kind, beta, 0.7), "entropy_coef": 0.0, "packs": packs}
+    run = one_step(topology, folder, "on_policy_distillation", **more)
+    rows = random_rows("on_policy_distillation", teacher_prompt=lambda record: PROMPT)
+    batch = run.prepare(rows)
+    return batch.advantages, *run.descend(batch), rows
+
+
+@pytest.mark.parametrize(("world_size", "packs"), [(1, True), pytest.param(2, False, marks=pytest.mark.slow)])
+def test_the_policy_teaches_itself_by_another_prompt(folder, world_size, packs):
+    model, policy = distributions(folder)
+    teacher = [logprobs.detach() for logprobs in distributions(folder, prompt=PROMPT)[1]]
+    sampled = on_ranks(world_size, taught_by_itself, folder, "sampled", 1.0, packs)
+    for advantages, _, metrics, rows in sampled:
+        places = rows.mask.nonzero().tolist()
+        expected, reverse = torch.zeros(rows.mask.shape), []
+        for row, place in places:
+            token = rows.input_ids[row, place]
+            gap = (teacher[row][place - 1, token] - policy[row][place - 1, token]).item()
+            expected[row, place] = 0.7 * gap
+            reverse.append(-gap)
+        torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-5)
+        assert expected.abs().max() > 0.01
+        assert metrics["teacher/kl"] == pytest.approx(sum(reverse) / len(reverse), rel=1e-3, abs=1e-6)
+    for _, gradient, metrics, rows in on_ranks(world_size, taught_by_itself, folder, "full", 0.0, packs):
+        values = []
+        for row, place in rows.mask.nonzero().tolist():
+            q, p = policy[row][place - 1], teacher[row][place - 1]
+            values.append((p.exp() * (p - q)).sum())
+        loss = torch.stack(values).mean()
+        model.zero_grad()
+        (0.7 * loss).backward(retain_graph=True)
+        assert metrics["teacher/loss"] == pytest.approx(loss.item(), rel=1e-3)
+        torch.testing.assert_close(gradient, gradients(model), rtol=2e-3, atol=5e-6, check_dtype=False)
+
+
+def taught_by_a_server(topology, folder, beta, k):
+    model = load_model(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(SCALE)
+
+    @torch.no_grad()
+    def top(rows, k):
+        found = []
+        for row in rows:
+            values, ids = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1).topk(k)
+            found.append(
+                [list(zip(*place, strict=True)) for place in zip(ids.tolist(), values.tolist(), strict=True)]
+            )
+        return found
+
+    teacher = TeacherSettings(server="http://a", kind="full", beta=beta, coef=0.7, top_k=k)
+    more = {"teacher": teacher, "teacher_top": top, "entropy_coef": 0.0}
+    run = one_step(topology, folder, "on_policy_distillation", **more)
+    rows = random_rows("on_policy_distillation")
+    return *run.descend(run.prepare(rows)), rows.mask
+
+
+@pytest.mark.parametrize(
+    ("world_size", "k", "beta"), [(1, 3, 1.0), pytest.param(2, 47, 0.5, marks=pytest.mark.slow)]
+)
+def test_the_most_probable_tokens_of_a_server_are_compared_and_the_rest_as_one(folder, world_size, k, beta):
+    model, policy = distributions(folder)
+    teacher = [logprobs.detach() for logprobs in distributions(folder, SCALE)[1]]
+    for gradient, metrics, mask in on_ranks(world_size, taught_by_a_server, folder, beta, k):
+        values, whole = [], []
+        for row, place in mask.nonzero().tolist():
+            q, p = policy[row][place - 1], teacher[row][place - 1]
+            top = p.topk(k).indices
+            q_top, p_top = (torch.cat([x[top].exp(), 1 - x[top].exp().sum()[None]]).log() for x in (q, p))
+            for found, mine, its in ((values, q_top, p_top), (whole, q, p)):
+                mixture = (beta * its.exp() + (1 - beta) * mine.exp()).log()
+                kl = lambda a, b: (a.exp() * (a - b)).sum()  # noqa: E731
+                middle = beta * kl(its, mixture) + (1 - beta) * kl(mine, mixture)
+                found.append(kl(mine, its) if beta == 1 else middle)
+        loss = torch.stack(values).mean()
+        assert loss < torch.stack(whole).mean() + 1e-12
+        model.zero_grad()
+        (0.7 * loss).backward(retain_graph=True)
+        assert metrics["teacher/loss"] == pytest.approx(loss.item(), rel=1e-3)
+        torch.testing.assert_close(gradient, gradients(model), rtol=2e-3, atol=5e-6, check_dtype=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("beta", "expected"), [(0.0, 12 + 13), (0.5, 12 + 30), (1.0, 12 + 9)])
 def test_distributions_take_as_many_bytes_for_each_logit_as_the_memory_plan_says(beta, expected):

@@ -15,6 +15,8 @@ from vectorlm.rl.models import (
     Critic,
     Reference,
     RLModels,
+    SelfTeacher,
+    ServerTeacher,
     Teacher,
     disable_dropout,
     load_critic,
@@ -23,7 +25,14 @@ from vectorlm.rl.models import (
 )
 from vectorlm.rl.prepare import correction_of, prepare_batch
 from vectorlm.rl.rollout import Rollout, RolloutGroup, make_batch
-from vectorlm.rl.settings import CorrectionSettings, KLSettings, StepSettings, TeacherSettings, UpdateSettings
+from vectorlm.rl.settings import (
+    SELF,
+    CorrectionSettings,
+    KLSettings,
+    StepSettings,
+    TeacherSettings,
+    UpdateSettings,
+)
 from vectorlm.rl.update import Updater
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
@@ -79,10 +88,11 @@ def scored(groups, rewards):
     ]
 
 
-def random_rows(algorithm, drop_truncated=False):
+def random_rows(algorithm, drop_truncated=False, teacher_prompt=None):
     """Return the rows of the random rollouts that an algorithm trains on."""
     groups = scored(random_groups(), random_rewards())
-    return make_batch(groups, get_algorithm(algorithm), drop_truncated=drop_truncated)
+    spec = get_algorithm(algorithm)
+    return make_batch(groups, spec, drop_truncated=drop_truncated, teacher_prompt=teacher_prompt)
 
 
 @dataclass(frozen=True)
@@ -131,12 +141,14 @@ def build(
     packs=True,
     teacher=None,
     teacher_scale=2.0,
+    teacher_top=None,
     adapters=None,
     **update,
 ):
     """Return a tiny run with plain gradient descent; `update` changes single update settings.
 
-    The teacher's weights are multiplied by `teacher_scale`, so that the same folder may teach.
+    The teacher's weights are multiplied by `teacher_scale`, so that the same folder may teach. `teacher_top` answers
+    for a server.
     """
     spec = get_algorithm(algorithm)
     if spec.needs_teacher and teacher is None:
@@ -178,11 +190,17 @@ def build(
     critic_step = None if critic is None else descent(critic.model, "critic")
     taught_by = None
     if teacher is not None:
-        read = partial(load_model, teacher.model)
-        taught_by = Teacher(policy, load_reference(read, load, num_tokens=num_logits(model)))
-        with torch.no_grad():
-            for parameter in taught_by.model.parameters():
-                parameter.mul_(teacher_scale)
+        if teacher.server is not None:
+            taught_by = ServerTeacher(None, topology, teacher_top)
+        elif teacher.model == SELF:
+            taught_by = SelfTeacher(policy)
+        else:
+            taught_by = Teacher(
+                policy, load_reference(partial(load_model, teacher.model), load, num_tokens=num_logits(model))
+            )
+            with torch.no_grad():
+                for parameter in taught_by.model.parameters():
+                    parameter.mul_(teacher_scale)
     models = RLModels(policy, descent(policy.model, "policy"), reference, critic, critic_step, taught_by)
     return TinyRun(models, spec, settings, topology)
 
@@ -201,15 +219,26 @@ def leave_reference(run):
     return run
 
 
-def distributions(folder, scale=1.0):
-    """Return the model's log-probabilities after each token of every random rollout, in float64, row by row."""
+def distributions(folder, scale=1.0, prompt=None):
+    """Return the model's log-probabilities after each token of every random rollout, in float64, row by row.
+
+    A `prompt` takes the place of all prompts; places in the rows stay those of the own prompts.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
     rollouts = [rollout for group in random_groups() for rollout in group]
-    ids = [torch.tensor([[*rollout.prompt_token_ids, *rollout.token_ids]]) for rollout in rollouts]
-    return model, [torch.log_softmax(model(row).logits[0], dim=-1) for row in ids]
+    ids = [
+        torch.tensor([[*(prompt or rollout.prompt_token_ids), *rollout.token_ids]]) for rollout in rollouts
+    ]
+    found = [torch.log_softmax(model(row).logits[0], dim=-1) for row in ids]
+    if prompt is not None:
+        found = [
+            torch.cat([torch.zeros(len(rollout.prompt_token_ids) - 1, row.shape[1]), row[len(prompt) - 1 :]])
+            for rollout, row in zip(rollouts, found, strict=True)
+        ]
+    return model, found
 
 
 def gradients(model):

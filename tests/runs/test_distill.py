@@ -1,5 +1,7 @@
 """Whole runs that learn from a teacher, with vLLM."""
 
+import json
+
 import pytest
 import torch
 from kit.rank_processes import forked, save_tiny_llama
@@ -62,3 +64,26 @@ def test_adapters_learn_from_rewards_and_a_teacher_while_the_engine_samples(file
     assert [name for name in sorted(names) if not is_documented(name)] == []
     losses = [line["teacher/loss"] for line in metrics]
     assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sampled", "full"])
+def test_a_run_learns_from_itself_with_another_prompt(files, tmp_path, kind):
+    """The teacher reads the letter that the policy should write."""
+    rows = [{"prompt": letter * 3, "told": f"{letter} is all: {letter * 12}"} for letter in "abcdefgh"]
+    (files / "told.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        f"rl.prompts={files}/told.jsonl",
+        f"rl.teacher={{model: self, prompt_column: told, kind: {kind}}}",
+        "rl.rewards={}",
+        "rl.group_size=2",
+        "rl.max_steps=3",
+        "train_parameters.optimizer.lr=3.0e-3",
+    ]
+    config = config_of(files, tmp_path / "self", "on_policy_distillation", overrides)
+    forked(reinforce, config)
+    metrics = lines(tmp_path / "self" / "metrics.jsonl")[1:]
+    names = {name for line in metrics for name in line if name != "step"}
+    assert [name for name in sorted(names) if not is_documented(name)] == []
+    assert all(line["policy/grad_norm"] > 0 for line in metrics)
+    assert any(abs(line["teacher/kl"]) > 1e-4 for line in metrics)

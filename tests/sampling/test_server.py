@@ -90,6 +90,18 @@ def test_a_server_scores_as_the_trainer_does(teacher, folder):
         torch.testing.assert_close(torch.tensor(row), expected[index, : len(row)].detach(), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
+def test_a_server_shows_the_most_probable_tokens(teacher, folder):
+    model = load_model(folder)
+    for row, places in zip(ROWS, ScoringServer(teacher).top_logprobs(ROWS, 5), strict=True):
+        expected = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1).topk(5)
+        assert [[token for token, _ in place] for place in places] == expected.indices.tolist()
+        found = torch.tensor([[value for _, value in place] for place in places])
+        torch.testing.assert_close(found, expected.values.detach(), atol=1e-4, rtol=0)
+    with pytest.raises(EngineError, match="prompt_logprobs"):
+        ScoringServer(teacher).top_logprobs(ROWS, 30)
+
+
 def distilling(url, folder):
     return [f"model={folder}", f"rl.teacher={{server: '{url}'}}", "rl.rewards={}", "rl.group_size=2"]
 

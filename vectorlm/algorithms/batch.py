@@ -68,6 +68,10 @@ class RolloutBatch:
     """The pictures of each row with their places (`vectorlm.data.images.PlacedPicture`), if the model reads images."""
     prompts: Sequence[Any] = ()
     """The P prompts, for messages; empty if nobody needs them."""
+    teacher_prompts: Sequence[Sequence[int]] | None = None
+    """The P prompts that a teacher reads in place of the policy's; None if it reads the same."""
+    prompt_lengths: Sequence[int] = ()
+    """Tokens of the prompt of each row, B numbers, if there are `teacher_prompts`."""
 
     @property
     def rows_per_group(self) -> int:
@@ -92,6 +96,38 @@ class RolloutBatch:
         if self.owners is None:
             return counts
         return torch.zeros_like(counts).index_add(0, self.owners, counts)[self.owners]
+
+    @cached_property
+    def for_teacher(self) -> RolloutBatch:
+        """The rows as the teacher reads them, with the tokens of `mask` in the same order.
+
+        Only tokens, masks and turn starts are of these rows; other fields keep the shape [B, T].
+        """
+        if self.teacher_prompts is None:
+            return self
+        prompts = [self.teacher_prompts[row // self.rows_per_group] for row in range(len(self.mask))]
+        shifts = [len(prompt) - length for prompt, length in zip(prompts, self.prompt_lengths, strict=True)]
+        longest = max(length + shift for length, shift in zip(self.num_tokens, shifts, strict=True))
+        before = torch.arange(longest) - torch.tensor(shifts)[:, None]
+        lengths, starts = torch.tensor(self.num_tokens)[:, None], torch.tensor(self.prompt_lengths)[:, None]
+        is_answer = (before >= starts) & (before < lengths)
+        places = before.clamp(0, self.mask.shape[1] - 1)
+        input_ids = torch.where(is_answer, self.input_ids.gather(1, places), self.input_ids[0, 0])
+        for row, prompt in enumerate(prompts):
+            input_ids[row, : len(prompt)] = torch.tensor(prompt)
+        turn_starts = None
+        if self.turn_starts is not None:
+            moved = self.turn_starts + torch.tensor(shifts)[:, None]
+            moved = torch.where(self.turn_starts < 0, self.turn_starts, moved).gather(1, places)
+            turn_starts = torch.where(is_answer, moved, -1)
+        return replace(
+            self,
+            input_ids=input_ids,
+            attention_mask=(before < lengths).long(),
+            mask=self.mask.gather(1, places) & is_answer,
+            turn_starts=turn_starts,
+            teacher_prompts=None,
+        )
 
     @property
     def trained_rollouts(self) -> torch.Tensor:

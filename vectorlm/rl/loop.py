@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from vectorlm.algorithms.kl import AdaptiveKL
@@ -21,6 +21,7 @@ from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.handover import DeviceTurn
 from vectorlm.train.recorder import Recorder, Timer
+from vectorlm.types import PromptRecord
 
 UNSCORED_STEPS = 3
 """A run ends after this many steps without any reward."""
@@ -66,12 +67,14 @@ class RLLoop:
         topology: Topology,
         demonstrations: Demonstrations | None = None,
         overlaps_evaluation: bool = False,
+        teacher_prompt: Callable[[PromptRecord], Sequence[int]] | None = None,
     ) -> None:
         """Build the loop; `turn` hands the devices to the engine and back.
 
         With `overlaps_evaluation`, the next step is trained while the engine answers the held-out prompts.
+        `teacher_prompt` returns the token ids of the prompt that a teacher reads in place of the policy's.
         """
-        self.overlaps_evaluation = overlaps_evaluation
+        self.overlaps_evaluation, self._teacher_prompt = overlaps_evaluation, teacher_prompt
         self.models, self.spec, self.source, self.settings = models, spec, source, settings
         self.turn, self.recorder, self.topology = turn, recorder, topology
         self.rollout_log, self.timeline = rollout_log, timeline
@@ -156,6 +159,7 @@ class RLLoop:
                 drop_truncated=self.settings.update.drop_truncated,
                 oldest_version=oldest,
                 image_tokens=self.models.policy.image_tokens,
+                teacher_prompt=self._teacher_prompt,
             )
             if rows is not None:
                 with timer.span("time/assess_s"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, pairwise
 
@@ -77,6 +77,10 @@ class MicroBatch:
     """Whether the rows count nowhere, and only let this rank join the forward passes of the other ranks."""
     device: str
     """The device of the forward pass."""
+
+    def of(self, batch: RolloutBatch) -> MicroBatch:
+        """Return the same rows of another batch, where they may be longer."""
+        return replace(self, length=max(batch.num_tokens[row] for row in self.rows.tolist()))
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """Return these rows of a [B, T] tensor, on the device, without padding that no row needs."""

@@ -324,6 +324,10 @@ def require_quiet(role: str, model: nn.Module, compute: Callable[[Rows], Any]) -
 
 AllRows = Callable[[RolloutBatch, RowFunction], torch.Tensor]
 """Applies a model to every row of a batch, like `vectorlm.rl.micro_batch.map_rows`."""
+REST = 1e-7
+"""The least probability of all tokens that a teacher does not show."""
+ScoreTop = Callable[..., list[list[list[tuple[int, float]]]]]
+"""Returns the ``k`` most probable tokens in the place of each token but the first, with their log-probabilities."""
 ScoreTokens = Callable[[Sequence[Sequence[int]]], list[list[float]]]
 """Returns the log-probability of every token, from rows of token ids."""
 
@@ -370,15 +374,63 @@ class Teacher:
         return compare
 
 
+class SelfTeacher(Teacher):
+    """The policy itself, with its present weights and another prompt before the same completion.
+
+    Source: Hübotter et al. 2026, arXiv:2601.20802, and Shenfeld et al. 2026, arXiv:2601.19897.
+    """
+
+    def __init__(self, policy: LanguageModel) -> None:
+        """Take the policy."""
+        self.model, self._frozen, self.why_padded = None, policy, policy.why_padded
+
+    def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
+        """Return the log-probability of every token that the policy chose, float32 [B, T] on the CPU."""
+        other = batch.for_teacher
+        found = torch.zeros(batch.mask.shape)
+        found[batch.mask] = all_rows(other, self._frozen.logprobs)[other.mask]
+        return found
+
+    @torch.no_grad()
+    def comparison(self, rows: Rows, beta: float) -> Comparison:
+        """Compute rows of `RolloutBatch.for_teacher`; see `Teacher.comparison`."""
+        return super().comparison(rows, beta)
+
+
+def compared_with_top(token_ids: torch.Tensor, teacher: torch.Tensor, beta: float) -> Comparison:
+    """Return a function that compares the policy's distributions with the most probable tokens of a teacher.
+
+    All other tokens count as one, so the divergence is at most that of the whole distributions, and equal to it if all
+    tokens are given.
+
+    Args:
+        token_ids: int64 [M, k].
+        teacher: float32 [M, k], the teacher's log-probabilities of these tokens.
+        beta: See `generalised_jsd`.
+    """
+
+    def with_rest(logprobs: torch.Tensor) -> torch.Tensor:
+        rest = torch.log1p(-logprobs.logsumexp(-1).exp().clamp(max=1 - REST))
+        return torch.cat([logprobs, rest[:, None]], dim=-1)
+
+    def compare(places: slice, logprobs: torch.Tensor) -> torch.Tensor:
+        mine, its = with_rest(logprobs.gather(1, token_ids[places])), with_rest(teacher[places])
+        divergence = generalised_jsd(mine, its, beta)
+        reverse = divergence if beta == 1 else generalised_jsd(mine.detach(), its, 1.0)
+        return torch.stack([divergence, reverse.detach()], dim=-1)
+
+    return compare
+
+
 class ServerTeacher:
-    """A teacher behind a server, which returns the log-probabilities of the sampled tokens only."""
+    """A teacher behind a server, which returns log-probabilities of sampled tokens, or of the most probable ones."""
 
     model: nn.Module | None = None
     why_padded: str | None = None
 
-    def __init__(self, score: ScoreTokens, topology: Topology) -> None:
-        """Take the function that sends rows to the server."""
-        self._score, self._topology = score, topology
+    def __init__(self, score: ScoreTokens, topology: Topology, top: ScoreTop | None = None) -> None:
+        """Take the functions that send rows to the server: for the tokens in them, and for the most probable ones."""
+        self._score, self._topology, self._top = score, topology, top
 
     def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
         """Return the log-probability of every token that the policy chose, float32 [B, T] on the CPU.
@@ -386,13 +438,31 @@ class ServerTeacher:
         Every rank sends its share of the rows, up to the last token that is trained on. If the call of one rank fails,
         all ranks raise its error.
         """
+        found = torch.zeros(batch.input_ids.shape)
+        for row, values in self._ask(batch, self._score).items():
+            found[row, : len(values)] = torch.tensor(values)
+        return found
+
+    def top_logprobs(self, batch: RolloutBatch, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the teacher's `k` most probable tokens in the place of every token that the policy chose.
+
+        Returns:
+            int64 and float32 [M, k], row by row; see `TrainBatch.teacher_top`.
+        """
+        assert self._top is not None
+        answers = self._ask(batch, partial(self._top, k=k))
+        # The first token of a row has no place.
+        shown = [answers[row][place - 1] for row, place in batch.mask.nonzero().tolist()]
+        pairs = torch.tensor(shown, dtype=torch.float64).view(-1, k, 2)
+        return pairs[..., 0].long(), pairs[..., 1].float()
+
+    def _ask(
+        self, batch: RolloutBatch, ask: Callable[[Sequence[Sequence[int]]], list[Any]]
+    ) -> dict[int, Any]:
+        """Return the server's answers by row, on every rank."""
         ends = {row: count + 1 for row, count in enumerate(num_needed(batch.mask)) if count}
         rows = list(ends)[self._topology.rank :: self._topology.world_size]
         asked = [batch.input_ids[row, : ends[row]].tolist() for row in rows]
-        mine: Any = capture(lambda: dict(zip(rows, self._score(asked), strict=True)))
-        by_rank = gather(self._topology, mine)
-        found = torch.zeros(batch.input_ids.shape)
-        for answers in results_or_first_error(by_rank):
-            for row, values in answers.items():
-                found[row, : len(values)] = torch.tensor(values)
-        return found
+        mine: Any = capture(lambda: dict(zip(rows, ask(asked), strict=True)))
+        answers = results_or_first_error(gather(self._topology, mine))
+        return {row: answer for by_row in answers for row, answer in by_row.items()}

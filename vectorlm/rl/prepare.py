@@ -17,9 +17,9 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.metrics import correction_effect, count_log_ratios, mismatch_metrics
 from vectorlm.rl.micro_batch import RowFunction, map_rows
-from vectorlm.rl.models import AllRows, RLModels
+from vectorlm.rl.models import AllRows, RLModels, ServerTeacher
 from vectorlm.rl.rollout import TrainBatch
-from vectorlm.rl.settings import PRESETS, Correction, CorrectionSettings, StepSettings
+from vectorlm.rl.settings import PRESETS, Correction, CorrectionSettings, StepSettings, TeacherSettings
 
 
 def prepare_batch(
@@ -61,10 +61,7 @@ def prepare_batch(
     read = batch.with_compared() if in_reward else batch
     reference = None if models.reference is None else all_rows(read, models.reference)
     values = None if models.critic is None else all_rows(batch.for_baselines(), models.critic)
-    teacher = None
-    if learns_tokens:
-        assert models.teacher is not None
-        teacher = models.teacher.logprobs(batch, all_rows)
+    teacher, teacher_top = _taught(batch, models, settings.teacher, all_rows)
     models.reshard()
     if in_reward and kl_coef > 0:
         assert old is not None
@@ -101,7 +98,19 @@ def prepare_batch(
         metrics=metrics,
         mismatch=log_ratios,
         teacher_logprobs=teacher,
+        teacher_top=teacher_top,
     )
+
+
+def _taught(
+    batch: RolloutBatch, models: RLModels, teacher: TeacherSettings | None, all_rows: AllRows
+) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Return a teacher's log-probabilities of sampled tokens, or its most probable tokens; see `TrainBatch`."""
+    if teacher is None or models.teacher is None:
+        return None, None
+    if isinstance(models.teacher, ServerTeacher) and teacher.top_k is not None:
+        return None, models.teacher.top_logprobs(batch, teacher.top_k)
+    return models.teacher.logprobs(batch, all_rows) if teacher.kind == "sampled" else None, None
 
 
 def _first_pass(

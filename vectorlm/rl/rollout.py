@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, ClassVar
@@ -273,6 +273,9 @@ class TrainBatch:
     """Counts of the log-ratios of trainer and engine; see `count_log_ratios`."""
     teacher_logprobs: torch.Tensor | None = None
     """float32 [B, T], if a teacher scores the sampled tokens."""
+    teacher_top: tuple[torch.Tensor, torch.Tensor] | None = None
+    """int64 and float32 [M, k], the tokens that a teacher finds most probable in the places of the M tokens in the
+    mask, row by row, and their log-probabilities."""
 
 
 def make_batch(
@@ -283,12 +286,13 @@ def make_batch(
     drop_truncated: bool = False,
     oldest_version: int | None = None,
     image_tokens: ImageTokens | None = None,
+    teacher_prompt: Callable[[PromptRecord], Sequence[int]] | None = None,
 ) -> RolloutBatch | None:
     """Lay out the rollouts that the algorithm trains on; return None if there is nothing to learn.
 
     Rows that are not valid have an empty mask. With `drop_truncated`, truncated completions have an empty mask too, but
     stay in the baselines. Tokens of versions before `oldest_version` count as never sampled. With `image_tokens` the
-    rows hold the tokens of their pictures.
+    rows hold the tokens of their pictures. `teacher_prompt` returns the token ids of the prompt that the teacher reads.
     """
     if not (groups := kept_groups(groups)):
         return None
@@ -342,6 +346,11 @@ def make_batch(
         turn_starts=turn_starts,
         images=images,
         prompts=[group.rollouts[0].prompt_record.prompt for group in groups],
+        teacher_prompts=teacher_prompt
+        and [teacher_prompt(group.rollouts[0].prompt_record) for group in groups],
+        prompt_lengths=[len(rollout.numbers("prompt_token_ids")) for rollout in rollouts]
+        if teacher_prompt
+        else (),
     )
     # A rollout's own row may have no token to train on while its branches have.
     if is_stale.any() or owners is not None:

@@ -206,22 +206,32 @@ class CriticSettings:
     """Norm above which the critic's gradient is scaled down."""
 
 
+SELF = "self"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TeacherSettings:
     """Settings for on-policy distillation: the policy learns a teacher's probabilities of its own completions."""
 
     model: PathText | None = None
-    """Folder of a model with the policy's tokenizer; it is frozen and sharded like the reference."""
+    """Folder of a model with the policy's tokenizer; it is frozen and sharded like the reference. `self` is the policy
+    itself, which reads the prompts in `prompt_column`."""
+    prompt_column: Annotated[Text | None, ReadIf("rl.teacher.model", (SELF,))] = None
+    """Column of the prompts with the prompt of the teacher, text or messages, for `model: self`: one with the answer in
+    it, for example."""
     server: Text | None = None
     """URL of a vLLM server that scores completions, instead of `model`; `VECTORLM_TEACHER_TOKEN` holds its token."""
     coef: PositiveFloat = 1.0
     """Weight of the divergence from the teacher, added to the algorithm's own loss."""
     kind: Literal["sampled", "full"] = "sampled"
     """`sampled` adds log teacher - log policy to the advantage of each token; `full` adds a divergence over the whole
-    vocabulary to the loss, and needs `model`."""
+    vocabulary to the loss, and needs `model`, or `server` and `top_k`."""
     beta: Annotated[UnitInterval, ReadIf("rl.teacher.kind", ("full",))] = 1.0
     """The divergence of `full`: 0 is KL(teacher, policy), 1 is KL(policy, teacher), and a value in between the
     generalised Jensen-Shannon divergence."""
+    top_k: Annotated[PositiveInt | None, ReadIf("rl.teacher.server")] = None
+    """Number of the server's most probable tokens that `kind: full` compares; all other tokens count as one. A vLLM
+    server shows 20 unless it is started with `--max-logprobs`."""
     timeout_s: Annotated[PositiveFloat, ReadIf("rl.teacher.server")] = 300.0
     """Seconds to wait for an answer of the server."""
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vectorlm.algorithms.batch import LossInputs, RolloutBatch
 from vectorlm.algorithms.critic import value_loss
 from vectorlm.algorithms.kl import kl_estimate, ratio
-from vectorlm.algorithms.logprobs import EntropyKind
+from vectorlm.algorithms.logprobs import Comparison, EntropyKind
 from vectorlm.algorithms.reduce import count_denominator, masked_mean, masked_sum, reduce_loss
 from vectorlm.algorithms.settings import LevelSettings, Reduction, ReductionSettings
 from vectorlm.algorithms.spec import AlgorithmSpec
@@ -22,7 +22,7 @@ from vectorlm.ranks.engine_ranks import gather
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.metrics import MetricAccumulator, add_policy_metrics, first_difference, logprob_gap
 from vectorlm.rl.micro_batch import MicroBatch, map_rows, micro_batches_of
-from vectorlm.rl.models import RLModels, Teacher
+from vectorlm.rl.models import RLModels, Teacher, compared_with_top
 from vectorlm.rl.prepare import weights_in_update
 from vectorlm.rl.prompts import Demonstrations
 from vectorlm.rl.rollout import TrainBatch
@@ -273,6 +273,18 @@ class Updater:
         accumulator.note_all("policy", finished)
         return sums.get("policy/kl", 0.0), finished["grad_norm"]
 
+    def _comparison(self, batch: TrainBatch, micro_batch: MicroBatch, beta: float) -> Comparison:
+        """Return what compares the policy's distributions with the teacher's."""
+        if batch.teacher_top is None:
+            assert isinstance(self.models.teacher, Teacher)
+            rows = batch.rows.for_teacher
+            return self.models.teacher.comparison(micro_batch.of(rows).inputs_of(rows), beta)
+        places = (batch.rows.mask.flatten().cumsum(0) - 1).view_as(batch.rows.input_ids)
+        is_asked = micro_batch.inputs_of(batch.rows).is_asked
+        chosen = places[micro_batch.rows, : micro_batch.length][is_asked]
+        token_ids, logprobs = (to_device(x[chosen], micro_batch.device) for x in batch.teacher_top)
+        return compared_with_top(token_ids, logprobs, beta)
+
     def _policy_loss(
         self,
         batch: TrainBatch,
@@ -287,8 +299,7 @@ class Updater:
         rows = micro_batch.inputs_of(batch.rows)
         compare = None
         if teacher is not None and teacher.kind == "full":
-            assert isinstance(self.models.teacher, Teacher)
-            compare = self.models.teacher.comparison(rows, teacher.beta)
+            compare = self._comparison(batch, micro_batch, teacher.beta)
         entropy_kind: EntropyKind = "gradient" if entropy_coef > 0 else "value"
         logprobs, entropy, outside, compared = self.models.policy(rows, entropy_kind, compare)
         inputs, rollouts = self._loss_inputs(batch, micro_batch, logprobs, now)

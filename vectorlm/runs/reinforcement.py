@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import WHOLE, Support
-from vectorlm.data.encoding import end_tokens
+from vectorlm.data.encoding import encode, end_tokens
 from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.ranks.topology import Topology
@@ -21,6 +21,7 @@ from vectorlm.rl.models import (
     Critic,
     Reference,
     RLModels,
+    SelfTeacher,
     ServerTeacher,
     Teacher,
     disable_dropout,
@@ -39,7 +40,7 @@ from vectorlm.rl.rollouts.logger import RolloutLogger
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.replay import read_rollouts, replay_order
 from vectorlm.rl.rollouts.source import RolloutSource
-from vectorlm.rl.settings import CPU_PASS_TOKENS, StepSettings
+from vectorlm.rl.settings import CPU_PASS_TOKENS, SELF, StepSettings
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.output import finish, open_recorder
 from vectorlm.runs.preflight.checked import CheckedConfig
@@ -52,7 +53,7 @@ from vectorlm.train.load import load_model
 from vectorlm.train.lora import start_alone
 from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep
-from vectorlm.types import ENVIRONMENT
+from vectorlm.types import ENVIRONMENT, PromptRecord
 
 
 def reinforce(
@@ -154,7 +155,16 @@ def _build(
         topology=run.topology,
         demonstrations=_demonstrations(run, rl, models.policy),
         overlaps_evaluation=rl.async_ is not None and rl.async_.max_staleness > 0,
+        teacher_prompt=_teacher_prompt(run, rl),
     )
+
+
+def _teacher_prompt(run: Run, rl: RLSettings) -> Callable[[PromptRecord], Sequence[int]] | None:
+    """Return what encodes the prompts that the policy reads as its own teacher."""
+    column = None if rl.teacher is None else rl.teacher.prompt_column
+    if column is None:
+        return None
+    return lambda record: list(encode(record.columns[column], lambda: run.tokenizer))
 
 
 def _demonstrations(run: Run, rl: RLSettings, policy: LanguageModel) -> Demonstrations | None:
@@ -225,7 +235,9 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
             critic.model, rl.num_steps, rl.critic.max_grad_norm, "critic", rl.critic.lr
         )
     teacher: Teacher | ServerTeacher | None = None
-    if rl.teacher is not None and rl.teacher.model is not None:
+    if rl.teacher is not None and rl.teacher.model == SELF:
+        teacher = SelfTeacher(policy)
+    elif rl.teacher is not None and rl.teacher.model is not None:
         fp32_head = settings.model.fp32_head
         read = partial(
             load_model, rl.teacher.model, flash_attention=flash_attention, dtype=dtype, fp32_head=fp32_head
@@ -235,7 +247,8 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         # This imports the HTTP client, which other runs do not need.
         from vectorlm.sampling.backends.server.client import ScoringServer
 
-        teacher = ServerTeacher(ScoringServer(rl.teacher.server, rl.teacher.timeout_s).logprobs, run.topology)
+        server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
+        teacher = ServerTeacher(server.logprobs, run.topology, server.top_logprobs)
     return RLModels(policy, policy_step, reference, critic, critic_step, teacher)
 
 

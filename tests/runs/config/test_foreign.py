@@ -36,6 +36,7 @@ def test_no_name_is_answered_that_means_something_here():
             "gradient_accumulation_steps",
             "logging_steps",
             "max_steps",
+            "top_k",
             "warmup_steps",
         )
     }

@@ -90,6 +90,9 @@ def test_a_larger_teacher_with_the_same_tokenizer_is_accepted_without_rewards(he
             "rl.teacher.kind='sampled'",
         ),
         (["rl.algorithm=reinforce"], "must have a reward"),
+        (["rl.teacher.model=self"], "rl.teacher.prompt_column"),
+        (["rl.teacher.prompt_column=told"], "rl.teacher.prompt_column='told' has no effect"),
+        ([SERVER, "rl.teacher.top_k=4"], "rl.teacher.top_k=4"),
         (["model=teacher", "rl.teacher.model=model"], "rl.teacher.model='model'"),
     ],
 )
@@ -158,3 +161,26 @@ def test_the_memory_plan_counts_the_teacher_by_its_own_size(here):
         {row.name: row.training for row in found.rows} for found in (plan(), plan("rl.teacher.kind=full"))
     ]
     assert rows[1]["activations"] > rows[0]["activations"]
+
+
+def test_every_prompt_must_have_the_teachers(here, capsys):
+    path = Path("prompts.jsonl")
+    given = ["--set", "rl.teacher={model: self, prompt_column: told}", "--set", "rl.prompts=prompts.jsonl"]
+    rows = [{"prompt": letter * 3} for letter in "abcd"]
+
+    def check():
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        code = main(["check", "my.yaml", *given])
+        return code, capsys.readouterr().err
+
+    for row in rows:
+        row["told"] = "abc"
+    assert check() == (0, "")
+    rows[-1]["told"] = "a" * 500
+    code, error = check()
+    assert code == 2
+    assert f"prompt {len(rows) - 1} of the column 'told' has 500 tokens" in error
+    del rows[-1]["told"]
+    code, error = check()
+    assert code == 2
+    assert "rl.teacher.prompt_column='told'" in error

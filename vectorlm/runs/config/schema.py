@@ -18,6 +18,7 @@ from vectorlm.data.settings import ChatSettings, DatasetSettings, PreprocessSett
 from vectorlm.errors import ConfigError
 from vectorlm.rl.rewards.registry import short_name
 from vectorlm.rl.settings import (
+    SELF,
     AsyncSettings,
     CollectSettings,
     CorrectionSettings,
@@ -244,7 +245,8 @@ class Config:
         found: dict[str, str | None] = {"model": self.model}
         if (rl := self.rl) is not None:
             found["rl.critic.model"] = rl.critic.model
-            found["rl.teacher.model"] = None if rl.teacher is None else rl.teacher.model
+            teacher = None if rl.teacher is None else rl.teacher.model
+            found["rl.teacher.model"] = None if teacher == SELF else teacher
             found |= {f"rl.reward_models.{path}": path for path in rl.reward.reward_models}
         return {setting: folder for setting, folder in found.items() if folder is not None}
 

@@ -92,10 +92,16 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         problems.append(str(error))
     if rl is not None:
         # These import torch, which the check of a config for fine-tuning does without.
-        from vectorlm.runs.preflight.rl import check_teacher, image_problems, rl_problems
+        from vectorlm.runs.preflight.rl import (
+            check_teacher,
+            image_problems,
+            rl_problems,
+            teacher_prompt_problems,
+        )
 
         problems += [*rl_problems(config, rl), *environment_problems(rl, prompts)]
         problems += image_problems(config, rl, prompts)
+        problems += teacher_prompt_problems(config, rl, prompts)
         raise_problems(problems)
         max_tokens = config.longest_rollout - 1
         check_teacher(config)

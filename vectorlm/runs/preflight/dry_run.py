@@ -88,7 +88,7 @@ def _length_problems(config: Config, policy: Any) -> Iterator[str]:
     longest = train.max_seq_len if rl is None else config.longest_rollout
     models = {"model": policy}
     if rl is not None:
-        teacher = None if rl.teacher is None else rl.teacher.model
+        teacher = config.model_folders.get("rl.teacher.model")
         paths = {"rl.critic.model": rl.critic.model, "rl.teacher.model": teacher}
         paths |= {f"rl.reward_models.{path}": path for path in rl.reward.reward_models}
         for name, path in paths.items():

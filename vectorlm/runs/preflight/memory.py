@@ -12,7 +12,7 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import has_gpu, tensor_parallel_size
 from vectorlm.rl.environments.environment import AGENT
-from vectorlm.rl.settings import CPU_PASS_TOKENS
+from vectorlm.rl.settings import CPU_PASS_TOKENS, SELF
 from vectorlm.runs.config.schema import Config, TrainSettings
 from vectorlm.runs.config.setting import to_plain, value_at, with_value
 from vectorlm.runs.preflight.memory_plan import (
@@ -215,7 +215,7 @@ def _other_models(config: Config, model: ModelSize) -> tuple[int, float]:
         return 0, 0
     has_reference = rl.has_reference and config.train_parameters.lora_peft_config is None
     frozen: float = int(has_reference) + len(rl.reward.reward_models)
-    if rl.teacher is not None and rl.teacher.model is not None:
+    if rl.teacher is not None and rl.teacher.model not in (None, SELF):
         frozen += read_model_size(rl.teacher.model).num_parameters / model.num_parameters
     return int(get_algorithm(rl.algorithm.name).needs_critic), frozen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import Support
 from vectorlm.data.encoding import is_messages
 from vectorlm.data.images import column_images, images_of
-from vectorlm.errors import ConfigError
+from vectorlm.data.prompts import check_lengths
+from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.prepare import correction_of
 from vectorlm.rl.prompts import SCORE
 from vectorlm.rl.rewards.registry import short_name
-from vectorlm.rl.settings import NO_CORRECTION, Correction, CorrectionSettings, CriticSettings
+from vectorlm.rl.settings import NO_CORRECTION, SELF, Correction, CorrectionSettings, CriticSettings
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.runs.preflight.local_model import description_of, number_in, own_length
@@ -92,6 +94,8 @@ def text_alone(config: Config, rl: RLSettings) -> Iterator[tuple[str, str, Any]]
         yield "rl.reward_models", "Use reward functions: the models read text alone.", "…"
     if rl.teacher is not None and rl.teacher.server is not None:
         yield "rl.teacher.server", "Name the teacher's folder.", rl.teacher.server
+    if rl.teacher is not None and rl.teacher.model == SELF:
+        yield "rl.teacher.model", "Leave the teacher out.", SELF
 
 
 def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
@@ -445,7 +449,17 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         return
     if (teacher.model is None) == (teacher.server is None):
         yield "the section 'rl.teacher' must name either a model or a server. Add one, or remove one."
-    if teacher.model is not None and not (Path(teacher.model) / "config.json").is_file():
+    if teacher.model == SELF:
+        if teacher.prompt_column is None:
+            fix = "Name a column of the prompts with a prompt that says more."
+            yield refuse(config, "rl.teacher.prompt_column", "is needed with rl.teacher.model: self", fix)
+        played = next((source for source in rl.by_source.values() if source.environment is not None), None)
+        if played is not None:
+            rule = (
+                "cannot be self with environments and agents, whose conversations begin with their own prompt"
+            )
+            yield refuse(config, "rl.teacher.model", rule, "Leave the environment out.", SELF)
+    elif teacher.model is not None and not (Path(teacher.model) / "config.json").is_file():
         yield refuse(config, "rl.teacher.model", "needs a config.json", "Name a folder of save_pretrained.")
     elif teacher.model is not None:
         fix, longest = "Use a teacher of the policy's family.", config.train_parameters.max_seq_len
@@ -458,9 +472,16 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         if limit is not None and limit < longest:
             rule = f"must read train_parameters.max_seq_len={longest} tokens, and reads at most {limit}"
             yield refuse(config, "rl.teacher.model", rule, fix)
-    if teacher.kind == "full" and teacher.server is not None:
-        rule = "needs the teacher's whole distribution, and a server returns only the sampled tokens"
-        yield refuse(config, "rl.teacher.kind", rule, "Use sampled, or name the teacher's folder.")
+    if teacher.kind == "full" and teacher.server is not None and teacher.top_k is None:
+        rule = "needs more of the teacher's distribution than the sampled tokens"
+        fix = "Add rl.teacher.top_k, use sampled, or name the teacher's folder."
+        yield refuse(config, "rl.teacher.kind", rule, fix)
+    if teacher.top_k is not None and teacher.kind == "sampled":
+        rule = "has no effect with rl.teacher.kind='sampled'"
+        yield refuse(config, "rl.teacher.top_k", rule, "Use kind: full, or leave it out.", teacher.top_k)
+    if teacher.top_k is not None and config.train_parameters.model.context_parallel > 1:
+        rule = "cannot be used with rl.teacher.top_k"
+        yield refuse(config, "train_parameters.context_parallel", rule, "Use 1, or kind: sampled.")
     if teacher.kind == "sampled" and not (spec.level == "token" and spec.samples_from_policy):
         rule = f"cannot be sampled with {spec.name}, which does not learn from advantages of sampled tokens"
         yield refuse(config, "rl.teacher.kind", rule, "Use full, or another algorithm.")
@@ -476,6 +497,34 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         yield refuse(config, "rl.sampling_params.temperature", rule, fix, temperature)
 
 
+def teacher_prompt_problems(
+    config: Config, rl: RLSettings, prompts: Sequence[SourcePrompts]
+) -> Iterator[str]:
+    """Yield the prompts that `rl.teacher.prompt_column` does not find, or that leave no room for an answer."""
+    column = None if rl.teacher is None else rl.teacher.prompt_column
+    if column is None:
+        return
+    for source in prompts:
+        if source.is_held_out:
+            continue
+        told = [
+            replace(record, prompt=record.columns.get(column, ()), token_ids=None) for record in source.shown
+        ]
+        wrong = next((i for i, record in enumerate(told) if not isinstance(record.prompt, str | list)), None)
+        if wrong is not None:
+            # Costs more than a minute: models are loaded and answers sampled first.
+            rule = (
+                f"must be text or messages in every prompt, and prompt {wrong} of {source.setting} has none"
+            )
+            yield refuse(config, "rl.teacher.prompt_column", rule, "Add the column.", column)
+            continue
+        room = config.longest_rollout - (rl.collect.sampling["max_tokens"] or 1)
+        try:
+            check_lengths(told, load_tokenizer(config.model, config.chat), room, f"the column {column!r}")
+        except DatasetError as error:
+            yield str(error)
+
+
 def check_teacher(config: Config) -> None:
     """Raise `ConfigError` unless the teacher has the policy's tokenizer.
 
@@ -485,7 +534,7 @@ def check_teacher(config: Config) -> None:
         EngineError: The server does not answer, or does not answer like vLLM.
     """
     rl = config.rl
-    if rl is None or rl.teacher is None:
+    if rl is None or rl.teacher is None or rl.teacher.model == SELF:
         return
     # Silent: the policy would learn other tokens' probabilities.
     policy, difference = load_tokenizer(config.model), None
@@ -508,6 +557,9 @@ def check_teacher(config: Config) -> None:
         elif (limit := server.max_model_len()) <= longest:
             rule = f"must read one token more than max_seq_len={longest}, and reads at most {limit}"
             raise ConfigError(refuse(config, path, rule, f"Start it with `--max-model-len {longest + 1}`."))
+        if rl.teacher.top_k is not None:
+            # The server refuses more than its --max-logprobs.
+            server.top_logprobs([token_ids[:2]], rl.teacher.top_k)
     if difference is not None:
         fix = "Distillation compares token by token: use a teacher of the policy's family."
         raise ConfigError(refuse(config, path, f"must have the policy's tokenizer: {difference}", fix))

@@ -27,6 +27,8 @@ SHOWN_CHARACTERS = 300
 ROWS_PER_REQUEST = 32
 NUM_CONNECTIONS = 16
 
+Entry = Mapping[str, Mapping[str, float]]
+"""What vLLM says of the place of a token: ``{"logprob", "rank", "decoded_token"}`` by token id."""
 Call = tuple[str, Any, Callable[[Any], Any]]
 """Path, body (None for a GET) and the function that reads the answer."""
 
@@ -117,8 +119,33 @@ class ScoringServer:
         Raises:
             EngineError: The server does not answer in time, refuses, or returns something else.
         """
+        return [[0.0, *row] for row in self._scored(rows, 0, _logprob_of)]
+
+    def top_logprobs(self, rows: Sequence[Sequence[int]], k: int) -> list[list[list[tuple[int, float]]]]:
+        """Return the `k` most probable tokens in the place of each token but the first of a row, at temperature 1.
+
+        Returns:
+            By row and token: ids and log-probabilities, the most probable first.
+
+        Raises:
+            EngineError: See `logprobs`; or the server shows fewer, by its ``--max-logprobs``.
+        """
+
+        def highest(token: int, entry: Entry) -> list[tuple[int, float]]:
+            # The server adds the row's own token.
+            found = sorted((-float(value["logprob"]), int(name)) for name, value in entry.items())[:k]
+            if len(found) < k:
+                raise EngineError(f"the server shows {len(found)} tokens of a place, and {k} were asked for.")
+            return [(name, -value) for value, name in found]
+
+        return self._scored(rows, k, highest)
+
+    def _scored(
+        self, rows: Sequence[Sequence[int]], k: int, read_place: Callable[[int, Entry], Any]
+    ) -> list[list[Any]]:
+        """Return what `read_place` makes of the place of each token but the first of a row."""
         calls = [
-            _scoring_call(rows[start : start + ROWS_PER_REQUEST])
+            _scoring_call(rows[start : start + ROWS_PER_REQUEST], k, read_place)
             for start in range(0, len(rows), ROWS_PER_REQUEST)
         ]
         return [row for answer in self._gather(calls) for row in answer]
@@ -181,24 +208,27 @@ class ScoringServer:
             return pool.submit(asyncio.run, make_calls()).result()
 
 
-def _scoring_call(rows: Sequence[Sequence[int]]) -> Call:
-    def read(answer: Mapping[str, Any]) -> list[list[float]]:
+def _scoring_call(rows: Sequence[Sequence[int]], k: int, read_place: Callable[[int, Entry], Any]) -> Call:
+    def read(answer: Mapping[str, Any]) -> list[list[Any]]:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         scores = []
         for row, choice in zip(rows, choices, strict=True):
             _, *entries = choice["prompt_logprobs"]
-            values = [
-                float(entry[str(token)]["logprob"]) for token, entry in zip(row[1:], entries, strict=True)
-            ]
-            if max(values, default=0.0) > 1e-3:
+            pairs = list(zip(row[1:], entries, strict=True))
+            values = {token: _logprob_of(token, entry) for token, entry in pairs}
+            token = max(values, key=lambda token: values[token], default=0)
+            if values.get(token, 0.0) > 1e-3:
                 raise ConfigError(
-                    f"the server gives token {row[1:][values.index(max(values))]} a log-probability of "
-                    f"{max(values):.3g}, which cannot be above 0. Start it without --logprobs-mode, which makes it "
-                    "return logits."
+                    f"the server gives token {token} a log-probability of {values[token]:.3g}, which cannot be "
+                    "above 0. Start it without --logprobs-mode, which makes it return logits."
                 )
-            scores.append([0.0, *values])
+            scores.append([read_place(token, entry) for token, entry in pairs])
         return scores
 
     # vLLM must generate at least one token; we ignore it.
-    body = {"prompt": [list(row) for row in rows], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    body = {"prompt": [list(row) for row in rows], "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
     return "/v1/completions", body, read
+
+
+def _logprob_of(token: int, entry: Entry) -> float:
+    return float(entry[str(token)]["logprob"])
