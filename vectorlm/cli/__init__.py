@@ -112,7 +112,7 @@ examples:
 {examples}
 
 `vectorlm COMMAND --help` lists a command's arguments. README.md shows a training run; docs/ has the rest: config.md
-every setting, engines.md the engines, architecture.md how it works."""
+every setting, engines.md the engines, dev/architecture.md how it works."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 50
 NF4_BYTES = 1 / 2 + (1 + 4 / 256) / 64
 """Bytes per NF4 weight: 4 bits, an 8-bit scale per 64 weights, an fp32 scale per 256 scales."""
 CUDA_PROCESS_BYTES, CUDA_HOST_PROCESS_BYTES = 1 * GIB, 3 * GIB
-"""Memory of a process besides tensors: measured on CPU (docs/log.md), assumed for CUDA devices and their hosts."""
+"""Memory of a process besides tensors: measured on CPU (docs/dev/log.md), assumed for CUDA devices and their hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
