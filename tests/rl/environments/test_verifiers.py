@@ -130,7 +130,8 @@ def test_a_taskset_is_selected_from_and_what_is_wrong_with_it_is_said(taskset):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not there, which verifiers' harnesses need")
 def test_the_taskset_of_the_page_is_played_by_a_harness_of_verifiers(taskset, tmp_path):
-    (tmp_path / "words_of_page.py").write_text(blocks("docs/agents.md", "python")[3])
+    (block,) = [block for block in blocks("docs/agents.md", "python") if "vf.Taskset" in block]
+    (tmp_path / "words_of_page.py").write_text(block)
     config = {"agent": {"harness": {"id": "null"}}, "select": {"limit": 1}}
     (record,) = read_prompts(PromptSettings(verifiers="words_of_page", config=config))
     assert play(record).measured == {"turns": 1.0, "truncated": 0.0, "has_word": 1.0, "length": 3.0}
