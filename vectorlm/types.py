@@ -95,6 +95,15 @@ class Completion(Numbers):
     """The sampled tokens as text."""
     finish_reason: str | None
     """``stop`` (end token or stop string), ``length`` (token limit) or ``abort``."""
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """The experts of each token of prompt and completion except the last, uint8 or uint16 [T, L, K] over the layers
+    with experts; pictures count with all their tokens. None unless the engine was built with
+    ``enable_return_routed_experts=True``."""
+
+
+def route_dtype(num_experts: int) -> str:
+    """Return the type of an expert's number in `Completion.routes`."""
+    return "uint8" if num_experts <= 256 else "uint16"
 
 
 @dataclass(frozen=True)

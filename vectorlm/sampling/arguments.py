@@ -12,7 +12,15 @@ from vectorlm.data.settings import ChatSettings
 from vectorlm.packages import fields_of, versions_of_rank
 from vectorlm.ranks.topology import Topology, devices_of_engine, tensor_parallel_size
 from vectorlm.sampling.contract import WeightSource
-from vectorlm.sampling.settings import DEVICE_SHARE, Channels, EngineSettings, LoraMode, Receivers, Transports
+from vectorlm.sampling.settings import (
+    DEVICE_SHARE,
+    RETURN_ROUTES,
+    Channels,
+    EngineSettings,
+    LoraMode,
+    Receivers,
+    Transports,
+)
 from vectorlm.sampling.weights.model_size import read_model_size, two_sets_of_weights
 from vectorlm.settings import nearest, require_choice
 from vectorlm.types import InFlight
@@ -45,7 +53,8 @@ def merge(
             arguments["hf_overrides"] = {**(arguments.get("hf_overrides") or {}), "head_dtype": "float32"}
         known = fields_of("engine/arg_utils.py", "EngineArgs")
         for name in arguments if known else ():
-            if name not in known:
+            # On CPU the backend captures routes itself, with every version.
+            if name not in known and name != RETURN_ROUTES:
                 near = nearest(name, [*known, *names, *constructor.__annotations__]) or "Leave it out."
                 raise TypeError(
                     f"neither SamplingEngine nor vLLM's engine knows an argument {name!r}. {near}"

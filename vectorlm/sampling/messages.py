@@ -236,6 +236,7 @@ def _plain(completions: Sequence[Completion]) -> list[Completion]:
             {"prompt_token_ids": prompt, **{name: completion.data_of(name) for name in fields}},
             text=completion.text,
             finish_reason=completion.finish_reason,
+            routes=completion.routes,
         )
         for completion in completions
     ]

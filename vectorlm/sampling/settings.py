@@ -34,6 +34,8 @@ BUCKET_BYTES = 512 << 20
 """Size of the arena that the transport `bucketed` fills in rounds, or of the largest tensor if that is larger."""
 
 
+RETURN_ROUTES = "enable_return_routed_experts"
+"""vLLM's argument for `Completion.routes`."""
 # fmt: off
 EXACT_FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite", "olmo2", "olmo3", "phi3", "smollm3",
@@ -45,7 +47,7 @@ EXACT_ARGUMENTS = frozenset({
     "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching", "enable_chunked_prefill",
     "disable_log_stats", "skip_tokenizer_init", "tokenizer", "tokenizer_revision", "revision", "trust_remote_code",
     "load_format", "download_dir", "scheduling_policy", "data_parallel_size", "long_prefill_token_threshold",
-    "enable_sleep_mode", "structured_outputs_config",
+    "enable_sleep_mode", "structured_outputs_config", RETURN_ROUTES,
 })
 # fmt: on
 """Arguments of vLLM's engine that do not change the bits of log-probabilities."""
@@ -68,6 +70,16 @@ def why_not_exact(description: Mapping[str, Any]) -> str | None:
     if odd := {part.get("rope_type", part.get("type", "default")) for part in parts} - EXACT_ROPES:
         return f"exact needs rotary positions of a type in {sorted(EXACT_ROPES)}, and this model has {odd.pop()!r}"
     return None
+
+
+def has_experts(description: Mapping[str, Any]) -> bool:
+    """Return whether a model's config.json mentions several experts."""
+    sections = (description, description.get("text_config") or {})
+    return any(
+        "expert" in name and type(value) is int and value > 1
+        for section in sections
+        for name, value in section.items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

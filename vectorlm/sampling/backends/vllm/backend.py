@@ -40,10 +40,20 @@ class VLLM:
 
     transports = ("push", "bucketed", "pull")
 
-    def __init__(self, model: str, *, receiver: str, exact: bool = False, **engine_args: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        receiver: str,
+        exact: bool = False,
+        enable_return_routed_experts: bool = False,
+        **engine_args: Any,
+    ) -> None:
         """Build the engine and sample one token; raise `EngineError` if vLLM cannot run the model here.
 
-        If `exact`, log-probabilities have bits that a trainer can reproduce (`vectorlm.sampling.exact`).
+        If `exact`, log-probabilities have bits that a trainer can reproduce (`vectorlm.sampling.exact`). With
+        `enable_return_routed_experts`, completions have `routes` if the model has experts and, on CUDA, if vLLM returns
+        them with these arguments.
         """
         import torch
         import vllm
@@ -65,7 +75,7 @@ class VLLM:
             receiver = "exact"
         adapt_to_cpu()
         with naming_the_model(model):
-            self._engine = build_engine(model, engine_args, on_cpu)
+            self._engine = build_engine(model, engine_args, on_cpu, enable_return_routed_experts)
             self._workers = Workers(self._engine.vllm_config.parallel_config.world_size)
             self._receiver = EngineReceiver(self._engine.collective_rpc, receiver)
             self.connect, self.open_handles = self._receiver.connect, self._receiver.open_handles
@@ -74,7 +84,12 @@ class VLLM:
             self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None
             warm_up(self._engine)
         self.receiver = self._receiver.kind
-        (runner, *_) = results_or_first_error(self._engine.collective_rpc("vectorlm_runner"))
+        self._captures_routes = False
+        if on_cpu and enable_return_routed_experts:
+            self._captures_routes = self._call("vectorlm_capture_routes") > 0
+        self._requests: dict[str, tuple[str, ...]] = {}
+        """By request whose routes are captured: vLLM's own names of its completions."""
+        runner = self._call("vectorlm_runner")
         self.runner = f"vLLM {vllm.__version__}, model runner {runner}"
         config = self._engine.vllm_config
         self.max_num_seqs: int = config.scheduler_config.max_num_seqs
@@ -125,6 +140,17 @@ class VLLM:
             request["multi_modal_data"] = {"image": [picture.open() for picture in pictures]}
             self._pictured[name] = tuple(prompt)
         self._engine.add_request(name, request, params, lora_request=self._adapter_request)
+        if self._captures_routes:
+            self._requests[name] = tuple(self._engine.output_processor.external_req_ids[name])
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of `WeightExtension` on all workers, and return the first worker's result."""
+        return next(iter(results_or_first_error(self._engine.collective_rpc(method, args=args))))
+
+    def _take_routes(self, names: Iterable[str], is_wanted: bool = True) -> dict[str, Any]:
+        """Return the captured routes of requests that have ended, by vLLM's names of their completions."""
+        own = [own for name in names for own in self._requests.pop(name, ())]
+        return dict(zip(own, self._call("vectorlm_take_routes", own, is_wanted), strict=True)) if own else {}
 
     def poll(self) -> list[RequestOutput]:
         """Take one engine step."""
@@ -143,6 +169,7 @@ class VLLM:
         self._engine.abort_request(names)
         self._spans.forget(names)
         self._texts.forget(names)
+        self._take_routes(names, is_wanted=False)
         for name in names:
             self._told.pop(name, None)
             self._pictured.pop(name, None)
@@ -236,12 +263,18 @@ class VLLM:
         return next_tokens(self._engine, prompts, salt, self._adapter_request)
 
     def _finished_of(self, outputs: Iterable[Any]) -> list[RequestOutput]:
-        found = []
+        found, outputs = [], list(outputs)
+        ended = [output for output in outputs if output.finished]
+        own = {output.request_id: self._requests.get(output.request_id, ()) for output in ended}
+        captured = self._take_routes(own)
         for output in outputs:
             if output.finished:
                 self._texts.fill(output)
                 self._told.pop(output.request_id, None)
                 prompt = self._pictured.pop(output.request_id, None)
+                if names := own[output.request_id]:
+                    for sample in output.outputs:
+                        sample.routed_experts = captured[names[sample.index]]
                 found.append(finished(output, self._spans.of(output, self.version), prompt))
             elif output.request_id in self._told:
                 found.append(self._part_of(output))
@@ -274,10 +307,21 @@ def finished(
             tuple(token_versions),
             sample.text,
             sample.finish_reason,
+            _routes(sample, len(output.prompt_token_ids)),
         )
         for sample, token_versions in zip(output.outputs, versions, strict=True)
     ]
     return RequestOutput(output.request_id, completions, raw=output)
+
+
+def _routes(sample: Any, num_prompt: int) -> np.ndarray | None:
+    """Return the routes of all tokens but the last, which the engine never read; None if some are missing."""
+    routes: np.ndarray | None = getattr(sample, "routed_experts", None)
+    length = num_prompt + len(sample.token_ids) - 1
+    if routes is None or len(routes) < length:
+        return None
+    kind = np.uint8 if routes.dtype.itemsize == 1 else np.uint16
+    return np.ascontiguousarray(routes[:length], kind)
 
 
 def _sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> tuple[float, ...]:

@@ -21,6 +21,7 @@ from vectorlm.sampling.backends.vllm.pack import (
     stale_derived,
     use_norm_kernel,
 )
+from vectorlm.sampling.backends.vllm.routes import RouteCapture
 from vectorlm.sampling.weights.exports import Export
 from vectorlm.sampling.weights.inspection import checksums, row_sums
 from vectorlm.sampling.weights.lora_receive import AdapterReceiver
@@ -46,7 +47,9 @@ class WeightExtension:
     """
 
     model_runner: Any
+    rank: int
     _vectorlm_unlisted: UnlistedTensors | None = None
+    _vectorlm_routes: RouteCapture | None = None
 
     @as_call_result
     def vectorlm_prepare(self, kind: str) -> str:
@@ -85,6 +88,18 @@ class WeightExtension:
         return f"{'V2' if is_v2 else 'V1'} ({kinds[0].__name__})"
 
     @as_call_result
+    def vectorlm_capture_routes(self) -> int:
+        """Capture the experts of every token from now on; return the number of layers with experts."""
+        self._vectorlm_routes = RouteCapture(self.model_runner)
+        return self._vectorlm_routes.num_layers
+
+    @as_call_result
+    def vectorlm_take_routes(self, names: Sequence[str], is_wanted: bool) -> Any:
+        """Return and forget the routes of requests that have ended; all workers have the same, so the first returns."""
+        assert self._vectorlm_routes is not None
+        return self._vectorlm_routes.take(names, is_wanted and self.rank == 0)
+
+    @as_call_result
     def vectorlm_describe(self, weight_set: str, manifest: Sequence[TensorSpec]) -> Any:
         """Return the `LoadPlan` of this worker."""
         if weight_set == BASE:
@@ -106,6 +121,8 @@ class WeightExtension:
         """Load the last round and pack it; return checksums if `with_checksums`."""
         receiver = self._vectorlm_receivers[weight_set]
         receiver.load()
+        if self._vectorlm_routes is not None:
+            self._vectorlm_routes.begin_generation()
         if weight_set != BASE:
             return receiver.checksums() if with_checksums else []
         model, dtype = self.model_runner.get_model(), self.model_runner.model_config.dtype

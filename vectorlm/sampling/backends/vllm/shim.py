@@ -20,15 +20,17 @@ from vectorlm.errors import EngineError, VectorLMError
 from vectorlm.packages import is_installed
 from vectorlm.sampling.backends.vllm import CPU_KV_CACHE_BYTES
 from vectorlm.sampling.backends.vllm.pack import keep_plain_weights
-from vectorlm.sampling.settings import DEVICE_SHARE
+from vectorlm.sampling.settings import DEVICE_SHARE, RETURN_ROUTES
 from vectorlm.settings import nearest
 
 
-def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> Any:
+def build_engine(
+    model: str, engine_args: Mapping[str, Any], on_cpu: bool, returns_routes: bool = False
+) -> Any:
     """Build vLLM's synchronous engine, with its scheduler in this process and settings that start fast.
 
     A tensor-parallel engine computes in worker processes, any other in this process. `engine_args` override the
-    defaults.
+    defaults. With `returns_routes`, vLLM returns the experts of each token on CUDA if it can with these arguments.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -45,6 +47,12 @@ def build_engine(model: str, engine_args: Mapping[str, Any], on_cpu: bool) -> An
         settings.setdefault("distributed_executor_backend", "mp")
     # LLM_CLASS has vLLM's batch sizes for offline sampling, on CUDA 4 to 8 times those of ENGINE_CONTEXT.
     context = UsageContext.ENGINE_CONTEXT if on_cpu else UsageContext.LLM_CLASS
+    if returns_routes and not on_cpu and RETURN_ROUTES in known:
+        # vllm 0.32 needs experts, Model Runner V2 and a prefix cache, and raises before it loads anything.
+        with contextlib.suppress(ValueError):
+            with_routes = {**settings, RETURN_ROUTES: True}
+            EngineArgs(**with_routes).create_engine_config(context)
+            settings = with_routes
     return LLMEngine.from_engine_args(EngineArgs(**settings), context)
 
 
