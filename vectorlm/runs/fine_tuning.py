@@ -16,7 +16,7 @@ from vectorlm.runs.config.schema import Config
 from vectorlm.runs.output import export, finish, open_recorder
 from vectorlm.runs.preflight.checked import CheckedConfig
 from vectorlm.runs.start import Run, open_run
-from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.language_model import LanguageModel, inner_model
 from vectorlm.train.loop import FineTuningLoop
 from vectorlm.train.objective import (
     Completions,
@@ -29,6 +29,7 @@ from vectorlm.train.objective import (
     Steps,
 )
 from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.train.routes import routers_of, weigh_balance
 
 
 def finetune(
@@ -99,6 +100,9 @@ def _make_loop(run: Run, callbacks: Sequence[Any]) -> FineTuningLoop:
         # Packed without padding, each text would attend to itself alone.
         why_padded = f"{why_padded}; the texts that were packed into a row see those before them"
     recorder.say_padded(why_padded)
+    if run.config.reward_model is None:
+        causal = inner_model(model)
+        weigh_balance(routers_of(causal), causal, settings.model.router_aux_loss_coef)
     max_norm = settings.loop.max_grad_norm
     is_cast = run.config.train_parameters.model.computes_in_bf16(run.topology.is_cuda)
     optimizer_step = OptimizerStep(model, optimizer, schedule, max_norm, run.topology, "model", is_cast)

@@ -51,6 +51,8 @@ class Images:
             longer(rows.is_asked, False),
             [*rows.groups, -2],
             images=[*[[]] * num, [PlacedPicture(blank, start)]],
+            routes=rows.routes,
+            replayed=rows.replayed,
         )
 
     def arguments(self, rows: Rows, device: torch.device, packing: Packing | None = None) -> dict[str, Any]:

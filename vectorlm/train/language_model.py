@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -31,6 +32,7 @@ from vectorlm.train.attention import PACKED
 from vectorlm.train.grammar import Grammar
 from vectorlm.train.images import Images, language_model_of
 from vectorlm.train.packing import ContextGroup, Packing, Rows, pack, to_device
+from vectorlm.train.routes import Routers, find_routers
 from vectorlm.train.row_by_row import RowByRow, suspects
 from vectorlm.train.settings import chunk_tokens
 
@@ -78,12 +80,14 @@ class LanguageModel:
         device: str | torch.device = "cpu",
         context: ContextGroup | None = None,
         image_tokens: ImageTokens | None = None,
+        watches_routers: bool = True,
     ) -> None:
         """Take a causal language model, plain or sharded with FSDP2; all ranks call this.
 
         Log-probabilities and entropies are over the tokens that the engine may sample: those of `support` and
         `grammar`. Without `packs` rows are always padded. The ranks of a `context` share each pass. `image_tokens` let
-        a vision-language model read pictures.
+        a vision-language model read pictures. With `watches_routers`, `routers` records and replays the choices of a
+        model with experts.
 
         Raises:
             ConfigError: Rows are padded, although ranks were to share them.
@@ -94,6 +98,8 @@ class LanguageModel:
         self.device = torch.device(device)
         causal = inner_model(model)
         self._can_skip_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
+        self.routers: Routers | None = None
+        """Record or replay the choices of experts; None without experts."""
         # Compared without the support: rounding decides at its edge, which would look like a difference.
         plain = self.untruncated()
 
@@ -104,6 +110,8 @@ class LanguageModel:
 
             return run
 
+        if watches_routers:
+            self.routers = find_routers(model, causal, lambda: plain._padded(probe(model)))
         padded, packed = logprobs_of(plain._padded), logprobs_of(plain._packed)
         self.why_padded = prepare_packing(model, padded, packed, packs=packs, context=context)
         """Why rows are padded; None if they are packed."""
@@ -200,16 +208,29 @@ class LanguageModel:
                 **options,
             )
 
-        found: TokenValues = model.packed_pass(packing, self.device, values)
+        with self._watched(rows, packing):
+            found: TokenValues = model.packed_pass(packing, self.device, values)
         return TokenValues(*(packing.gather(value) for value in found if value is not None)), packing
 
     def _pack(self, rows: Rows) -> Packing:
         if self._images is None:
-            return pack(rows, self.context)
+            return pack(rows, self.context, self._whole(rows))
         shown = self._with_picture(rows)
-        packing = pack(shown, self.context, range(len(rows.input_ids), len(shown.input_ids)))
+        whole = [*self._whole(rows), *range(len(rows.input_ids), len(shown.input_ids))]
+        packing = pack(shown, self.context, whole)
         packing.more = self._images.arguments(shown, self.device, packing)
         return packing
+
+    def _whole(self, rows: Rows) -> list[int]:
+        """Return the rows to compute to their ends: those with a token asked for, if the balance is trained."""
+        if self.routers is None or self.routers.balance_coef == 0:
+            return []
+        found: list[int] = torch.nonzero(rows.is_asked.any(dim=1))[:, 0].tolist()
+        return found
+
+    def _watched(self, rows: Rows, packing: Packing | None = None) -> AbstractContextManager[None]:
+        """Record or replay the experts of one pass, if the model has any."""
+        return nullcontext() if self.routers is None else self.routers.running(rows, packing, self.device)
 
     def _with_picture(self, rows: Rows) -> Rows:
         """Return rows with a picture, if other ranks may compute one in this pass."""
@@ -224,13 +245,14 @@ class LanguageModel:
         skipped = max(first - 1, 0) if self._can_skip_logits else 0
         shown, (num, length) = self._with_picture(rows), rows.input_ids.shape
         options = {"logits_to_keep": shown.input_ids.shape[1] - skipped} if skipped else {}
-        output = self.model(
-            input_ids=to_device(shown.input_ids, self.device),
-            attention_mask=to_device(shown.attention_mask, self.device),
-            use_cache=False,
-            **({} if self._images is None else self._images.arguments(shown, self.device)),
-            **options,
-        )
+        with self._watched(shown):
+            output = self.model(
+                input_ids=to_device(shown.input_ids, self.device),
+                attention_mask=to_device(shown.attention_mask, self.device),
+                use_cache=False,
+                **({} if self._images is None else self._images.arguments(shown, self.device)),
+                **options,
+            )
         return output.logits[:num, : length - skipped], skipped
 
     def _padded(

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch.distributed as dist
 
 from vectorlm.data.loader import StepLoader
 from vectorlm.sampling.weights.model_tensors import reshard
+from vectorlm.train.language_model import inner_model
 from vectorlm.train.objective import Objective
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.recorder import Recorder, memory_bytes, num_multiplied
+from vectorlm.train.routes import BalanceMeter, routers_of
 from vectorlm.train.settings import LoopSettings
 from vectorlm.types import Batch, TrainedModel
 
@@ -87,6 +90,10 @@ class FineTuningLoop:
         start_s = time.perf_counter()
         span = self.recorder.timer.span
         num_counted, num_tokens, most_bytes = self._count(micro_batches)
+        meter = BalanceMeter(routers_of(inner_model(self.optimizer_step.model)))
+        meter.count(
+            [partial(self.objective.sum_loss, batch) for batch in micro_batches], self.optimizer_step.model
+        )
         my_loss = torch.zeros((), dtype=torch.float64, device=self._device)
         measured = torch.zeros(len(self.objective.names), 2, dtype=torch.float64, device=self._device)
         for index, batch in enumerate(micro_batches):
@@ -94,7 +101,7 @@ class FineTuningLoop:
                 sum_loss, sums = self.objective.sum_loss(batch)
                 loss = sum_loss / max(num_counted, 1)
             with span("time/backward_s"):
-                self.optimizer_step.backward(loss, is_last=index == len(micro_batches) - 1)
+                self.optimizer_step.backward(loss + meter.share(), is_last=index == len(micro_batches) - 1)
             my_loss += loss.detach()
             measured += sums.to(measured)
         with span("time/optimizer_s"):
@@ -112,6 +119,8 @@ class FineTuningLoop:
             "perf/memory_max_bytes": float(most_bytes),
             "perf/model_flops_per_s": flops_per_s,
         }
+        if (balance := meter.value()) is not None:
+            metrics["train/router_aux_loss"] = balance
         if num_counted:
             metrics["train/loss"] = loss_value
         else:

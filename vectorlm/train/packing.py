@@ -21,6 +21,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from vectorlm.ranks.topology import Topology
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from vectorlm.data.images import PlacedPicture
 
 Made = TypeVar("Made")
@@ -112,6 +114,10 @@ class Rows:
     """int64 [B, T], where the completion of each token begins; -1 outside completions."""
     images: Sequence[Sequence[PlacedPicture]] | None = None
     """The pictures of each row, in order, if the model reads images."""
+    routes: Sequence[np.ndarray | None] | None = None
+    """The experts that the engine chose for the first tokens of each row, [t, L, K]; None if it returned none."""
+    replayed: Sequence[np.ndarray | None] | None = None
+    """The experts to use instead of the model's own choice, as `routes`."""
 
     @property
     def targets(self) -> torch.Tensor:
@@ -150,13 +156,14 @@ class Packing:
         bundles: Sequence[Bundle],
         context: ContextGroup | None = None,
         pieces: Sequence[tuple[int, int, int]] = (),
+        members: Sequence[Sequence[int]] = (),
     ) -> None:
         """Take `input_ids` and `position_ids`, int64 [1, N], and `bundles` that cover all tokens in order.
 
         `places`, int64 [M], holds the index of the token before each token that is asked for, row by row. `pieces` name
-        what was laid out: (row, first token, last token), end to end.
+        what was laid out: (row, first token, last token), end to end. `members` are all rows of each piece.
         """
-        self.pieces = tuple(pieces)
+        self.pieces, self.members = tuple(pieces), tuple(members)
         self.more: dict[str, Any] = {}
         """Further arguments of the model, such as pixels."""
         self.context, self.num_tokens, self.num_asked = context, input_ids.shape[1], len(places)
@@ -251,6 +258,7 @@ def pack(rows: Rows, context: ContextGroup | None = None, whole: Sequence[int] =
         needed[0] = 1
     places = torch.zeros_like(rows.input_ids)
     order: list[tuple[int, int, int]] = []
+    members_of: list[list[int]] = []
     bundles: list[Bundle] = []
 
     def lay(stretches: list[tuple[list[int], int, int]], shared: tuple[int, int] = (0, 0)) -> None:
@@ -262,6 +270,7 @@ def pack(rows: Rows, context: ContextGroup | None = None, whole: Sequence[int] =
         for members, first, last in stretches:
             places[members, first:last] = torch.arange(start, start + last - first)
             order.append((members[0], first, last))
+            members_of.append(members)
             start += last - first
 
     used = [row for row in range(len(needed)) if needed[row]]
@@ -285,7 +294,7 @@ def pack(rows: Rows, context: ContextGroup | None = None, whole: Sequence[int] =
     input_ids = torch.cat([rows.input_ids[row, first:last] for row, first, last in order])
     position_ids = torch.cat([torch.arange(first, last) for _, first, last in order])
     before = places.roll(1, dims=1)[rows.is_asked]
-    return Packing(input_ids[None], position_ids[None], before, bundles, context, order)
+    return Packing(input_ids[None], position_ids[None], before, bundles, context, order, members_of)
 
 
 def alike(lengths: Sequence[int]) -> list[tuple[int, ...]]:

@@ -151,6 +151,9 @@ class ModelSettings:
     """Use Flash Attention if the model supports it (CUDA; elsewhere torch's attention). Rows are padded then."""
     low_cpu_mem_usage: bool | None = None
     """Load the weights on rank 0 only, which sends the other ranks their shards. null means with several ranks."""
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    """Weight of the load-balancing loss of a mixture-of-experts model. null means the `router_aux_loss_coef` of its
+    config.json if `output_router_logits` is true there, as in transformers, else 0: the loss is only measured."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state on the host, and run AdamW there; blocks visit the device (CUDA)."""
 

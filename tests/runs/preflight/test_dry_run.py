@@ -197,18 +197,20 @@ def test_adapters_that_cannot_learn_are_named(inputs, tmp_path, options, is_stil
 
 
 def test_the_loss_of_a_router_that_is_left_out_is_named(inputs, tmp_path):
-    def notes(asks):
+    def notes(asks, **settings):
         model = tmp_path / f"model-{asks}"
-        shutil.copytree(inputs / "model", model)
+        shutil.copytree(inputs / "model", model, dirs_exist_ok=True)
         sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
         made = MixtralConfig(**sizes, **heads, output_router_logits=asks, router_aux_loss_coef=5.0)
         MixtralForCausalLM(made).save_pretrained(model)
-        config = make_config(inputs, tmp_path / "run")
+        config = make_config(inputs, tmp_path / "run", **settings)
         return dry_run(replace(config, model=str(model)))
 
     assert not any("router" in note for note in notes(False))
-    assert any("router_aux_loss_coef in config.json) is not trained on" in note for note in notes(True))
+    assert not any("router" in note for note in notes(True))
+    left_out = notes(True, router_aux_loss_coef=0.0)
+    assert any("router_aux_loss_coef in config.json) is not trained on" in note for note in left_out)
 
 
 LONG = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 32}

@@ -129,9 +129,11 @@ def _untrained(config: Config, model: Any) -> Iterator[str]:
                 "gradients of the adapters are exactly 0"
             )
     coefficients = (name for name in vars(text) if "aux_loss" in name or "z_loss" in name)
-    lost = [name for name in coefficients if isinstance(value := getattr(text, name), float) and value > 0]
+    lost = {name for name in coefficients if isinstance(value := getattr(text, name), float) and value > 0}
+    if config.reward_model is None and config.train_parameters.model.router_aux_loss_coef != 0:
+        lost -= {"router_aux_loss_coef"}
     if lost and getattr(text, "output_router_logits", False):
-        yield f"model: the loss of the router ({', '.join(lost)} in config.json) is not trained on"
+        yield f"model: the loss of the router ({', '.join(sorted(lost))} in config.json) is not trained on"
 
 
 def rows_apart(model: Any, longest: int) -> int | None:

@@ -21,7 +21,7 @@ from vectorlm.runs.config.value import describe_refusal, show
 from vectorlm.runs.preflight.local_model import HEADS, description_of, number_in, vocab_size
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.sampling.contract import BACKENDS
-from vectorlm.sampling.settings import EngineSettings, why_not_exact
+from vectorlm.sampling.settings import EngineSettings, has_experts, why_not_exact
 from vectorlm.sampling.weights.lora_factors import (
     SCORES,
     WRITES,
@@ -139,6 +139,13 @@ def _training_problems(config: Config) -> Iterator[str]:
     # Silent: a reward model has no logits.
     if train.model.fp32_head and config.reward_model is not None:
         yield refuse(config, "train_parameters.fp32_head", "has no effect on a reward model", "Leave it out.")
+    # Silent with a reward model; otherwise it costs more than a minute: the model is loaded first.
+    if train.model.router_aux_loss_coef:
+        description = description_of(Path(config.model))
+        is_dense = description is not None and not has_experts(description)
+        why = "a mixture-of-experts model" if is_dense else "an objective other than reward_model"
+        if is_dense or config.reward_model is not None:
+            yield refuse(config, "train_parameters.router_aux_loss_coef", f"needs {why}", "Leave it out.")
     # Costs more than a minute: the first step finds it, after models are loaded and completions sampled.
     if train.model.use_flash_attention and not train.model.computes_in_bf16(is_cuda=True):
         rule = f"needs 16-bit numbers, and use_mp is false with dtype {train.model.dtype}"
