@@ -66,6 +66,10 @@ class RolloutBatch:
     """int64 [B, T], the position where the turn of a sampled token begins in its row; -1 for other tokens."""
     images: Sequence[Sequence[Any]] | None = None
     """The pictures of each row with their places (`vectorlm.data.images.PlacedPicture`), if the model reads images."""
+    routes: Sequence[Any] | None = None
+    """The experts that the engine chose in each row, an array [t, L, K] or None (see `vectorlm.types.Completion`)."""
+    replayed: Sequence[Any] | None = None
+    """The experts that the policy uses in each row instead of its own choice, as `routes`."""
     prompts: Sequence[Any] = ()
     """The P prompts, for messages; empty if nobody needs them."""
     teacher_prompts: Sequence[Sequence[int]] | None = None
@@ -126,6 +130,8 @@ class RolloutBatch:
             attention_mask=(before < lengths).long(),
             mask=self.mask.gather(1, places) & is_answer,
             turn_starts=turn_starts,
+            routes=None,
+            replayed=None,
             teacher_prompts=None,
         )
 

@@ -161,6 +161,9 @@ class RLLoop:
                 image_tokens=self.models.policy.image_tokens,
                 teacher_prompt=self._teacher_prompt,
             )
+            routers = self.models.policy.routers
+            if routers is not None:
+                routers.begin_batch()
             if rows is not None:
                 with timer.span("time/assess_s"):
                     batch = prepare_batch(
@@ -181,6 +184,8 @@ class RLLoop:
                     self.recorder.say(
                         f"step {self.step + 1}: the gradient is 0, so the policy did not change"
                     )
+            if routers is not None and (share := routers.differing_share()) is not None:
+                metrics["policy/routes_differ"] = share
         self._count_scores(groups, metrics)
         return metrics | self.meter.speeds(timer.seconds, metrics, groups)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,17 @@ class MicroBatch:
         groups = (self.rows // batch.rows_per_group).tolist()
         starts = None if batch.turn_starts is None else self._rows_of(batch.turn_starts)
         images = None if batch.images is None else [batch.images[row] for row in self.rows.tolist()]
-        return Rows(input_ids, attention_mask, is_asked, groups, turn_starts=starts, images=images)
+        routes, replayed = map(self._arrays_of, (batch.routes, batch.replayed))
+        options: dict[str, Any] = {
+            "turn_starts": starts,
+            "images": images,
+            "routes": routes,
+            "replayed": replayed,
+        }
+        return Rows(input_ids, attention_mask, is_asked, groups, **options)
+
+    def _arrays_of(self, arrays: Sequence[Any] | None) -> list[Any] | None:
+        return None if arrays is None else [arrays[row] for row in self.rows.tolist()]
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.rows, : self.length]
@@ -164,8 +175,11 @@ def map_rows(
     max_tokens: int,
     packs: bool = False,
     groups: Sequence[int] | None = None,
+    note: Callable[[MicroBatch], None] = lambda micro_batch: None,
 ) -> torch.Tensor:
     """Apply a model to every row, or to the rows of some `groups`, split over the ranks; called on all ranks.
+
+    `note` is called after each pass of this rank whose rows count.
 
     Returns:
         float32 [B, T], or [n, B, T], on the CPU, the same on all ranks; 0 outside the rows.
@@ -181,6 +195,7 @@ def map_rows(
             if not micro_batch.is_filler:
                 rows = to_device(micro_batch.rows, topology.device)
                 found[..., rows, : micro_batch.length] = values.float()
+                note(micro_batch)
     assert found is not None, "every rank has at least a filler"
     # One rank computed each row, or all ranks that share it: adding the zeros of the other ranks changes no bit.
     if topology.world_size > 1:

@@ -61,6 +61,8 @@ class Reference:
         self._policy, self.model, self._first_adapters = policy, model, first_adapters
         # Untruncated: the reference has a different support than the policy.
         self._frozen = policy.untruncated() if model is None else beside(policy, model)
+        # It makes its own choices.
+        self._frozen.routers = None
         self.why_padded = self._frozen.why_padded
         """Why its rows are padded; None if they are packed."""
 
@@ -341,6 +343,7 @@ def beside(policy: LanguageModel, model: nn.Module) -> LanguageModel:
         device=policy.device,
         context=policy.context,
         image_tokens=policy.image_tokens,
+        watches_routers=False,
     )
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.algorithms.correction import RatioLevel, importance_weights, rejection_mask
@@ -14,12 +19,14 @@ from vectorlm.algorithms.kl import kl_estimate
 from vectorlm.algorithms.logprobs import EntropyKind
 from vectorlm.algorithms.settings import WhiteningSettings
 from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.metrics import correction_effect, count_log_ratios, mismatch_metrics
-from vectorlm.rl.micro_batch import RowFunction, map_rows
+from vectorlm.rl.micro_batch import MicroBatch, RowFunction, map_rows
 from vectorlm.rl.models import AllRows, RLModels, ServerTeacher
 from vectorlm.rl.rollout import TrainBatch
 from vectorlm.rl.settings import PRESETS, Correction, CorrectionSettings, StepSettings, TeacherSettings
+from vectorlm.train.packing import num_needed
 
 
 def prepare_batch(
@@ -35,11 +42,9 @@ def prepare_batch(
 
     `kl_coef` is the weight of the KL penalty, used here if the penalty is part of the reward.
     """
-
-    def all_rows(batch: RolloutBatch, function: RowFunction) -> torch.Tensor:
-        max_tokens = settings.update.max_tokens_per_micro_batch
-        return map_rows(batch, function, topology, max_tokens=max_tokens, packs=models.why_padded is None)
-
+    max_tokens, packs = settings.update.max_tokens_per_micro_batch, models.why_padded is None
+    all_rows = partial(map_rows, topology=topology, max_tokens=max_tokens, packs=packs)
+    batch = _with_engine_routes(batch, settings)
     correction = settings.correction
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"
     # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass is enough.
@@ -48,16 +53,18 @@ def prepare_batch(
     needs_old = in_reward or learns_tokens or correction.is_on or not is_one_step or spec.needs_old
     # Completions that only enter baselines pay the penalty too, and advantages may read all their tokens.
     read = batch.with_compared() if in_reward or spec.needs_old or spec.needs_gradient_norms else batch
-    old, gradient_norms, entropies, weights = _first_pass(read, models, spec, settings, needs_old, all_rows)
-    log_ratios = None
-    metrics: dict[str, float] = {}
+    records = settings.update.router_replay == "old_policy" and not is_one_step
+    recorded = RecordedRoutes(models, read) if records else None
+    of_policy = all_rows if recorded is None else partial(all_rows, note=recorded.note)
+    old, gradient_norms, entropies, weights = _first_pass(read, models, spec, settings, needs_old, of_policy)
+    if recorded is not None:
+        batch = replace(batch, replayed=recorded.together(topology, partial(of_policy, read)))
+    metrics, log_ratios = dict[str, float](), None
     if old is not None and not correction.bypass:
-        band = (settings.mismatch.band_low, settings.mismatch.band_high)
-        metrics = mismatch_metrics(batch, old, band)
-        log_ratios = count_log_ratios(batch, old, band)
-        before = batch
-        batch, weights = apply_correction(correction, before, old)
-        metrics |= correction_effect(before, batch, weights)
+        metrics, log_ratios = _mismatch(batch, old, settings)
+        corrected, weights = apply_correction(correction, batch, old)
+        metrics |= correction_effect(batch, corrected, weights)
+        batch = corrected
     read = batch.with_compared() if in_reward else batch
     reference = None if models.reference is None else all_rows(read, models.reference)
     values = None if models.critic is None else all_rows(batch.for_baselines(), models.critic)
@@ -140,6 +147,65 @@ def _first_pass(
     elif old is None and needs_old:
         old = all_rows(batch, models.policy.logprobs)
     return old, gradient_norms, entropies, weights
+
+
+def _mismatch(
+    batch: RolloutBatch, old: torch.Tensor, settings: StepSettings
+) -> tuple[dict[str, float], Mapping[str, Any]]:
+    """Return the metrics of the mismatch of trainer and engine, and the counts of their log-ratios."""
+    band = (settings.mismatch.band_low, settings.mismatch.band_high)
+    return mismatch_metrics(batch, old, band), count_log_ratios(batch, old, band)
+
+
+def _with_engine_routes(batch: RolloutBatch, settings: StepSettings) -> RolloutBatch:
+    """Let the policy use the engine's experts, if the run replays them; raise unless every trained row has some."""
+    if settings.update.router_replay != "engine":
+        return batch
+    routes = batch.routes or [None] * len(batch.mask)
+    if any(found is None for found, row in zip(routes, batch.mask, strict=True) if row.any()):
+        raise ConfigError(
+            "rl.router_replay=engine needs the experts of every token, and the engine returned none for some "
+            "completions (docs/moe.md). Use old_policy or off."
+        )
+    return replace(batch, replayed=routes)
+
+
+class RecordedRoutes:
+    """The experts that the policy chooses in all rows of a batch, in passes of all ranks."""
+
+    def __init__(self, models: RLModels, batch: RolloutBatch) -> None:
+        """Record what the routers of the policy choose in the rows of `batch`."""
+        assert models.policy.routers is not None
+        self._routers, self._logprobs = models.policy.routers, models.policy.logprobs
+        self._routers.own = None
+        self._lengths = num_needed(batch.mask) if models.why_padded is None else list(batch.num_tokens)
+        self._rows: dict[int, np.ndarray] = {}
+
+    def note(self, micro_batch: MicroBatch) -> None:
+        """Take the choices of the last pass, which computed `micro_batch`."""
+        rows = micro_batch.rows.tolist()
+        self._rows |= {rows[index]: found for index, found in self._routers.own_by_row().items()}
+
+    def together(self, topology: Topology, run: Callable[[RowFunction], Any]) -> list[np.ndarray | None]:
+        """Return the choices of all ranks by row; called on all ranks.
+
+        `run` applies a model to all rows, if nothing has done so: with a bypass there are no old log-probabilities.
+        """
+        if self._routers.own is None:
+            run(self._logprobs)
+        assert self._routers.own is not None
+        shape = (sum(self._lengths), *self._routers.own.shape[1:])
+        ends = np.cumsum(self._lengths)
+        whole = np.zeros(shape, self._routers.dtype)
+        for row, found in self._rows.items():
+            found = found[: self._lengths[row]]
+            whole[ends[row] - self._lengths[row] :][: len(found)] = found
+        if topology.world_size > 1:
+            # One rank has each token, and adding zeros changes no byte.
+            both = torch.from_numpy(whole.view(np.uint8)).to(topology.device)
+            dist.all_reduce(both)
+            whole = both.cpu().numpy().view(whole.dtype)
+        return [found if len(found) else None for found in np.split(whole, ends[:-1])]
 
 
 def _highest(entropies: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Tensor:

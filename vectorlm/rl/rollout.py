@@ -62,6 +62,8 @@ class Rollout(Numbers):
     """Whether the rollout comes from a file; its `versions` count the steps of the run that wrote the file."""
     pictures: tuple[Picture, ...] = ()
     """The pictures in the row; each is one placeholder token among those that the policy did not choose."""
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """The experts of the tokens that the engine read, as `Completion.routes`; None if it returned none."""
 
     @property
     def rows(self) -> tuple[Rollout, ...]:
@@ -124,6 +126,7 @@ class Rollout(Numbers):
             turn_texts=(completion.text,),
             measured={},
             pictures=pictures,
+            routes=completion.routes,
         )
         return rollout
 
@@ -137,6 +140,10 @@ class Rollout(Numbers):
         """Return the rollout after the environment's reply, with its `pictures`, and another turn."""
         num_reply, num_sampled = len(reply_ids), len(completion.token_ids)
         sampler_logprobs = completion.sampler_logprobs or (0.0,) * num_sampled
+        routes = completion.routes
+        if routes is not None and self.routes is not None:
+            # Earlier tokens keep the routes with which they were sampled.
+            routes = np.concatenate([self.routes, routes[len(self.routes) :]])
         return replace(
             self,
             token_ids=self.token_ids + reply_ids + completion.token_ids,
@@ -149,6 +156,7 @@ class Rollout(Numbers):
             turn_ends=(*self.turn_ends, len(self.token_ids) + num_reply + num_sampled),
             turn_texts=(*self.turn_texts, completion.text),
             pictures=self.pictures + pictures,
+            routes=None if self.routes is None else routes,
         )
 
     def with_expanded(self, tokens: ImageTokens, spare: int) -> tuple[Rollout, list[PlacedPicture]]:
@@ -345,6 +353,9 @@ def make_batch(
         owners=owners,
         turn_starts=turn_starts,
         images=images,
+        routes=[rollout.routes for rollout in rollouts]
+        if any(x.routes is not None for x in rollouts)
+        else None,
         prompts=[group.rollouts[0].prompt_record.prompt for group in groups],
         teacher_prompts=teacher_prompt
         and [teacher_prompt(group.rollouts[0].prompt_record) for group in groups],

@@ -160,6 +160,10 @@ class UpdateSettings:
     """KL divergence per token from the engine to the policy above which a completion with a negative mean advantage is
     left out of the loss; null leaves none out."""
 
+    router_replay: Annotated[Literal["off", "engine", "old_policy"], also_written({False: "off"})] = "off"
+    """Experts that the policy uses in training (mixture-of-experts models): its own choice (`off`), the choice of the
+    engine when it sampled (`engine`), or its own choice before the first optimizer step on a batch (`old_policy`)."""
+
     @property
     def steps_per_batch(self) -> int:
         """Optimizer steps on a batch of rollouts."""

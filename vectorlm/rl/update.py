@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -28,6 +29,7 @@ from vectorlm.rl.prompts import Demonstrations
 from vectorlm.rl.rollout import TrainBatch
 from vectorlm.rl.settings import StepSettings
 from vectorlm.train.packing import to_device
+from vectorlm.train.routes import BalanceMeter
 from vectorlm.types import Batch
 
 
@@ -89,6 +91,9 @@ class Updater:
                 kl, grad_norm = self._train_policy(batch, mini_batch, (step, index), kl_coef, accumulator)
                 is_stopped = self.settings.update.max_kl is not None and kl > self.settings.update.max_kl
                 num_steps += grad_norm > 0
+            if self.models.policy.routers is not None:
+                # From here on the policy is not the one that sampled.
+                self.models.policy.routers.compares = False
             if self.models.critic is not None:
                 self._train_critic(batch, mini_batch, step, accumulator)
             num_tokens += mini_batch.num_computed
@@ -136,6 +141,7 @@ class Updater:
             settings.update.entropy_coef > 0
             or models.critic is not None
             or models.reference is not None
+            or (models.policy.routers is not None and models.policy.routers.balance_coef > 0)
             or (settings.teacher is not None and settings.teacher.kind == "full")
         )
         if has_other_loss or not self.spec.scales_with_advantage:
@@ -253,9 +259,12 @@ class Updater:
                 groups=mini_batch.groups,
             )
             self.models.reshard()
+        meter = BalanceMeter(self.models.policy.routers)
+        passes = [partial(self._compute, batch, micro_batch) for micro_batch in micro_batches]
+        meter.count(passes, self.models.policy.model)
         for index, micro_batch in enumerate(micro_batches):
             loss = self._policy_loss(batch, micro_batch, mini_batch, kl_coef, accumulator, now)
-            optimizer_step.backward((1 - share) * loss, is_last=index == last)
+            optimizer_step.backward((1 - share) * loss + meter.share(), is_last=index == last)
             accumulator.add("policy/loss", loss)
         for index, text in enumerate(texts, len(micro_batches)):
             assert self.demonstrations is not None
@@ -263,6 +272,8 @@ class Updater:
             optimizer_step.backward(share * loss, is_last=index == last)
             accumulator.add("sft/loss", loss)
         sums = accumulator.end_step()
+        if (balance := meter.value()) is not None:
+            accumulator.note("policy/router_aux_loss", balance)
         if self.settings.exact and mini_batch.is_first:
             # All ranks raise the error of the first that has one.
             for text in filter(None, gather(self.topology, accumulator.difference)):
@@ -284,6 +295,9 @@ class Updater:
         chosen = places[micro_batch.rows, : micro_batch.length][is_asked]
         token_ids, logprobs = (to_device(x[chosen], micro_batch.device) for x in batch.teacher_top)
         return compared_with_top(token_ids, logprobs, beta)
+
+    def _compute(self, batch: TrainBatch, micro_batch: MicroBatch) -> None:
+        self.models.policy(micro_batch.inputs_of(batch.rows))
 
     def _policy_loss(
         self,

@@ -48,11 +48,12 @@ from vectorlm.runs.preflight.rl import text_alone
 from vectorlm.runs.start import Run, open_run
 from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.train.grammar import Grammar
-from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.language_model import LanguageModel, inner_model
 from vectorlm.train.load import load_model
 from vectorlm.train.lora import start_alone
 from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.train.routes import weigh_balance
 from vectorlm.types import ENVIRONMENT, PromptRecord
 
 
@@ -218,6 +219,12 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         context=run.context,
         image_tokens=run.image_tokens,
     )
+    weigh_balance(policy.routers, inner_model(model), settings.model.router_aux_loss_coef)
+    if rl.update.router_replay != "off" and policy.routers is None:
+        raise ConfigError(
+            f"rl.router_replay={rl.update.router_replay} needs routers that choose experts by topk, and this model has "
+            "none. Leave it out."
+        )
     require_quiet("policy", model, policy.untruncated())
     num_batches = max(rl.num_steps - warmup_steps, 1)
     policy_step = optimizer_step(policy.model, num_batches, settings.loop.max_grad_norm, "policy", None)
@@ -283,6 +290,12 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Sampler
         if any(signature.takes_lists for signature in signatures):
             reads.add(COMPLETIONS)
         stored = read_rollouts(rl.rollout.path, reads)
+        rows = (row for group in stored for rollout in group for row in rollout.rows)
+        if rl.update.router_replay == "engine" and any(row.routes is None for row in rows):
+            raise ConfigError(
+                "rl.router_replay=engine needs the experts of every token, and some rollouts of rl.rollout.path have "
+                "none. Use old_policy or off, or write them with a run whose engine returns them (docs/moe.md)."
+            )
         replay = replay_order(stored, rl.collect.group_size, seed)
     scorer = _scorer(run, rl, spec)
     sampler = environments.sampler(rl.collect, seed, needs_greedy=spec.needs_greedy, score=scorer.score_group)

@@ -34,11 +34,12 @@ from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.preflight.checked import CheckedConfig, preflight
 from vectorlm.runs.preflight.dry_run import LEFTOVER, dry_run
-from vectorlm.runs.preflight.local_model import resolve_model
+from vectorlm.runs.preflight.local_model import description_of, resolve_model
 from vectorlm.runs.preflight.memory import memory_report
 from vectorlm.runs.preflight.resume import settings_of_rank
 from vectorlm.runs.preflight.summary import notes_of
 from vectorlm.sampling.engine import SamplingEngine
+from vectorlm.sampling.settings import RETURN_ROUTES, has_experts
 from vectorlm.train.checkpoint.folder import locked, naming_the_full_disk
 from vectorlm.train.exact import exact
 from vectorlm.train.handover import DeviceTurn, put_to_sleep
@@ -308,6 +309,10 @@ def open_engine(
         return None
     output = Path(config.train_parameters.output_dir)
     output.mkdir(parents=True, exist_ok=True)
+    arguments = config.engine_arguments(topology.is_cuda)
+    if config.rl is not None and config.engine.inference == "vllm":
+        description = description_of(Path(config.model)) or {}
+        arguments = {RETURN_ROUTES: has_experts(description), **arguments}
     engine = stack.enter_context(
         SamplingEngine(
             config.model,
@@ -320,7 +325,7 @@ def open_engine(
             topology=topology,
             devices=None if placement is None else placement.engine,
             log_path=output / "sampler.log",
-            **config.engine_arguments(topology.is_cuda),
+            **arguments,
         )
     )
     if topology.is_cuda:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vectorlm.data.encoding import is_messages
@@ -43,7 +45,30 @@ def row_of(rollout: Rollout) -> dict[str, Any]:
         "turn_texts": list(rollout.turn_texts),
         "policy_contents": list(rollout.policy_contents),
         **({"pictures": list(rollout.pictures)} if rollout.pictures else {}),
+        **({} if rollout.routes is None else {"routes": written_routes(rollout.routes)}),
     }
+
+
+def written_routes(routes: np.ndarray) -> dict[str, Any]:
+    """Return routes as JSON values, with their bytes in little-endian order."""
+    data = routes.astype(routes.dtype.newbyteorder("<")).tobytes()
+    text = base64.b64encode(data).decode("ascii")
+    return {"dtype": routes.dtype.name, "shape": list(routes.shape), "base64": text}
+
+
+def read_routes(written: Mapping[str, Any] | None) -> np.ndarray | None:
+    """Return what `written_routes` wrote; None for None.
+
+    Raises:
+        ValueError: The bytes do not have this shape, or the dtype is another one.
+    """
+    if written is None:
+        return None
+    if written["dtype"] not in ("uint8", "uint16") or len(written["shape"]) != 3:
+        raise ValueError("routes must be uint8 or uint16, of three dimensions")
+    data = base64.b64decode(written["base64"], validate=True)
+    found = np.frombuffer(data, np.dtype(written["dtype"]).newbyteorder("<"))
+    return found.astype(written["dtype"]).reshape(written["shape"])
 
 
 def read_rollouts(path: str | Path, reads: Collection[str] = ()) -> list[Group]:
@@ -185,6 +210,7 @@ def _rollout_of(row: Mapping[str, Any], record: PromptRecord) -> Rollout:
         policy_contents=tuple(row.get("policy_contents", ())),
         is_replayed=True,
         pictures=tuple(map(picture_of, row.get("pictures", ()))),
+        routes=read_routes(row.get("routes")),
     )
 
 

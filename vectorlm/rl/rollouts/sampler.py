@@ -18,6 +18,7 @@ from vectorlm.errors import EngineError, RolloutError
 from vectorlm.ranks.workers.pool import together
 from vectorlm.rl.environments.remote import RemoteEnvironment
 from vectorlm.rl.rollout import Rollout, RolloutGroup
+from vectorlm.rl.rollouts.replay import read_routes, written_routes
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.sampling.handle import Hear
 from vectorlm.types import Completion, Prompt, PromptRecord, RewardResult
@@ -246,10 +247,14 @@ class PendingGroup:
     def state(self) -> dict[str, Any]:
         """Return a finished group as plain values. The prompt is left out: `position` identifies it."""
         assert self.sampled is not None
+        plain: dict[str, Callable[[Any], Any]] = {
+            "pictures": lambda pictures: [picture.as_text() for picture in pictures],
+            "routes": lambda routes: None if routes is None else written_routes(routes),
+        }
         sampled = asdict(
             self.sampled,
             dict_factory=lambda items: {
-                name: [picture.as_text() for picture in value] if name == "pictures" else value
+                name: plain[name](value) if name in plain else value
                 for name, value in items
                 if name != "prompt_record"
             },
@@ -262,9 +267,11 @@ class PendingGroup:
 
         def rollout(saved: Mapping[str, Any]) -> Rollout:
             branches = tuple(map(rollout, saved["branches"]))
-            # Checkpoints of earlier versions have no pictures.
+            # Checkpoints of earlier versions have no pictures and no routes.
             pictures = tuple(map(picture_of, saved.get("pictures", ())))
-            return Rollout(prompt_record=record, **{**saved, "branches": branches, "pictures": pictures})
+            routes = read_routes(saved.get("routes"))
+            read = {"branches": branches, "pictures": pictures, "routes": routes}
+            return Rollout(prompt_record=record, **{**saved, **read})
 
         saved = state["sampled"]
         greedy = None if saved["greedy"] is None else rollout(saved["greedy"])

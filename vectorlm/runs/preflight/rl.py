@@ -32,6 +32,7 @@ from vectorlm.runs.preflight.local_model import description_of, number_in, own_l
 from vectorlm.runs.preflight.sampling import PARAMETERS
 from vectorlm.runs.preflight.settings import weight_problems
 from vectorlm.runs.preflight.user_code import SourcePrompts
+from vectorlm.sampling.settings import RETURN_ROUTES, has_experts
 from vectorlm.sampling.weights.lora_factors import moving_references
 from vectorlm.train.grammar import KINDS
 from vectorlm.train.load import load_tokenizer
@@ -61,6 +62,7 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     yield from _hyperparameter_problems(config, rl, spec)
     yield from _kl_problems(config, rl, spec)
     yield from _length_problems(config, rl, spec)
+    yield from _router_problems(config, rl)
 
 
 def image_problems(config: Config, rl: RLSettings, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
@@ -429,6 +431,25 @@ def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
             "missing setting 'rl.max_steps' (the batches of rollouts to train on). Add it, or "
             "'rl.num_epochs_over_prompts'."
         )
+
+
+def _router_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+    # All of these cost more than a minute: models are loaded, and a batch may be sampled, first.
+    replay, inference = rl.update.router_replay, config.engine.inference
+    description = description_of(Path(config.model))
+    if replay != "off" and description is not None and not has_experts(description):
+        rule = "needs a mixture-of-experts model"
+        yield refuse(config, "rl.router_replay", rule, "Leave it out.", replay)
+    if replay != "engine" or rl.rollout.source == "file":
+        return
+    if inference != "vllm":
+        rule = (
+            f"needs the experts that the engine chose, and engine.inference={inference} does not return them"
+        )
+        yield refuse(config, "rl.router_replay", rule, "Use old_policy, or inference: vllm.", replay)
+    elif config.engine.engine_args.get(RETURN_ROUTES) is False:
+        rule = "must be true with rl.router_replay: engine"
+        yield refuse(config, f"engine.{RETURN_ROUTES}", rule, "Leave it out.", False)
 
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
