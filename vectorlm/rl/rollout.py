@@ -357,16 +357,26 @@ def make_batch(
         if any(x.routes is not None for x in rollouts)
         else None,
         prompts=[group.rollouts[0].prompt_record.prompt for group in groups],
-        teacher_prompts=teacher_prompt
-        and [teacher_prompt(group.rollouts[0].prompt_record) for group in groups],
-        prompt_lengths=[len(rollout.numbers("prompt_token_ids")) for rollout in rollouts]
-        if teacher_prompt
-        else (),
+        **_for_teacher(groups, rollouts, teacher_prompt),
     )
     # A rollout's own row may have no token to train on while its branches have.
     if is_stale.any() or owners is not None:
         batch = batch.without(is_stale)
     return batch if batch.mask.any() else None
+
+
+def _for_teacher(
+    groups: Sequence[RolloutGroup],
+    rollouts: Sequence[Rollout],
+    teacher_prompt: Callable[[PromptRecord], Sequence[int]] | None,
+) -> dict[str, Any]:
+    """Return the fields of `RolloutBatch` for a teacher that reads other prompts."""
+    if teacher_prompt is None:
+        return {}
+    return {
+        "teacher_prompts": [teacher_prompt(group.rollouts[0].prompt_record) for group in groups],
+        "prompt_lengths": [len(rollout.numbers("prompt_token_ids")) for rollout in rollouts],
+    }
 
 
 def _lay_out(
