@@ -64,7 +64,7 @@ def compare(topology, folder, path):
             assert "quantised" in pull_obstacle([WeightSet("base", source)], ["pull"], topology)
             sent = {
                 name: (entry.first_row, entry.rows if entry.change is None else entry.change(entry.rows))
-                for name, entry in source.writes.items()
+                for name, (entry,) in source.writes.items()
             }
             store = CheckpointStore(path, {})
             store.save(2, {"policy": TrainedModel(model, optimizer)}, {})

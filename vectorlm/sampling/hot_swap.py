@@ -41,7 +41,7 @@ class Sent:
     """The result of `changes_of`; None if updates are verified, and checksums tell of changes."""
     fingerprints: dict[str, object]
     """By weight set."""
-    sums: Mapping[str, Mapping[str, tuple[int, int]]]
+    sums: Mapping[str, Mapping[str, tuple[tuple[int, ...], int]]]
     """By weight set, as in `Inspection`."""
 
 

@@ -134,7 +134,12 @@ def pull_obstacle(weight_sets: Sequence[WeightSet], offered: Sequence[str], topo
         return "the engine does not offer it"
     if not all(isinstance(weight_set.source, ModuleSource) for weight_set in weight_sets):
         return FOREIGN
-    rows = [write.rows for weight_set in weight_sets for write in _source(weight_set).writes.values()]
+    rows = [
+        write.rows
+        for weight_set in weight_sets
+        for boxes in _source(weight_set).writes.values()
+        for write in boxes
+    ]
     if any(tensor.dtype == torch.uint8 for tensor in rows):
         return "the trainer stores its weights quantised, and the engine needs them dequantised"
     if not topology.is_cuda:

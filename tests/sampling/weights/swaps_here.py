@@ -145,8 +145,11 @@ def move(model, reference, seed):
     with torch.no_grad():
         for ours, whole in zip(model.parameters(), reference.parameters(), strict=True):
             whole.copy_(torch.randn(whole.shape, generator=generator))
-            is_sharded = isinstance(ours, DTensor)
-            ours.copy_(distribute_tensor(whole, ours.device_mesh, ours.placements) if is_sharded else whole)
+            if isinstance(ours, DTensor):
+                mesh, placements = ours.device_mesh, ours.placements
+                ours.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+            else:
+                ours.copy_(whole)
         for each in (model, reference):
             each.scale.fill_(seed + 0.5)
             each.steps += 1

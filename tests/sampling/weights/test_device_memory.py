@@ -100,7 +100,7 @@ def test_what_the_driver_says_is_part_of_the_error(install):
         DeviceHandle.of(whole).open()
     with pytest.raises(HandleRefused, match="GetAddressRange"):
         DeviceHandle.of(torch.zeros(4))
-    handle = DeviceHandle("GPU-b", bytes(64), 0, (4,), "float32")
+    handle = DeviceHandle("GPU-b", bytes(64), 0, (4,), (1,), "float32")
     with pytest.raises(HandleRefused, match="GPU-b"):
         handle.open()
 
@@ -116,7 +116,7 @@ def test_all_that_was_opened_is_closed_in_every_order_of_ends(install, ends):
     """A receiver opens what ranks export again and again, and some of it cannot be opened."""
     whole = torch.randn(16, 4)
     driver = install(whole)
-    halves = [Export(name, row, DeviceHandle.of(whole[first : first + 4])) for name, row, first in [
+    halves = [Export(name, (row, 0), DeviceHandle.of(whole[first : first + 4])) for name, row, first in [
         ("w", 0, 0), ("w", 4, 4), ("v", 0, 8), ("v", 4, 12)]]  # fmt: skip
     targets = {name: torch.zeros(8, 4, dtype=torch.bfloat16) for name in "wv"}
     copies = None
@@ -152,10 +152,10 @@ def test_no_copy_of_a_pull_crosses_devices(install, monkeypatch):
     monkeypatch.setattr(exports, "_uuid", lambda index: visible[index])
     with FakeTensorMode():
         monkeypatch.setattr(
-            exports, "tensor_at", lambda *place: torch.empty(place[2], dtype=place[3], device=place[4])
+            exports, "tensor_at", lambda *place: torch.empty(place[2], dtype=place[4], device=place[5])
         )
         of_ranks = [
-            Export("w", 4 * rank, DeviceHandle(uuid, bytes(64), 0, (4, 4), "float32"))
+            Export("w", (4 * rank, 0), DeviceHandle(uuid, bytes(64), 0, (4, 4), (4, 1), "float32"))
             for rank, uuid in enumerate(("GPU-a", "GPU-b"))
         ]
         monkeypatch.setattr(exports, "map_memory", lambda allocation: 0)

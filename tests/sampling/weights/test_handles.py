@@ -10,7 +10,7 @@ from kit.forks import fork, kill
 
 from vectorlm.errors import StaleHandle, WeightMismatch
 from vectorlm.sampling.weights.arena import path_of
-from vectorlm.sampling.weights.copy_list import CopyList, cut_to_rows
+from vectorlm.sampling.weights.copy_list import CopyList, as_in_block, cut_to_box
 from vectorlm.sampling.weights.exports import Export, FileHandle
 from vectorlm.sampling.weights.plan import Layout, Slot, TensorSpec
 from vectorlm.sampling.weights.record import LoadPlan, View
@@ -74,7 +74,7 @@ def test_the_memory_of_a_killed_rank_is_refused():
     whole = torch.zeros(6)
     plan = LoadPlan.whole([TensorSpec("w", (6,))], lambda name: "float32")
     layout = Layout("", 64, (Slot("w", (6,), "float32", 0),))
-    copies = CopyList(layout, [Export("w", 0, handle)], plan, {"w": whole}, may_alias=True)
+    copies = CopyList(layout, [Export("w", (0,), handle)], plan, {"w": whole}, may_alias=True)
     copies.copy_round()
     assert whole.tolist() == [0, 1, 2, 3, 4, 5]
     kill(rank)
@@ -88,7 +88,9 @@ def test_rows_that_no_rank_exports_are_missed():
     layout = Layout("", 64, (Slot("w", (4, 3), "float32", 0),))
     plan = LoadPlan.whole([TensorSpec("w", (4, 3))], lambda name: "float32")
     with pytest.raises(WeightMismatch, match="'w'"):
-        CopyList(layout, [Export("w", 2, handle_of(rows))], plan, {"w": torch.zeros(4, 3)}, may_alias=False)
+        CopyList(
+            layout, [Export("w", (2, 0), handle_of(rows))], plan, {"w": torch.zeros(4, 3)}, may_alias=False
+        )
 
 
 @strategies.composite
@@ -107,27 +109,41 @@ def pieces(draw):
     return shape, view.permute(draw(strategies.permutations(range(view.ndim))))
 
 
-@hypothesis.given(pieces(), strategies.integers(0, 5), strategies.integers(0, 5))
-def test_a_piece_is_cut_where_a_rank_s_rows_begin_and_end(piece, start, length):
-    """Of each view exactly the elements in the rows are copied, to where they belong: by a list of all elements."""
+BOUNDS = strategies.lists(strategies.tuples(strategies.integers(0, 5), strategies.integers(0, 5)), min_size=4)
+
+
+@hypothesis.given(pieces(), BOUNDS, strategies.booleans())
+def test_a_piece_is_cut_where_a_rank_s_block_begins_and_ends(piece, bounds, are_rows):
+    """Of each view exactly the elements in the block are copied, to where they belong: by a list of all elements."""
     shape, view = piece
-    row_size = torch.Size(shape[1:]).numel()
-    rows = range(min(start, shape[0]), min(start + length, shape[0]))
-    held = torch.arange(rows.start * row_size, rows.stop * row_size).reshape(-1, *shape[1:])
-    target = torch.full(view.shape, -1)
-    count = 0
-    for part, box in cut_to_rows(target, View.of(view, view.storage_offset()), rows, row_size):
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    block, place = whole, []
+    for dim, (size, (start, length)) in enumerate(zip(shape, bounds, strict=False)):
+        is_cut = dim == 0 or not are_rows
+        place.append(min(start, size) if is_cut else 0)
+        block = block.narrow(dim, place[-1], min(length, size - place[-1]) if is_cut else size)
+    held, target, count = block.clone(memory_format=torch.contiguous_format), torch.full(view.shape, -1), 0
+    source = View.of(view, view.storage_offset())
+    for part, inside in cut_to_box(target, source, tuple(shape), tuple(place), tuple(block.shape)):
         assert (part == -1).all(), "an element is copied twice"
-        moved = View(box.shape, box.stride, box.offset - rows.start * row_size)
-        part.copy_(moved.on(held))
-        count += box.count
-    is_within = (view // row_size >= rows.start) & (view // row_size < rows.stop)
+        part.copy_(as_in_block(inside, tuple(shape), tuple(place), held))
+        count += inside.count
+    is_within = torch.isin(view, block)
     assert torch.equal(target, torch.where(is_within, view, -1))
     assert count == is_within.sum()
 
 
 def test_whole_rows_are_cut_into_as_few_boxes_as_there_are_ranks():
     target, view = torch.zeros(10, 3), View((10, 3), (3, 1), 0)
-    assert [part.shape[0] for part, _ in cut_to_rows(target, view, range(3, 7), 3)] == [4]
-    transposed = View((3, 10), (1, 3), 0)
-    assert [part.shape for part, _ in cut_to_rows(target.view(3, 10), transposed, range(3), 3)] == [(3, 3)]
+    assert [part.shape[0] for part, _ in cut_to_box(target, view, (10, 3), (3, 0), (4, 3))] == [4]
+    transposed, shape = View((3, 10), (1, 3), 0), (10, 3)
+    parts = [part.shape for part, _ in cut_to_box(target.view(3, 10), transposed, shape, (0, 0), (3, 3))]
+    assert parts == [(3, 3)]
+
+
+def test_columns_of_a_run_of_whole_rows_are_one_box():
+    for num_columns in (1, 2):
+        lengths = (1000, num_columns)
+        view = View((3000,), (1,), 0)
+        parts = [part.shape for part, _ in cut_to_box(torch.zeros(3000), view, (1000, 3), (0, 1), lengths)]
+        assert parts == [lengths]

@@ -14,10 +14,13 @@ from kit.rank_processes import on_ranks
 from peft import LoraConfig, get_peft_model
 from swaps_here import SMALL_BUCKET, TRANSPORTS, Model, move, swap_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vectorlm.errors import ChecksumMismatch, ConfigError, StaleHandle, WeightMismatch
+from vectorlm.errors import ChecksumMismatch, ConfigError, RankMismatch, StaleHandle, WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling import transport as transports
 from vectorlm.sampling.contract import WeightSet
@@ -41,13 +44,39 @@ def update(swap, model, step):
     return swap.update(model, step, "refuse", TRANSPORTS)
 
 
-def follow(topology, transport, is_sharded, tied, **engine_args):
+TENSOR_PARALLEL = {
+    "table.weight": (Shard(0), Shard(1)),
+    "up.weight": (_StridedShard(0, split_factor=2), Shard(0)),
+    "up.bias": (_StridedShard(0, split_factor=2), Shard(0)),
+    "gate.weight": (Shard(1), _StridedShard(0, split_factor=3)),
+    "down.weight": (Shard(0), Shard(1)),
+    "head.weight": (Shard(0), Shard(1)),
+}
+"""What a pair of ranks splits: rows, columns, and the rows of three parts."""
+
+
+def split(model, topology):
+    """Split the weights over pairs of ranks and shard them over the pairs; the norm is whole in each pair."""
+    mesh = init_device_mesh("cpu", (topology.world_size // 2, 2), mesh_dim_names=("shard", "tensor"))
+    for name, weight in list(model.named_parameters()):
+        owner, _, attribute = name.rpartition(".")
+        place = (mesh, TENSOR_PARALLEL[name]) if name in TENSOR_PARALLEL else (mesh["shard"], (Shard(0),))
+        setattr(
+            model.get_submodule(owner),
+            attribute,
+            nn.Parameter(distribute_tensor(weight, *place, src_data_rank=None)),
+        )
+
+
+def follow(topology, transport, is_sharded, tied, is_split=False, **engine_args):
     """Make three updates; return the parameters of this rank's engine that were wrong after any of them."""
     transports.BUCKET_BYTES = SMALL_BUCKET
     torch.manual_seed(0)
     model, reference = Model(tied), Model(tied)
     if is_sharded:
         fully_shard(model)
+    if is_split:
+        split(model, topology)
     swap, engine = swap_of(topology, transport, tied=tied, **engine_args)
     wrong = []
     for step in range(3):
@@ -77,6 +106,12 @@ CASES = {
         2,
         {"is_sharded": True, "engines_per_node": 2, "num_workers": 2},
     ),
+    "two ranks, split": (2, {"is_split": True}),
+    "two ranks, split, bf16 engine of two workers": (
+        2,
+        {"is_split": True, "dtype": torch.bfloat16, "num_workers": 2},
+    ),
+    "four ranks, split and sharded": (4, {"is_split": True, "num_workers": 2}),
 }
 
 
@@ -125,6 +160,48 @@ def follow_on_two_ranks(topology):
 def test_the_same_bits_and_merged_adapters_arrive_from_two_ranks():
     right = {name: [] for name, (size, _) in CASES.items() if size == 2}, []
     assert on_ranks(2, follow_on_two_ranks) == [dict.fromkeys(TRANSPORTS, right)] * 2
+
+
+def follow_on_four_ranks(topology):
+    return {transport: follow_all(topology, transport) for transport in TRANSPORTS}
+
+
+@pytest.mark.slow
+def test_the_same_bits_arrive_from_four_ranks_that_split_and_shard_a_model():
+    right = {transport: {"four ranks, split and sharded": []} for transport in TRANSPORTS}
+    assert on_ranks(4, follow_on_four_ranks) == [right] * 4
+
+
+def spoil_split(topology):
+    """Spoil a word of a column in the engine, then a weight that both ranks hold on one of them; return both errors."""
+    model, reference = Model(), Model()
+    split(model, topology)
+    swap, engine = swap_of(topology, "pull")
+    move(model, reference, seed=0)
+    update(swap, model, 0)
+    copy = CopyList.copy_round
+
+    def copy_and_spoil(copies, number=None):
+        copy(copies, number)
+        engine.workers[0].down.view(torch.int32)[4, 2] ^= 1
+
+    CopyList.copy_round = copy_and_spoil
+    move(model, reference, seed=1)
+    with pytest.raises(ChecksumMismatch) as spoiled:
+        update(swap, model, 1)
+    CopyList.copy_round = copy
+    if topology.rank == 1:
+        with torch.no_grad():
+            model.norm.bias.to_local()[2] += 1
+    with pytest.raises(RankMismatch) as differing:
+        update(swap, model, 2)
+    return str(spoiled.value), str(differing.value)
+
+
+def test_a_spoiled_word_of_a_split_model_is_named_and_so_is_a_weight_that_ranks_hold_differently():
+    for spoiled, differing in on_ranks(2, spoil_split):
+        assert re.search(r"1 of 10 tensors .*\['down.weight'\]", spoiled)
+        assert re.search(r"ranks 0 and 1 .* 1 tensors.*\['norm.bias'\]", differing)
 
 
 def num_shared_maps():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import mmap
 import os
 import weakref
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from vectorlm.errors import EngineDied
+from vectorlm.sampling.weights.inspection import widest_word
 from vectorlm.sampling.weights.plan import Layout, Slot, TensorSpec, dtype_of
 from vectorlm.sampling.weights.record import Copy, LoadPlan
 
@@ -167,7 +169,14 @@ def place_slots(manifest: Sequence[TensorSpec], load_plan: LoadPlan) -> tuple[in
         if spec.name not in placed:
             placed[spec.name] = end
             end = _aligned(end + numel[spec.name] * dtype_of(dtypes[spec.name]).itemsize)
-    slots = (Slot(spec.name, spec.shape, dtypes[spec.name], placed[spec.name]) for spec in manifest)
+
+    def words(spec: TensorSpec) -> int:
+        size = dtype_of(dtypes[spec.name]).itemsize
+        return widest_word(size * spec.uncut, size * math.prod(spec.shape[1:])) if spec.uncut else 0
+
+    slots = (
+        Slot(spec.name, spec.shape, dtypes[spec.name], placed[spec.name], words(spec)) for spec in manifest
+    )
     return max(end, ALIGNMENT), tuple(slots)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,11 +78,11 @@ class CopyList:
                     block = self._arena.bytes[start : start + tensor.nbytes].view(tensor.dtype)
                     tensor.data = block.view(tensor.shape).copy_(tensor)
                     views.add(name)
-        rows: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
+        exported: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = defaultdict(list)
         for export in self._exports:
             opened = export.handle.open()
             self._opened.append((export.handle, opened))
-            rows[export.name].append((export.first_row, opened))
+            exported[export.name].append((export.place, opened))
         for copy in load_plan.copies:
             if copy.parameter not in views:
                 slot = slots[copy.source]
@@ -90,7 +90,7 @@ class CopyList:
                 if self._arena is not None:
                     pairs = [(target, copy.source_view.on(self._arena.view(slot)))]
                 else:
-                    pairs = _pull(copy, target, slot.row_size, rows[copy.source])
+                    pairs = _pull(copy, target, slot.shape or (1,), exported[copy.source])
                 by_round[slot.round] += pairs
         return by_round
 
@@ -143,16 +143,18 @@ def num_users(tensor: torch.Tensor) -> int:
 
 
 def _pull(
-    copy: Copy, target: torch.Tensor, row_size: int, exported: Sequence[tuple[int, torch.Tensor]]
+    copy: Copy,
+    target: torch.Tensor,
+    shape: tuple[int, ...],
+    exported: Sequence[tuple[tuple[int, ...], torch.Tensor]],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair the pieces of `target` with their sources in the `exported` rows (index of the first row, rows)."""
+    """Pair the pieces of `target` with their sources in the `exported` blocks (place, block) of a tensor."""
     pairs = []
     count = 0
-    for first_row, rows in exported:
-        own = range(first_row, first_row + len(rows))
-        for part, view in cut_to_rows(target, copy.source_view, own, row_size):
+    for place, block in exported:
+        for part, view in cut_to_box(target, copy.source_view, shape, place, tuple(block.shape)):
             count += view.count
-            pairs.append((part, replace(view, offset=view.offset - first_row * row_size).on(rows)))
+            pairs.append((part, as_in_block(view, shape, place, block)))
     if count != copy.source_view.count:
         raise WeightMismatch(
             f"the ranks of this node export {count} of the {copy.source_view.count} elements of {copy.source!r} that "
@@ -161,28 +163,85 @@ def _pull(
     return pairs
 
 
-def cut_to_rows(
-    target: torch.Tensor, view: View, rows: range, row_size: int
-) -> Iterator[tuple[torch.Tensor, View]]:
-    """Yield the parts of a copy from `view` to `target`, of equal shape, that are within `rows` of the view's tensor.
+def as_in_block(
+    view: View, shape: tuple[int, ...], place: tuple[int, ...], block: torch.Tensor
+) -> torch.Tensor:
+    """Return a view of a whole tensor, all of whose elements are in a block of it, as a view of the block."""
 
-    Rows have `row_size` elements. The view is cut in two at a boundary of `rows`, along the dimension with the largest
-    stride, until every part is on one side.
+    def moved(distance: int, start: tuple[int, ...]) -> int:
+        total = 0
+        for dim, first in enumerate(start):
+            steps, distance = divmod(distance, math.prod(shape[dim + 1 :]))
+            total += (steps - first) * block.stride(dim)
+        return total
+
+    at_start = (0,) * len(shape)
+    stride = tuple(moved(step, at_start) for step in view.stride)
+    return block.as_strided(view.shape, stride, int(block.storage_offset()) + moved(view.offset, place))
+
+
+def cut_to_box(
+    target: torch.Tensor,
+    view: View,
+    shape: tuple[int, ...],
+    place: tuple[int, ...],
+    lengths: tuple[int, ...],
+) -> Iterator[tuple[torch.Tensor, View]]:
+    """Yield the parts of a copy from `view` to `target`, of equal shape, that are in a box of the view's tensor.
+
+    The tensor has the shape `shape`, and the box begins at `place` and has `lengths`.
     """
-    first_row, last_row = view.offset // row_size, (view.span.stop - 1) // row_size
-    if not view.count or last_row < rows.start or first_row >= rows.stop:
+    parts = [(target, view)]
+    for dim, (start, length) in enumerate(zip(place, lengths, strict=True)):
+        if length < shape[dim]:
+            wanted, step = range(start, start + length), math.prod(shape[dim + 1 :])
+            parts = [found for part in parts for found in _cut_along(*part, wanted, step, step * shape[dim])]
+    yield from parts
+
+
+def _cut_along(
+    target: torch.Tensor, view: View, wanted: range, step: int, period: int
+) -> Iterator[tuple[torch.Tensor, View]]:
+    """Yield the parts of a copy whose indices along one dimension of the tensor are in `wanted`.
+
+    That dimension has a stride of `step` elements, and begins again after `period` elements. The view is cut in two at
+    a boundary, along its dimension with the largest stride, until every part is on one side.
+    """
+    inner = [dim for dim, stride in enumerate(view.stride) if stride % period and view.shape[dim] > 1]
+    start = view.offset % period
+    end = start + sum((view.shape[dim] - 1) * view.stride[dim] for dim in inner)
+    boundary = period
+    if not view.count:
         return
-    if rows.start <= first_row and last_row < rows.stop:
-        yield target, view
-        return
-    boundary = rows.start if first_row < rows.start else rows.stop
-    dim = max(range(len(view.shape)), key=lambda dim: view.stride[dim] if view.shape[dim] > 1 else -1)
-    # If the inner dimensions cross the boundary, the last step before it is cut again.
-    length = view.shape[dim]
-    at = min(-((view.offset - boundary * row_size) // view.stride[dim]), length - 1)
-    for start, end in ((0, at), (at, length)):
-        part = target.narrow(dim, start, end - start)
-        yield from cut_to_rows(part, view.narrow(dim, start, end - start), rows, row_size)
+    if end < period:
+        if end // step < wanted.start or start // step >= wanted.stop:
+            return
+        if wanted.start <= start // step and end // step < wanted.stop:
+            yield target, view
+            return
+        boundary = step * (wanted.start if start // step < wanted.start else wanted.stop)
+    dim = max(inner, key=lambda dim: view.stride[dim])
+    length, stride = view.shape[dim], view.stride[dim]
+    per_period = period // stride
+    if end >= period and start < stride and period % stride == 0 and length > per_period:
+        # The view goes on in the next period: give it a dimension for the periods.
+        rest = length % per_period
+        at = length - rest
+        folded = View(
+            (*view.shape[:dim], at // per_period, per_period, *view.shape[dim + 1 :]),
+            (*view.stride[:dim], period, stride, *view.stride[dim + 1 :]),
+            view.offset,
+        )
+        part = target.narrow(dim, 0, at).unflatten(dim, (at // per_period, per_period))
+        yield from _cut_along(part, folded, wanted, step, period)
+        ends = [(at, length)] if rest else []
+    else:
+        # If the inner dimensions cross the boundary, the last step before it is cut again.
+        at = min(-((start - boundary) // stride), length - 1)
+        ends = [(0, at), (at, length)]
+    for first, last in ends:
+        part = target.narrow(dim, first, last - first)
+        yield from _cut_along(part, view.narrow(dim, first, last - first), wanted, step, period)
 
 
 class PlainWeights:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from vectorlm.errors import HandleRefused, StaleHandle
 from vectorlm.sampling.weights.arena import path_of
 from vectorlm.sampling.weights.inspection import row_sums
-from vectorlm.sampling.weights.module_source import HeldRows, ModuleSource
+from vectorlm.sampling.weights.module_source import HeldBox, ModuleSource
 from vectorlm.sampling.weights.plan import Layout, dtype_name, dtype_of
 
 
@@ -31,11 +31,12 @@ class FileHandle:
     """Size of the file."""
     offset_bytes: int
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: str
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> FileHandle:
-        """Move the storage of a contiguous tensor into shared memory, if it is not there; return its handle.
+        """Move the storage of a tensor into shared memory, if it is not there; return its handle.
 
         All tensors on that storage keep their values, at another address. torch keeps one descriptor per storage.
         """
@@ -48,6 +49,7 @@ class FileHandle:
             num_bytes,
             start,
             tuple(tensor.shape),
+            tuple(tensor.stride()),
             dtype_name(tensor.dtype),
         )
 
@@ -70,8 +72,8 @@ class FileHandle:
             storage = torch.UntypedStorage.from_file(mine.path, True, self.num_bytes)
         raw = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
         dtype = dtype_of(self.dtype)
-        num_bytes = math.prod(self.shape) * dtype.itemsize
-        return raw[self.offset_bytes : self.offset_bytes + num_bytes].view(dtype).view(self.shape)
+        whole = raw[: self.num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+        return whole.as_strided(self.shape, self.stride, self.offset_bytes // dtype.itemsize)
 
     def close(self, opened: torch.Tensor) -> None:
         """Do nothing: the mapping ends with the last tensor on it."""
@@ -87,14 +89,15 @@ class DeviceHandle:
     """CUDA's handle of the tensor's allocation."""
     offset_bytes: int
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: str
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> DeviceHandle:
-        """Return the handle of a contiguous tensor, which does not move; raise `HandleRefused` if CUDA refuses."""
+        """Return the handle of a tensor, which does not move; raise `HandleRefused` if CUDA refuses."""
         allocation, offset_bytes = export_memory(tensor.data_ptr())
-        shape = tuple(tensor.shape)
-        return cls(_uuid(tensor.device), allocation, offset_bytes, shape, dtype_name(tensor.dtype))
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return cls(_uuid(tensor.device), allocation, offset_bytes, shape, stride, dtype_name(tensor.dtype))
 
     def check(self) -> None:
         """Do nothing: CUDA cannot check, and ranks export tensors again after they move."""
@@ -112,9 +115,8 @@ class DeviceHandle:
                 "same CUDA_VISIBLE_DEVICES for both, or transport='bucketed'."
             )
         own = torch.device("cuda", torch.cuda.current_device())
-        return tensor_at(
-            map_memory(self.allocation), self.offset_bytes, self.shape, dtype_of(self.dtype), own
-        )
+        dtype = dtype_of(self.dtype)
+        return tensor_at(map_memory(self.allocation), self.offset_bytes, self.shape, self.stride, dtype, own)
 
     def close(self, opened: torch.Tensor) -> None:
         """Unmap the tensor that `open` returned; it must not be read any more."""
@@ -122,14 +124,20 @@ class DeviceHandle:
 
 
 def tensor_at(
-    pointer: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    pointer: int,
+    offset_bytes: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """Return a contiguous tensor at `pointer` that `device` can read; the caller keeps the memory alive."""
-    num_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
+    """Return a tensor at `pointer` that `device` can read; the caller keeps the memory alive."""
+    reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    num_bytes = offset_bytes + (reach + 1) * dtype.itemsize
     # Without `device`, torch would take the device of the memory.
     storage = torch._C._construct_storage_from_data_pointer(pointer, device, num_bytes)
     flat = torch.empty(0, dtype=dtype, device=device)
-    return flat.set_(storage, offset_bytes // dtype.itemsize, shape)  # type: ignore[call-overload]
+    return flat.set_(storage, offset_bytes // dtype.itemsize, shape, stride)  # type: ignore[call-overload]
 
 
 Handle = FileHandle | DeviceHandle
@@ -137,69 +145,79 @@ Handle = FileHandle | DeviceHandle
 
 @dataclass(frozen=True)
 class Export:
-    """The exported rows of one tensor."""
+    """An exported block of one tensor."""
 
     name: str
     """The tensor's name in the trainer."""
-    first_row: int
-    """Index of the first row in the whole tensor."""
+    place: tuple[int, ...]
+    """Index of its first element in the whole tensor, by dimension."""
     handle: Handle
-    """The handle of the rows, in the trainer's dtype."""
+    """The handle of the block, in the trainer's dtype."""
 
 
 class ExportedRows:
     """A rank's exported rows of one weight set; it keeps them and their memory until a tensor moves.
 
-    Shards are exported in place. Computed rows (merged LoRA) and rows that are not contiguous get a staging buffer in
-    the engine's dtype, which every update fills.
+    Shards are exported in place. Computed rows (merged LoRA) get a staging buffer in the engine's dtype, which every
+    update fills.
     """
 
-    def __init__(self, writes: Mapping[str, HeldRows], layout: Layout) -> None:
+    def __init__(self, writes: Mapping[str, Sequence[HeldBox]], layout: Layout) -> None:
         """Export the rows; on CPU this moves their storages into shared memory."""
         dtypes = {slot.name: dtype_of(slot.dtype) for slot in layout.slots}
         self._staged = {
-            name: torch.empty(write.rows.shape, dtype=dtypes.get(name), device=write.rows.device)
-            for name, write in writes.items()
-            if _is_staged(write)
+            (name, index): torch.empty(write.rows.shape, dtype=dtypes.get(name), device=write.rows.device)
+            for name, index, write in _numbered(writes)
+            if write.change is not None
         }
-        rows = {name: self._staged.get(name, write.rows) for name, write in writes.items()}
+        rows = {(name, index): write.rows for name, index, write in _numbered(writes)} | self._staged
         self.exports: Sequence[Export] = [
-            Export(name, write.first_row, (DeviceHandle if rows[name].is_cuda else FileHandle).of(rows[name]))
-            for name, write in writes.items()
+            Export(name, write.sent_place, (DeviceHandle if held.is_cuda else FileHandle).of(held))
+            for (name, _, write), held in zip(_numbered(writes), rows.values(), strict=True)
             if write.rows.numel()
         ]
         # While these are alive, no other tensor can get their addresses.
-        self._kept = [rows, writes]
-        self._places = {name: _place(write) for name, write in writes.items()}
+        self._kept: list[Any] = [rows, writes]
+        self._places = _places(writes)
 
-    def are_current(self, writes: Mapping[str, HeldRows]) -> bool:
+    def are_current(self, writes: Mapping[str, Sequence[HeldBox]]) -> bool:
         """Whether the exports are still the rows to send."""
-        if writes is not self._kept[1] and self._places == {
-            name: _place(write) for name, write in writes.items()
-        }:
+        if writes is not self._kept[1] and self._places == _places(writes):
             self._kept[1] = writes
         return writes is self._kept[1]
 
     def publish(self, source: ModuleSource, layout: Layout, with_checksums: bool) -> Sequence[int]:
         """Fill the staging buffers, one tensor at a time, and return the checksums of all rows as they are sent."""
-        sums: dict[str, tuple[torch.Tensor, int]] = {}
+        sums: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
         words = {slot.name: slot.word_bytes for slot in layout.slots} if self._staged else {}
-        for name in self._staged.keys() & words.keys():
-            write, staged = source.writes[name], self._staged[name]
-            staged.copy_(write.rows if write.change is None else write.change(write.rows))
-            if with_checksums and write.change is not None:
-                sums[name] = row_sums(staged, words[name]), write.first_row
+        for (name, index), staged in self._staged.items():
+            if name in words:
+                write = source.writes[name][index]
+                assert write.change is not None
+                staged.copy_(write.change(write.rows))
+                if with_checksums:
+                    sums[name].append((row_sums(staged, words[name]), write.first_row))
         return source.checksums_of(layout, sums) if with_checksums else []
 
 
-def _is_staged(write: HeldRows) -> bool:
-    return write.change is not None or not write.rows.is_contiguous()
+def _numbered(writes: Mapping[str, Sequence[HeldBox]]) -> Iterator[tuple[str, int, HeldBox]]:
+    """Yield every block with the name of its tensor and its number there."""
+    for name, boxes in writes.items():
+        yield from ((name, index, box) for index, box in enumerate(boxes))
 
 
-def _place(write: HeldRows) -> tuple[Any, ...]:
-    rows = write.rows
-    where = None if _is_staged(write) else (rows.data_ptr(), rows.dtype)
-    return where, rows.shape, write.first_row
+def _places(writes: Mapping[str, Sequence[HeldBox]]) -> list[tuple[Any, ...]]:
+    """Return where the rows of every block are, in memory and in the whole tensor."""
+    return [
+        (
+            name,
+            None if write.change is not None else (rows.data_ptr(), rows.dtype, rows.stride()),
+            rows.shape,
+            write.sent_place,
+        )
+        for name, _, write in _numbered(writes)
+        for rows in (write.rows,)
+    ]
 
 
 def _uuid(device: int | torch.device) -> str:

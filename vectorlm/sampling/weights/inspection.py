@@ -7,7 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +21,13 @@ from vectorlm.sampling.weights.plan import shortened
 class Inspection:
     """A rank's findings about its weights before an update sends them."""
 
-    sums: Mapping[str, tuple[int, int]]
-    """By tensor: the rank's first row and the checksum of its rows; empty without checksums."""
+    sums: Mapping[str, tuple[tuple[int, ...], int]]
+    """By tensor: the place of the rank's first element, by dimension, and the checksum of all it holds; empty without
+    checksums."""
     not_finite: tuple[str, ...]
     """Tensors with a number that is not finite, or not finite in the engine's dtype."""
     groups: Mapping[str, Sequence[str]] | None = None
-    """The tensors by group: ranks with the same first row of one have the same first row of all. None: unknown."""
+    """The tensors by group: ranks with the same place of one have the same places of all. None: unknown."""
 
     def digest(self) -> Digest | None:
         """Return hashes of what the ranks compare; None without `groups`."""
@@ -33,8 +35,8 @@ class Inspection:
             return None
         hashes = {}
         for group, names in (self.groups or {}).items():
-            first_rows, totals = zip(*map(self.sums.__getitem__, names), strict=True)
-            hashes[group] = _hash(first_rows), _hash(totals)
+            places, totals = zip(*map(self.sums.__getitem__, names), strict=True)
+            hashes[group] = _hash([*chain.from_iterable(places)]), _hash(totals)
         return Digest(self.not_finite, hashes)
 
 
@@ -49,7 +51,7 @@ class Digest:
     not_finite: tuple[str, ...]
     """As in `Inspection`."""
     by_group: Mapping[str, tuple[bytes, bytes]]
-    """By group of tensors that are distributed alike: hashes of the first rows and of the checksums."""
+    """By group of tensors that are distributed alike: hashes of the places and of the checksums."""
 
 
 def ranks_agree(digests: Sequence[Digest | None]) -> bool:
@@ -76,10 +78,10 @@ def require_sound(inspections: Sequence[Inspection]) -> None:
             f"(rank {ranks[0]}). No weight of the engine has changed. Check the loss and the learning rate; "
             "check_finite=False sends the tensors anyway."
         )
-    ranks_by_sum: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    ranks_by_sum: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, found in enumerate(inspections):
-        for name, (first_row, total) in found.sums.items():
-            ranks_by_sum[name, first_row][total].append(rank)
+        for name, (place, total) in found.sums.items():
+            ranks_by_sum[name, place][total].append(rank)
     if differ := {name: ranks for (name, _), ranks in ranks_by_sum.items() if len(ranks) > 1}:
         first, second, *_ = (ranks[0] for ranks in next(iter(differ.values())).values())
         raise RankMismatch(

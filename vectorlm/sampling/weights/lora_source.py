@@ -21,7 +21,7 @@ from vectorlm.sampling.weights.model_tensors import (
     reshard,
     trainer_tensors,
 )
-from vectorlm.sampling.weights.module_source import Change, HeldRows, ModuleSource, rows_of, then
+from vectorlm.sampling.weights.module_source import Change, HeldBox, ModuleSource, held_boxes, then
 
 
 def lora_weight_sets(
@@ -148,22 +148,29 @@ def _merge(factors: LoraFactors, weight: torch.Tensor, topology: Topology) -> Ch
         raise ConfigError(
             f"the DoRA adapter of {factors.layer!r} cannot be merged, because its weight is transposed. Use plain LoRA."
         )
-    own = rows_of(weight, topology)
+    own, *others = held_boxes(weight, topology)
+    if others:
+        raise ConfigError(
+            f"the adapter of {factors.layer!r} cannot be merged, because ranks split its weight in several parts. "
+            "Leave that layer out of target_modules, or use train_parameters.tensor_parallel=1."
+        )
+    rows, *_, columns = (
+        slice(start, start + length) for start, length in zip(own.sent_place, own.rows.shape, strict=True)
+    )
     if factors.num_experts:
-        held = slice(own.first_row, own.first_row + len(own.rows))
         b = _whole(factors.b)
         left, right = (
-            b.reshape(len(b), -1, factors.num_experts).permute(2, 0, 1)[held],
-            _whole(factors.a).reshape(factors.num_experts, -1, factors.a.shape[1])[held],
+            b.reshape(len(b), -1, factors.num_experts).permute(2, 0, 1)[rows],
+            _whole(factors.a).reshape(factors.num_experts, -1, factors.a.shape[1])[rows],
         )
         if factors.is_transposed:
             left, right = right.transpose(1, 2), left.transpose(1, 2)
         return merge_into(left, right, factors.scaling)
     if factors.is_transposed:
-        left = _whole(factors.a).t()[own.first_row : own.first_row + len(own.rows)]
-        return merge_into(left, _whole(factors.b).t(), factors.scaling)
+        left = _whole(factors.a).t()[rows]
+        return merge_into(left, _whole(factors.b).t()[:, columns], factors.scaling)
     left = _same_rows(factors.layer, factors.b, topology, own)
-    right = _whole(factors.a)
+    right = _whole(factors.a)[:, columns]
     magnitude = None
     if factors.magnitude is not None:
         magnitude = _same_rows(factors.layer, factors.magnitude, topology, own)
@@ -218,16 +225,17 @@ def _whole(factor: torch.Tensor) -> torch.Tensor:
     return factor.full_tensor() if isinstance(factor, DTensor) else factor
 
 
-def _same_rows(layer: str, factor: torch.Tensor, topology: Topology, weight: HeldRows) -> torch.Tensor:
+def _same_rows(layer: str, factor: torch.Tensor, topology: Topology, weight: HeldBox) -> torch.Tensor:
     """Return the rows of `factor` that belong to this rank's rows of the weight."""
-    own = rows_of(factor, topology)
-    if (own.first_row, len(own.rows)) != (weight.first_row, len(weight.rows)):
+    own = held_boxes(factor, topology)[0]
+    start, num = weight.first_row - own.place[0], len(weight.rows)
+    if num and not 0 <= start <= len(own.held) - num:
         raise WeightMismatch(
-            f"the adapter of {layer!r} and its weight have different shards (this rank has rows {own.first_row} to "
-            f"{own.first_row + len(own.rows)} of the adapter and {weight.first_row} to "
-            f"{weight.first_row + len(weight.rows)} of the weight). Shard both with fully_shard over the same ranks."
+            f"the adapter of {layer!r} and its weight have different shards (this rank has rows {own.place[0]} to "
+            f"{own.place[0] + len(own.held)} of the adapter and {weight.first_row} to {weight.first_row + num} of the "
+            "weight). Shard both with fully_shard over the same ranks."
         )
-    return own.rows
+    return own.held[start : start + num] if num else own.held[:0]
 
 
 def _shared_weights(model: torch.nn.Module) -> set[str]:

@@ -6,20 +6,20 @@ import functools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vectorlm.errors import WeightMismatch
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.weights.arena import MappedArenas
+from vectorlm.sampling.weights.boxes import boxes_of, own_shard, ranks_by_shard, uncut
 from vectorlm.sampling.weights.inspection import Inspection, Reading, checksums, row_sums
 from vectorlm.sampling.weights.model_tensors import persistent_buffers, quantized_layers, trainer_tensors
 from vectorlm.sampling.weights.plan import Layout, Piece, Slot, TensorSpec, dtype_of
@@ -33,20 +33,33 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class HeldRows:
-    """This rank's rows of one tensor, and the part of them that it sends."""
+class HeldBox:
+    """A block of one tensor that this rank holds, and the part of it that it sends."""
 
     held: torch.Tensor
-    first_held: int
-    """Index of the first row of `held` in the whole tensor."""
+    place: tuple[int, ...]
+    """Index of the first element of `held` in the whole tensor, by dimension."""
     rows: torch.Tensor
-    """The rows that this rank sends: all of `held`, or a part if other ranks of its node have the same rows."""
+    """The rows that this rank sends: all of `held`, or a part if other ranks of its node have the same block."""
     first_row: int
     """Index of the first row of `rows` in the whole tensor."""
     counts: bool
-    """Whether this rank is the first of its node with these rows; only its checksum of `held` counts."""
+    """Whether this rank is the first of its node with this block; only its checksum of `held` counts."""
     change: Change | None = None
     """A function that computes the rows to send; None sends them unchanged."""
+
+    @property
+    def sent_place(self) -> tuple[int, ...]:
+        """Index of the first element of `rows` in the whole tensor, by dimension."""
+        return (self.first_row, *self.place[1:])
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the place of `rows` in a whole tensor."""
+        whole = whole.reshape(1) if whole.ndim == 0 else whole
+        for dim, (start, length) in enumerate(zip(self.sent_place, self.rows.shape, strict=True)):
+            if length != whole.shape[dim]:
+                whole = whole.narrow(dim, start, length)
+        return whole
 
 
 class ModuleSource:
@@ -96,8 +109,8 @@ class ModuleSource:
         return self._description.manifest
 
     @property
-    def writes(self) -> Mapping[str, HeldRows]:
-        """This rank's rows of each tensor, by name."""
+    def writes(self) -> Mapping[str, Sequence[HeldBox]]:
+        """This rank's blocks of each tensor, by name."""
         return self._description.writes
 
     def forget_sums(self) -> None:
@@ -119,12 +132,13 @@ class ModuleSource:
         else:
             tensors = self._tensors
             manifest = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
+        manifest = tuple(_with_cuts(spec, tensors[spec.name]) for spec in manifest)
         writes = {
-            name: rows_of(tensor, self._topology, changes.get(name)) for name, tensor in tensors.items()
+            name: held_boxes(tensor, self._topology, changes.get(name)) for name, tensor in tensors.items()
         }
         buffers = persistent_buffers(self._model)
         others = {**self._beside, **buffers}
-        beside = {name: rows_of(tensor, self._topology) for name, tensor in others.items()}
+        beside = {name: held_boxes(tensor, self._topology) for name, tensor in others.items()}
         groups: dict[Any, list[str]] = defaultdict(list)
         for name, tensor in {**others, **tensors}.items():
             placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
@@ -153,9 +167,10 @@ class ModuleSource:
         wrong = tuple(name for name in dict.fromkeys(not_finite) if name not in self._description.buffers)
         if not with_checksums:
             return Inspection({}, wrong)
-        self._sums = {name: found.sums[index] * counts for name, index, counts in prepared.stored}
-        self._sums |= {name: found.sent_sums[index] for name, index in prepared.cast}
-        sums = dict(zip(self._description.inspected, zip(prepared.first_rows, found.sums)))  # noqa: B905 (parts come last)
+        self._sums = _added((name, found.sums[index] * counts) for name, index, counts in prepared.stored)
+        self._sums |= _added((name, found.sent_sums[index]) for name, index in prepared.cast)
+        totals = _added(zip(prepared.names, found.sums[: prepared.num_held]))  # noqa: B905 (parts come last)
+        sums = {name: (prepared.places[name], total) for name, total in totals.items()}
         return Inspection(sums, wrong, self._description.groups)
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
@@ -166,17 +181,19 @@ class ModuleSource:
             prepared = self._writings[id(layout)] = _PreparedWriting(self.writes, layout, places)
         if prepared.targets:
             torch._foreach_copy_(prepared.targets, prepared.rows, non_blocking=True)
-        sums: dict[str, tuple[torch.Tensor, int]] = {}
+        sums: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
         for slot, write, change, target in prepared.computed:
             rows = change(write.rows).to(target.dtype)
             target.copy_(rows, non_blocking=True)
             if with_checksums:
-                sums[slot.name] = row_sums(rows, slot.word_bytes), write.first_row
+                sums[slot.name].append((row_sums(rows, slot.word_bytes), write.first_row))
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
         return self.checksums_of(layout, sums) if with_checksums else []
 
-    def checksums_of(self, layout: Layout, computed: Mapping[str, tuple[torch.Tensor, int]]) -> list[int]:
+    def checksums_of(
+        self, layout: Layout, computed: Mapping[str, Sequence[tuple[torch.Tensor, int]]]
+    ) -> list[int]:
         """Return the checksums of what this rank sends, given the `row_sums` of rows that it computes.
 
         The checksums of other rows are known from `inspect`, or computed here.
@@ -184,10 +201,13 @@ class ModuleSource:
         sums = dict(computed)
         for slot in layout.slots:
             if slot.name not in self._sums and slot.name not in sums:
-                write = self.writes[slot.name]
-                rows = write.rows.to(dtype_of(slot.dtype))
-                sums[slot.name] = row_sums(rows, slot.word_bytes), write.first_row
-        found = self._sums | dict(zip(sums, checksums([*sums.values()]), strict=True))
+                sums[slot.name] = [
+                    (row_sums(write.rows.to(dtype_of(slot.dtype)), slot.word_bytes), write.first_row)
+                    for write in self.writes[slot.name]
+                ]
+        names = [name for name, parts in sums.items() for _ in parts]
+        parts = checksums([part for parts in sums.values() for part in parts])
+        found = self._sums | _added(zip(names, parts, strict=True))
         return [found[slot.name] for slot in layout.slots]
 
 
@@ -196,9 +216,9 @@ class _Description:
     """A module as `ModuleSource` sends it."""
 
     manifest: Sequence[TensorSpec]
-    writes: Mapping[str, HeldRows]
-    inspected: Mapping[str, HeldRows]
-    """The rows of all tensors whose values the ranks compare, sent or not."""
+    writes: Mapping[str, Sequence[HeldBox]]
+    inspected: Mapping[str, Sequence[HeldBox]]
+    """The blocks of all tensors whose values the ranks compare, sent or not."""
     buffers: frozenset[str]
     """The tensors that are buffers."""
     groups: Mapping[str, Sequence[str]]
@@ -214,42 +234,44 @@ class _PreparedInspection:
         self._layout = layout  # Its identity is the key, so it must stay alive.
         slots = {slot.name: slot for slot in layout.slots}
         readings: list[Reading] = []
-        parts: dict[str, Reading] = {}
+        parts: list[Reading] = []
+        held_names = [name for name, boxes in description.inspected.items() for _ in boxes]
+        part_names: list[str] = []
         self.stored: list[tuple[str, int, bool]] = []
         """Rows that are sent as they are stored: name, index in the reader, whether this rank's checksum counts."""
         self.cast: list[tuple[str, int]] = []
         """Rows that are sent in another dtype: name and index in the reader."""
-        for name, shard in description.inspected.items():
-            held, slot = shard.held, slots.get(name)
+        for name, shard in ((name, box) for name, boxes in description.inspected.items() for box in boxes):
+            held, slot, first_held = shard.held, slots.get(name), shard.place[0]
             if slot is None or (shard.change is not None and not held.is_floating_point()):
-                readings.append(Reading(held, shard.first_held))
+                readings.append(Reading(held, first_held))
                 continue
             dtype = dtype_of(slot.dtype)
             if dtype == held.dtype:
                 if shard.change is None:
                     self.stored.append((name, len(readings), shard.counts))
-                readings.append(
-                    Reading(held, shard.first_held, slot.word_bytes if shard.change is None else 0)
-                )
+                readings.append(Reading(held, first_held, slot.word_bytes if shard.change is None else 0))
                 continue
             is_all = len(shard.rows) == len(held)
             if shard.change is None:
-                self.cast.append((name, len(readings) if is_all else len(description.inspected) + len(parts)))
+                self.cast.append((name, len(readings) if is_all else len(held_names) + len(parts)))
             if is_all:
-                readings.append(Reading(held, shard.first_held, 0, dtype, slot.word_bytes))
+                readings.append(Reading(held, first_held, 0, dtype, slot.word_bytes))
             else:
-                readings.append(Reading(held, shard.first_held))
-                parts[name] = Reading(shard.rows, shard.first_row, 0, dtype, slot.word_bytes)
-        self.names = [*description.inspected, *parts]
-        self.first_rows = [shard.first_held for shard in description.inspected.values()]
-        self.reader = Reader([*readings, *parts.values()], sums=with_checksums, check_finite=check_finite)
+                readings.append(Reading(held, first_held))
+                part_names.append(name)
+                parts.append(Reading(shard.rows, shard.first_row, 0, dtype, slot.word_bytes))
+        self.names = [*held_names, *part_names]
+        self.num_held = len(held_names)
+        self.places = {name: boxes[0].place for name, boxes in description.inspected.items()}
+        self.reader = Reader([*readings, *parts], sums=with_checksums, check_finite=check_finite)
 
 
 class _PreparedWriting:
     """The copies of `ModuleSource.publish` into one arena."""
 
     def __init__(
-        self, writes: Mapping[str, HeldRows], layout: Layout, places: Mapping[str, torch.Tensor]
+        self, writes: Mapping[str, Sequence[HeldBox]], layout: Layout, places: Mapping[str, torch.Tensor]
     ) -> None:
         self._layout = layout  # Its identity is the key, so it must stay alive.
         self.places = places
@@ -257,17 +279,16 @@ class _PreparedWriting:
         self.targets: list[torch.Tensor] = []
         self.rows: list[torch.Tensor] = []
         """The rows to copy to each of `targets`."""
-        self.computed: list[tuple[Slot, HeldRows, Change, torch.Tensor]] = []
+        self.computed: list[tuple[Slot, HeldBox, Change, torch.Tensor]] = []
         """The other rows, how to compute them, and their targets."""
         for slot in layout.slots:
-            write, whole = writes[slot.name], places[slot.name]
-            table = whole.reshape(1) if whole.ndim == 0 else whole
-            target = table[write.first_row : write.first_row + len(write.rows)]
-            if write.change is None:
-                self.targets.append(target)
-                self.rows.append(write.rows)
-            else:
-                self.computed.append((slot, write, write.change, target))
+            for write in writes[slot.name]:
+                target = write.of(places[slot.name])
+                if write.change is None:
+                    self.targets.append(target)
+                    self.rows.append(write.rows)
+                else:
+                    self.computed.append((slot, write, write.change, target))
 
 
 def then(first: Change, second: Change | None) -> Change:
@@ -275,52 +296,62 @@ def then(first: Change, second: Change | None) -> Change:
     return first if second is None else lambda rows: second(first(rows))
 
 
-def rows_of(tensor: torch.Tensor, topology: Topology, change: Change | None = None) -> HeldRows:
-    """Return this rank's rows of `tensor`, and those that it sends.
+def _added(totals: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Add up checksums by name."""
+    found: dict[str, int] = {}
+    for name, total in totals:
+        found[name] = (found[name] + total) % 2**64 if name in found else total
+    return found
 
-    The rank with a shard sends it. If several ranks of a node have the same rows (no sharding, or replicas), they send
+
+def _with_cuts(spec: TensorSpec, tensor: torch.Tensor) -> TensorSpec:
+    if not isinstance(tensor, DTensor):
+        return spec
+    length = uncut(tensor.shape, tensor.device_mesh, tensor.placements)
+    return spec if length == math.prod(spec.shape[1:]) else replace(spec, uncut=length)
+
+
+def held_boxes(tensor: torch.Tensor, topology: Topology, change: Change | None = None) -> tuple[HeldBox, ...]:
+    """Return this rank's blocks of `tensor`, and the rows of them that it sends.
+
+    The rank with a shard sends it. If several ranks of a node have the same shard (no sharding, or replicas), they send
     equal parts, so no byte is written twice. The ranks of each node must have the whole tensor together, because they
     fill that node's engine.
     """
     if isinstance(tensor, DTensor):
-        first, index, count = _shard_place(tensor.shape, tensor.device_mesh, tensor.placements, topology)
-        held = tensor.to_local().detach()
+        shard = tensor.to_local().detach()
+        boxes = boxes_of(tensor.shape, tensor.device_mesh, tensor.placements)
+        index, count = _holders(tensor.device_mesh, tensor.placements, topology)
+        blocks = [(box.of(shard), box.place) for box in boxes]
     else:
-        first, index, count = 0, topology.local_rank, topology.local_world_size
-        held = tensor.detach()
-    if held.ndim == 0:
-        held = held.reshape(1)
-    size = -(-len(held) // count)
-    start = min(index * size, len(held))
-    return HeldRows(held, first, held[start : start + size], first + start, index == 0, change)
+        index, count = topology.local_rank, topology.local_world_size
+        blocks = [(tensor.detach(), (0,) * tensor.ndim)]
+    found = []
+    for held, place in blocks:
+        if held.ndim == 0:
+            held, place = held.reshape(1), (0,)
+        size = -(-len(held) // count)
+        start = min(index * size, len(held))
+        rows = held[start : start + size]
+        found.append(HeldBox(held, place, rows, place[0] + start, index == 0, change))
+    return tuple(found)
 
 
-# Cached: this arithmetic costs as much as copying the weights, and a model has few distinct shapes.
 @functools.lru_cache(maxsize=4096)
-def _shard_place(
-    shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], topology: Topology
-) -> tuple[int, int, int]:
-    """Return the first row of this rank's shard, its index among the node's ranks with that shard, and their number."""
-    if not all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements):
+def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...], topology: Topology) -> tuple[int, int]:
+    """Return this rank's index among the ranks of its node that hold the same shard, and their number."""
+    near = {
+        shard: [rank for rank in ranks if rank // topology.local_world_size == topology.node]
+        for shard, ranks in ranks_by_shard(mesh, placements, topology.world_size).items()
+    }
+    if lacking := sum(not ranks for ranks in near.values()):
         raise WeightMismatch(
-            f"a parameter has the placements {placements}: it must be sharded along dimension 0 only."
+            f"node {topology.node} holds {len(near) - lacking} of the {len(near)} shards of a parameter, but its "
+            f"engine needs all: with engines on {topology.num_nodes} nodes use sharding_strategy=HYBRID_SHARD (shards "
+            "within each node, replicas over nodes) or NO_SHARD."
         )
-    sharded = [dim for dim, placement in enumerate(placements) if isinstance(placement, Shard)]
-    num_shards = math.prod(mesh.size(dim) for dim in sharded)
-    near: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for place in (mesh.mesh // topology.local_world_size == topology.node).nonzero().tolist():
-        near[tuple(place[dim] for dim in sharded)].append(int(mesh.mesh[tuple(place)]))
-    if len(near) < num_shards:
-        raise WeightMismatch(
-            f"node {topology.node} holds {len(near)} of the {num_shards} shards of a parameter, but its engine needs "
-            f"all: with engines on {topology.num_nodes} nodes use sharding_strategy=HYBRID_SHARD (shards within each "
-            "node, replicas over nodes) or NO_SHARD."
-        )
-    _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    holders = near[tuple(coordinate[dim] for dim in sharded)]
-    return offset[0] if offset else 0, holders.index(topology.rank), len(holders)
+    holders = near[own_shard(mesh, placements)]
+    return holders.index(topology.rank), len(holders)
 
 
 def warn_of_rounded_positions(model: Any) -> None:

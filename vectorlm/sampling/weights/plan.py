@@ -50,6 +50,8 @@ class TensorSpec:
     """The checkpoint tensors in it; empty if it is one tensor of the same name."""
     is_buffer: bool = False
     """Whether only engines that load such a tensor receive it; other engines compute it."""
+    uncut: int = 0
+    """Ranks cut rows of dimension 0 at multiples of this many elements only; 0 if they do not cut rows."""
 
 
 @dataclass(frozen=True)

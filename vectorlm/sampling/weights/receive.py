@@ -178,7 +178,7 @@ class PieceMap:
 
     def word_bytes(self, spec: TensorSpec, dtype: str) -> int:
         """Return the widest checksum word that crosses no border of a row or piece of the tensor."""
-        lengths = [torch.Size(spec.shape[1:]).numel()]
+        lengths = [torch.Size(spec.shape[1:]).numel(), *([spec.uncut] if spec.uncut else [])]
         for view in self._owners[spec.name]:
             # Common divisors of these lengths divide the start and the end of every run of the view.
             run, steps = 1, []
