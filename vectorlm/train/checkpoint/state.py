@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,8 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from vectorlm.ranks.wait import report_wait
+from vectorlm.sampling.weights.boxes import Box, boxes_of
 from vectorlm.train.checkpoint import folder
 from vectorlm.types import TrainedModel
 
@@ -69,7 +74,8 @@ class CheckpointStore:
             if rank == 0:
                 folder.begin(target, "step-*")
             dist.barrier()
-            dcp.save({name: state_of(model) for name, model in models.items()}, checkpoint_id=work / "shards")
+            states = {name: state_of(model) for name, model in models.items()}
+            dcp.save(tree_map(_in_boxes, states), checkpoint_id=work / "shards")
             fresh = [name for name, model in models.items() if _is_fresh(model)]
             torch.save({"loop": loop, "rng": capture_rng(), "fresh": fresh}, work / f"rank-{rank}.pt")
             best = self._best_step() if rank == 0 else None
@@ -112,7 +118,7 @@ class CheckpointStore:
                 for weight in list(by_weight):
                     if (name, "optimizer", "state", weight) not in written:
                         del by_weight[weight]
-            dcp.load(states, checkpoint_id=source / "shards")
+            states = _read(states, source)
             is_new = not (source / f"rank-{rank}.pt").exists()
             saved = torch.load(source / f"rank-{0 if is_new else rank}.pt", weights_only=True)
         for name, model in models.items():
@@ -140,8 +146,65 @@ def load_weights(path: Path, model: nn.Module) -> None:
         with warnings.catch_warnings():
             # A single process without ranks is intended.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.load(state, checkpoint_id=path / "shards")
+            state = _read(state, path)
         set_model_state_dict(model, state["policy"]["model"], options=_OPTIONS)
+
+
+class _Boxes(torch.Tensor):
+    """A DTensor whose shard has several blocks of the whole tensor, as torch's checkpoints write and read it.
+
+    torch would take the shard for one block, and read it back in another layout as if it were. It finds tensors alone.
+    """
+
+    tensor: DTensor
+    _shard: torch.Tensor
+    _boxes: Sequence[Box]
+
+    @staticmethod
+    def __new__(cls, tensor: DTensor) -> _Boxes:
+        # It has no memory of its own.
+        made: _Boxes = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
+        )
+        made.tensor, made._shard = tensor, tensor.to_local().detach()
+        made._boxes = boxes_of(tensor.shape, tensor.device_mesh, tensor.placements)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} of a tensor that is only written or read")
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._shard)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.place), torch.Size(box.lengths)) for box in self._boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(box.of(self._shard) for box in self._boxes if box.place == tuple(index.offset or ()))
+
+
+def _in_boxes(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    boxes = boxes_of(value.shape, value.device_mesh, value.placements)
+    return _Boxes(value) if len(boxes) > 1 else value
+
+
+def _read(states: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return `states` with the values of the checkpoint `path`; tensors are overwritten."""
+    read = tree_map(_in_boxes, states)
+    dcp.load(read, checkpoint_id=path / "shards")
+    plain: dict[str, Any] = tree_map(lambda value: value.tensor if isinstance(value, _Boxes) else value, read)
+    return plain
 
 
 def _require_as_written(path: Path) -> None:
