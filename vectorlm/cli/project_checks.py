@@ -127,7 +127,7 @@ class ProjectUnderTest:
             "train_parameters.checkpointing_enabled": False,
             "train_parameters.keep_best": False,
             # One rank that computes in float32, like the engine.
-            "train_parameters.context_parallel": 1,
+            **{f"train_parameters.{kind}_parallel": 1 for kind in ("context", "tensor", "expert")},
             "train_parameters.dtype": "float32",
             "train_parameters.use_mp": False,
             "train_parameters.use_flash_attention": False,

@@ -39,6 +39,8 @@ class Topology:
     """The file for this rank's error; None if no supervisor reads it."""
     context_parallel: int = 1
     """Number of neighbouring ranks that share the tokens of one pass, and therefore the data."""
+    model_parallel: int = 1
+    """Number of neighbouring ranks that share one copy of the split layers, and therefore the data."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Topology:
@@ -76,14 +78,19 @@ class Topology:
         return self.world_size // self.local_world_size
 
     @property
+    def ranks_per_share(self) -> int:
+        """Number of neighbouring ranks that train on the same rows."""
+        return self.context_parallel * self.model_parallel
+
+    @property
     def data_share(self) -> int:
         """Index of this rank's share of the data among `num_data_shares`."""
-        return self.rank // self.context_parallel
+        return self.rank // self.ranks_per_share
 
     @property
     def num_data_shares(self) -> int:
         """Number of shares that the data is split into."""
-        return self.world_size // self.context_parallel
+        return self.world_size // self.ranks_per_share
 
     @property
     def is_main(self) -> bool:

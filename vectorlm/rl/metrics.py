@@ -259,7 +259,7 @@ class MetricAccumulator:
     def add(self, name: str, share: torch.Tensor) -> None:
         """Add the term of one micro-batch to a sum."""
         # Ranks that share rows add equal terms.
-        share = share.detach().double() / self._topology.context_parallel
+        share = share.detach().double() / self._topology.ranks_per_share
         self._sums[name] = self._sums[name] + share if name in self._sums else share
 
     def add_tokens(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:

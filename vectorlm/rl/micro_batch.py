@@ -200,7 +200,7 @@ def map_rows(
     # One rank computed each row, or all ranks that share it: adding the zeros of the other ranks changes no bit.
     if topology.world_size > 1:
         dist.all_reduce(found)
-        found /= topology.context_parallel
+        found /= topology.ranks_per_share
     return torch.where(batch.attention_mask.bool(), found.cpu(), 0.0)
 
 

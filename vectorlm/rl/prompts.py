@@ -173,7 +173,7 @@ class Demonstrations:
         batches = list(objective.prepare(next(self.loader.steps(epoch, start_step=step))))
         count = torch.stack([objective.num_counted(each) for each in batches]).sum().to(self.policy.device)
         dist.all_reduce(count)
-        return batches, max(int(count) // self.policy.shared_by, 1)
+        return batches, max(int(count) // self.loader.topology.ranks_per_share, 1)
 
     def loss(self, batch: Batch, num_tokens: int) -> torch.Tensor:
         """Return the loss of a micro-batch, as a share of the mean over the `num_tokens` of the whole step.

@@ -342,7 +342,7 @@ def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RewardScorer:
                 path,
                 run.load_sharded,
                 # Every rank scores its own rows.
-                replace(run.topology, context_parallel=1),
+                replace(run.topology, context_parallel=1, model_parallel=1),
                 max_tokens=rl.update.max_tokens_per_micro_batch,
                 max_length=train.max_seq_len,
                 dtype=train.model.dtype,

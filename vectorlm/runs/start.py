@@ -133,13 +133,14 @@ class Run:
                     weight.requires_grad_(False)
             return exact(model) if settings.model.exact else model
 
-        model = self.load_sharded(load)
-        set_seed((settings.seed + self.topology.rank) % 2**32)
+        model = load_sharded(load, self.topology, settings.model)
+        # Ranks that split a model drop out the same numbers.
+        set_seed((settings.seed + self.topology.rank // self.topology.model_parallel) % 2**32)
         return model
 
     def load_sharded(self, load: Callable[[bool], nn.Module]) -> nn.Module:
-        """Load and shard a model with the config's settings; see `vectorlm.train.shard.load_sharded`."""
-        return load_sharded(load, self.topology, self.config.train_parameters.model)
+        """Load another model than the trained one, and shard it over all ranks; see `vectorlm.train.shard`."""
+        return load_sharded(load, self.topology, self.config.train_parameters.model.unsplit)
 
     def make_loader(
         self,
@@ -237,8 +238,12 @@ def open_run(
     given = config if isinstance(config, CheckedConfig) else None
     plain = config.config if isinstance(config, CheckedConfig) else resolve_model(config)
     output = Path(plain.train_parameters.output_dir)
-    context_parallel = plain.train_parameters.model.context_parallel
-    topology = replace(topology or Topology.from_environment(), context_parallel=context_parallel)
+    parallel = plain.train_parameters.model
+    topology = replace(
+        topology or Topology.from_environment(),
+        context_parallel=parallel.context_parallel,
+        model_parallel=parallel.model_parallel,
+    )
     # ProgressSink shows the only progress bar of a run.
     disable_progress_bar()
 

@@ -121,11 +121,6 @@ class LanguageModel:
         """Whether rows are laid end to end."""
         return self.why_padded is None
 
-    @property
-    def shared_by(self) -> int:
-        """Number of ranks that share each pass and its rows."""
-        return 1 if self.context is None else self.context.size
-
     def __call__(
         self, rows: Rows, entropy: EntropyKind = "none", compare: Comparison | None = None
     ) -> TokenValues:

@@ -192,7 +192,7 @@ class FineTuningLoop:
         dist.all_reduce(totals)
         num_counted, num_tokens, *rank_bytes = totals.tolist()
         # Ranks that share rows have counted the same rows.
-        shares = topology.context_parallel
+        shares = topology.ranks_per_share
         return num_counted // shares, num_tokens // shares, max(rank_bytes)
 
     def _add_up_finite(self, my_loss: torch.Tensor, micro_batches: Sequence[Batch]) -> float:
@@ -209,4 +209,4 @@ class FineTuningLoop:
             where = f"on rank {bad}, examples {ids[bad]}"
             self.optimizer_step.require_finite(values[bad], self.step + 1, where, "these examples")
         # Ranks that share rows have the same loss.
-        return losses[:: topology.context_parallel].sum().item()
+        return losses[:: topology.ranks_per_share].sum().item()

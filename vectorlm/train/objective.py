@@ -307,7 +307,7 @@ class Completions:
         reshard(model)
         # One rank computed each row, or all ranks that share it.
         dist.all_reduce(found)
-        return found.cpu() / self.language_model.shared_by
+        return found.cpu() / loader.topology.ranks_per_share
 
 
 @dataclass(frozen=True)

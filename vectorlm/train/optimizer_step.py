@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from vectorlm.errors import NonFiniteLoss
+from vectorlm.errors import ConfigError, NonFiniteLoss
 from vectorlm.ranks.topology import Topology
+from vectorlm.sampling.weights.boxes import ranks_by_shard
 from vectorlm.train.settings import BY_LOSS, PLATEAU_NAMES, gathers_once
 
 COUNTED = (
@@ -24,6 +27,9 @@ COUNTED = (
     *("last_epoch", "_streaming_avg"),
 )
 """The progress in the state of a schedule by the loss; the rest are its arguments, which a resumed run may change."""
+
+NOISE = 1e-2
+"""Largest relative difference between the gradients that two ranks have for a weight that both hold."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,8 @@ class OptimizerStep:
             self.model.set_requires_gradient_sync(is_last)
             self.model.set_reshard_after_backward(is_last)
         # FSDP averages gradients over ranks, but the loss is already a share of the whole step's loss.
-        (loss * self.topology.world_size).backward()
+        # Ranks that split a model have the same loss, and count once.
+        (loss * (self.topology.world_size // self.topology.model_parallel)).backward()
 
     @cached_property
     def _gathers_once(self) -> bool:
@@ -88,7 +95,13 @@ class OptimizerStep:
         If the gradient is 0 everywhere, the optimizer is skipped: momentum and weight decay would move the weights.
         """
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        gradients = [parameter.grad for parameter in parameters]
+        is_split = self.topology.model_parallel > 1
+        if is_split:
+            named = self.model.named_parameters()
+            total = norm_of_split({name: x for name, x in named if x.requires_grad}, self.topology)
+        else:
+            total = get_total_norm(gradients)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         if not math.isfinite(norm):
             raise NonFiniteLoss(
@@ -98,7 +111,10 @@ class OptimizerStep:
             )
         # torch would multiply all gradients by 1. The small number is torch's own.
         if norm + 1e-6 > self.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, total)
+            if is_split:
+                torch._foreach_mul_(list(map(_local, gradients)), self.max_grad_norm / (norm + 1e-6))
+            else:
+                clip_grads_with_norm_(parameters, self.max_grad_norm, total)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         if norm > 0:
             self.optimizer.step()
@@ -106,6 +122,43 @@ class OptimizerStep:
         if self.schedule is not None:
             self.schedule.step()
         return {"grad_norm": norm, "learning_rate": learning_rate}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def norm_of_split(trained: Mapping[str, torch.Tensor], topology: Topology) -> torch.Tensor:
+    """Return the norm of the gradients of weights that are split over ranks.
+
+    They are on several meshes, and torch computes with tensors of one mesh alone. A shard that several ranks have
+    counts as a fraction on each.
+
+    Raises:
+        ConfigError: Ranks that hold the same weight have different gradients for it.
+    """
+    found = torch.zeros(topology.world_size, len(trained), dtype=torch.float64, device=topology.device)
+    holders: list[Sequence[Sequence[int]]] = []
+    for index, weight in enumerate(trained.values()):
+        if weight.grad is not None:
+            found[topology.rank, index] = torch.linalg.vector_norm(_local(weight.grad), dtype=torch.float32)
+        holders.append([range(topology.world_size)])
+        if isinstance(weight, DTensor):
+            ranks = ranks_by_shard(weight.device_mesh, weight.placements, topology.world_size)
+            holders[index] = [*ranks.values()]
+    dist.all_reduce(found)
+    found = found.cpu()
+    shares = torch.tensor([1 / len(shards[0]) for shards in holders], dtype=torch.float64)
+    total = (found.square() @ shares).sum().sqrt()
+    for index, (name, shards) in enumerate(zip(trained, holders, strict=True)):
+        copies = found[:, index][torch.tensor([list(ranks) for ranks in shards])]
+        most = copies.amax(dim=1)
+        if (most - copies.amin(dim=1) > NOISE * (most + NOISE * total)).any():
+            raise ConfigError(
+                f"train_parameters.tensor_parallel does not work with this model: transformers' plan leaves {name} "
+                "whole, but the ranks have different gradients for it. Set it to 1."
+            )
+    return total.float()
 
 
 class Schedule:
@@ -264,6 +317,34 @@ class WholeTensors(Optimizer):
                     own = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
                     parameter.to_local().copy_(own)
         self._inner.param_groups, self._inner.state = [], defaultdict(dict)
+
+
+def step_by_mesh(optimizer: Optimizer) -> Optimizer:
+    """Let an optimizer step the weights of each mesh together: torch's kernels for many tensors take one mesh alone.
+
+    Its groups are split for the step alone, so that checkpoints of other layouts have the same groups.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    if len({weight.device_mesh for weight in weights if isinstance(weight, DTensor)}) < 2:
+        return optimizer
+    before: list[dict[str, Any]] = []
+
+    def enter(*_: Any) -> None:
+        before[:] = optimizer.param_groups
+        groups = []
+        for group in before:
+            by_mesh = defaultdict(list)
+            for parameter in group["params"]:
+                by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
+            groups += [{**group, "params": parameters} for parameters in by_mesh.values()]
+        optimizer.param_groups = groups
+
+    def leave(*_: Any) -> None:
+        optimizer.param_groups = [*before]
+
+    optimizer.register_step_pre_hook(enter)
+    optimizer.register_step_post_hook(leave)
+    return optimizer
 
 
 def pass_lr_as_tensor(optimizer: Optimizer, is_cuda: bool) -> Optimizer:

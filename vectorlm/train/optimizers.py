@@ -77,12 +77,13 @@ def make_optimizer(
     if settings.fused is None and not settings.foreach:
         # Without it torch makes a temporary copy of the whole state on CUDA.
         adamw = {**given, "fused": is_cuda or None}
+    from vectorlm.train.optimizer_step import Parts, WholeTensors, pass_lr_as_tensor, step_by_mesh
+
     if name == "adamw":
-        return torch.optim.AdamW(trained, **adamw)
+        return step_by_mesh(torch.optim.AdamW(trained, **adamw))
     taken = accepted(name)
     if ":" in name:
         return load_plugin(name)(trained, **{key: given[key] for key in given.keys() & taken}, **more)
-    from vectorlm.train.optimizer_step import Parts, WholeTensors, pass_lr_as_tensor
 
     row = OPTIMIZERS[name]
     kind = getattr(import_module(f"{row.package}.optim"), row.class_name)
@@ -99,8 +100,8 @@ def make_optimizer(
         rest = [weight for weight in trained if weight not in chosen]
         # With this adjustment one learning rate fits both optimizers.
         parts = [kind(matrices, **{"adjust_lr_fn": "match_rms_adamw", **own})] if matrices else []
-        return Parts([*parts, torch.optim.AdamW(rest, **adamw)] if rest else parts)
-    optimizer = kind(trained, **own)
+        return Parts([*parts, step_by_mesh(torch.optim.AdamW(rest, **adamw))] if rest else parts)
+    optimizer = step_by_mesh(kind(trained, **own))
     if name == "adafactor":
         return WholeTensors(optimizer)
     return pass_lr_as_tensor(optimizer, is_cuda) if row.per_rank_blocks else optimizer

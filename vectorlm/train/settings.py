@@ -143,6 +143,12 @@ class ModelSettings:
     (k), in all but attention (`keep_attention`), or with the inputs of blocks on the host (`offload`, CUDA)."""
     context_parallel: PositiveInt = 1
     """Ranks that share the tokens of each pass (Ulysses), which saves memory for long sequences. Needs `pack_rows`."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks that split the matrices of each layer, by transformers' plan for the model. They train on the same rows.
+    Must divide `num_key_value_heads` and the number of ranks."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that split the experts of each layer, by transformers' plan for the model. They train on the same rows.
+    Must be a multiple of `tensor_parallel`, and divide the numbers of experts and of ranks."""
     pack_rows: bool = True
     """Lay rows end to end without padding, and compute common beginnings once, if the model's attention allows it."""
     compile: bool = False
@@ -170,6 +176,21 @@ class ModelSettings:
     def dtype_on(self, is_cuda: bool) -> Literal["bfloat16", "float32"]:
         """Type of the computation on this kind of device."""
         return "bfloat16" if self.computes_in_bf16(is_cuda) else "float32"
+
+    @property
+    def model_parallel(self) -> int:
+        """Number of neighbouring ranks that split one model, and train on the same rows."""
+        return max(self.tensor_parallel, self.expert_parallel)
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Number of neighbouring ranks that train on the same rows."""
+        return self.context_parallel * self.model_parallel
+
+    @property
+    def unsplit(self) -> ModelSettings:
+        """The same settings for a model that is sharded over all ranks and not split."""
+        return replace(self, tensor_parallel=1, expert_parallel=1)
 
     def loads_on_main(self, world_size: int) -> bool:
         """Whether only rank 0 reads the weights; with quantisation every rank does."""

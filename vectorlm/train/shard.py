@@ -18,6 +18,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.train.settings import ModelSettings, Recomputation
+from vectorlm.train.split import make_meshes, split_model
 
 RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False, "HYBRID_SHARD": True}
 """Whether a block frees its gathered weights between forward and backward, by strategy."""
@@ -91,12 +92,18 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
     `OptimizerStep` keeps a small model gathered for all micro-batches of a step.
     """
     strategy = settings.sharding_strategy
-    shape = {
-        "NO_SHARD": (topology.world_size, 1),
-        "HYBRID_SHARD": (topology.num_nodes, topology.local_world_size),
-    }.get(strategy, (topology.world_size,))
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh(torch.device(topology.device).type, shape, mesh_dim_names=names)
+    experts: list[nn.Module] = []
+    if settings.model_parallel > 1:
+        meshes = make_meshes(topology, settings)
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        mesh, experts = meshes.dense, split_model(inner, meshes, settings)
+    else:
+        shape = {
+            "NO_SHARD": (topology.world_size, 1),
+            "HYBRID_SHARD": (topology.num_nodes, topology.local_world_size),
+        }.get(strategy, (topology.world_size,))
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh(torch.device(topology.device).type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy()
     if settings.computes_in_bf16(topology.is_cuda):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -109,10 +116,10 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
         for block in blocks:
             # Compiling the method keeps the names of parameters, and leaves FSDP's hooks outside.
             block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
-    for module in (*reversed(blocks), model):
+    for module in (*experts, *reversed(blocks), model):
         fully_shard(
             module,
-            mesh=mesh,
+            mesh=meshes.experts if module in experts else mesh,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=RESHARD_AFTER_FORWARD[strategy],

@@ -113,7 +113,7 @@ def test_another_base_of_the_same_sizes_is_noticed(path, num_bytes):
         ("train_parameters.lora_peft_config={r: 4}", "train_parameters.lora_peft_config.r=4 (was null)"),
         (
             "dataset.train_bs=8",
-            "global batch=8 (world_size / context_parallel x train_bs x gradient_accumulation_steps) (was 4)",
+            "global batch=8 (ranks with different rows x train_bs x gradient_accumulation_steps) (was 4)",
         ),
     ],
 )

@@ -267,7 +267,7 @@ class Config:
     def rows_per_step(self, world_size: int) -> int:
         """Return the rows per optimizer step of fine-tuning, over all ranks and micro-batches."""
         train = self.train_parameters
-        num_shares = world_size // train.model.context_parallel
+        num_shares = world_size // train.model.ranks_per_share
         return num_shares * self.text.train_bs * train.loop.gradient_accumulation_steps
 
     @property

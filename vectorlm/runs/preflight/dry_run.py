@@ -32,6 +32,7 @@ from vectorlm.train.checkpoint.export import saved_tensors, write_model
 from vectorlm.train.language_model import inner_model
 from vectorlm.train.load import load_model, load_pretrained, load_scorer, load_tokenizer
 from vectorlm.train.lora import add_lora, is_still, merged, unmatched_names
+from vectorlm.train.split import why_not_split
 
 LEFTOVER = ".dry-run-"
 """Prefix of the temporary folder of a dry run."""
@@ -60,6 +61,9 @@ def dry_run(config: Config) -> list[str]:
             return base if train.lora_peft_config is None else add_lora(base, train.lora_peft_config)
 
         model = load()
+        if (problem := why_not_split(inner_model(model), train.model)) is not None:
+            name, rule, fix = problem
+            raise ConfigError(refuse(config, f"train_parameters.{name}", rule, fix))
         notes = [*_length_problems(config, model), *_untrained(config, model)]
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=LEFTOVER, dir=existing)))
         stack.enter_context(patch("transformers.modeling_utils.safe_save_file", _save_names))

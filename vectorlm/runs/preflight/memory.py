@@ -82,7 +82,7 @@ def plan_of_config(
     teacher = None if config.rl is None else config.rl.teacher
     # An engine on separate CUDA devices does not share their memory; on CPU there is only one memory.
     is_shared = is_cpu or overlap is None or overlap.placement == "shared"
-    micro_batch_size = _micro_batch_size(config, is_cpu, max(world_size // train.model.context_parallel, 1))
+    micro_batch_size = _micro_batch_size(config, is_cpu, max(world_size // train.model.ranks_per_share, 1))
     num_frozen = 0
     if model.vision is not None and lora is None:
         from vectorlm.train.images import weights_of_parts
@@ -118,6 +118,8 @@ def plan_of_config(
         recomputes=train.model.use_activation_checkpointing,
         micro_batch_size=micro_batch_size,
         context_parallel=train.model.context_parallel,
+        tensor_parallel=train.model.tensor_parallel,
+        expert_parallel=train.model.expert_parallel,
         num_trained_copies=trained_copies,
         num_frozen_copies=frozen_copies,
         logit_bytes=_logit_bytes(config),

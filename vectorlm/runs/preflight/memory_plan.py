@@ -94,6 +94,10 @@ class Demand:
     """Sequences in one forward pass."""
     context_parallel: int = 1
     """Ranks that share the tokens of a pass."""
+    tensor_parallel: int = 1
+    """Ranks that split the matrices of a layer."""
+    expert_parallel: int = 1
+    """Ranks that split the experts of a layer."""
     sequence_tokens: int
     """Tokens of the longest sequence."""
     num_trained_copies: int = 0
@@ -116,6 +120,17 @@ class Demand:
     def is_whole(self) -> bool:
         """Whether the model's own weights are trained, and not adapters."""
         return self.num_trainable + self.num_frozen == self.model.num_parameters
+
+    @property
+    def num_gathered_block(self) -> int:
+        """Parameters of the largest block that one rank computes with, after FSDP has gathered them."""
+        model = self.model
+        attention = min(
+            2 * (model.query_size + model.kv_size) * model.hidden_size, model.num_block_parameters
+        )
+        rest = model.num_block_parameters - attention
+        # The feed-forward network counts as experts.
+        return attention // self.tensor_parallel + rest // max(self.tensor_parallel, self.expert_parallel)
 
 
 @dataclass(frozen=True)
@@ -233,9 +248,15 @@ def sharded_bytes(demand: Demand) -> tuple[int, int]:
     """Return one rank's bytes of all weights of the policy, and of the trained weights."""
     per_trained = demand.bytes_per_weight if demand.is_whole else 4
     quantized = demand.model.num_in_blocks if demand.is_quantized else 0
-    weights = demand.bytes_per_weight * (demand.model.num_parameters - quantized) // demand.num_shards
+    # Tensor parallelism leaves the embeddings whole on each rank, unless they are the output layer too.
+    copied = (demand.tensor_parallel - 1) * demand.model.vocab_size * demand.model.hidden_size
+    weights = (
+        demand.bytes_per_weight * (demand.model.num_parameters - quantized + copied) // demand.num_shards
+    )
     weights += int(NF4_BYTES * quantized)
-    return weights, per_trained * demand.num_trainable // demand.num_shards
+    return weights, per_trained * (
+        demand.num_trainable + (copied if demand.is_whole else 0)
+    ) // demand.num_shards
 
 
 def host_memory(demand: Demand) -> tuple[HostUse, ...]:
@@ -271,12 +292,13 @@ def gathered_bytes(demand: Demand) -> int:
         # One matrix at a time, in the dtype that it was loaded in and the one that it computes in.
         matrix = (demand.bytes_per_weight + number) * model.hidden_size * model.intermediate_size
         return number * outside + matrix + 4 * demand.num_trainable
+    block, trained_share = demand.num_gathered_block, demand.num_trainable / model.num_parameters
+    whole = outside + model.num_layers * block
     if demand.gathers_once:
-        return number * model.num_parameters + 4 * demand.num_trainable
-    gathered = model.num_parameters if demand.keeps_gathered else outside + 2 * model.num_block_parameters
-    trained_share = demand.num_trainable / model.num_parameters
+        return number * whole + 4 * demand.num_trainable * whole // model.num_parameters
+    gathered = whole if demand.keeps_gathered else outside + 2 * block
     # In the dtype that they are summed in.
-    gradients = 4 * max(outside, model.num_block_parameters) * trained_share
+    gradients = 4 * max(outside, block) * trained_share
     return number * gathered + int(gradients)
 
 
@@ -291,17 +313,13 @@ def activation_bytes(demand: Demand) -> int:
     gone, the rest and gradients of its feed-forward, ``2 c i``; with `keep_attention` its output and the sums of its
     heads too.
     Attention matrices are not kept (SDPA). Rows that are padded keep their logits too, in c bytes. Ranks that share a
-    pass have a key head each at least.
+    pass have a key head each at least. Tensor parallelism divides q, k and i.
     """
     model, number, ranks = demand.model, 2 if demand.is_mixed else 4, demand.context_parallel
     tokens = num_tokens(demand)
     keys = max(model.kv_size, ranks * model.query_size // max(model.num_heads, 1))
-    wide = (
-        (6 if demand.is_whole else 4) * model.hidden_size
-        + 3 * model.query_size
-        + 2 * keys
-        + 4 * model.intermediate_size
-    )
+    within = 3 * model.query_size + 2 * keys + 4 * model.intermediate_size
+    wide = (6 if demand.is_whole else 4) * model.hidden_size + within // demand.tensor_parallel
     block = number * wide + 2 * (4 - number) * model.hidden_size
     kept = (model.num_layers - num_recomputed(demand)) * block
     if demand.recomputes == "keep_attention":

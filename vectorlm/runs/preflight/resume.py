@@ -182,7 +182,7 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[st
     for name, new in now["fixed"].items():
         # `vectorlm check` counts no rows.
         if new is not None and new != (old := before["fixed"].get(name)):
-            product = " (world_size / context_parallel x train_bs x gradient_accumulation_steps)"
+            product = " (ranks with different rows x train_bs x gradient_accumulation_steps)"
             more = product if name == "global batch" else ""
             refused.append(f"{name}={new}{more} (was {old})")
     return refused, changes

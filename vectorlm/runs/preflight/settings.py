@@ -18,7 +18,7 @@ from vectorlm.rl.rewards.registry import short_name
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.runs.config.value import describe_refusal, show
-from vectorlm.runs.preflight.local_model import HEADS, description_of, number_in, vocab_size
+from vectorlm.runs.preflight.local_model import EXPERTS, HEADS, description_of, number_in, vocab_size
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.sampling.contract import BACKENDS
 from vectorlm.sampling.settings import EngineSettings, has_experts, why_not_exact
@@ -87,17 +87,60 @@ def _rank_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[
             fix = f"Use {math.gcd(count, num)}, for example."
             yield refuse(config, path, f"must divide {what}, {count}", fix)
     # Costs more than a minute: the first step comes after models are loaded and completions sampled.
-    sft, num_shares = None if config.rl is None else config.rl.sft, max(world_size // num, 1)
+    sft = None if config.rl is None else config.rl.sft
+    num_shares = max(world_size // config.train_parameters.model.ranks_per_share, 1)
     if sft is not None and sft.rows_per_step % num_shares:
         rule = f"must be a multiple of the number of ranks with different rows, {num_shares}"
         fix = f"Use {sft.rows_per_step + num_shares - sft.rows_per_step % num_shares}, for example."
         yield refuse(config, "rl.sft.rows_per_step", rule, fix)
+    yield from _split_problems(config, world_size // max(num_nodes, 1))
     # Costs more than a minute: weights are sent after the model has been loaded.
     is_spread = num_nodes > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
     if is_spread and config.has_engine:
         rule = f"cannot shard over {num_nodes} nodes: the engine of a node needs all weights on that node"
         fix = "Use HYBRID_SHARD: it shards within each node."
         yield refuse(config, "train_parameters.sharding_strategy", rule, fix)
+
+
+_UNSPLIT_VALUES: Mapping[str, tuple[Any, ...]] = {
+    **{f"train_parameters.{name}": (False,) for name in ("exact", "compile")},
+    **{"train_parameters.quantization": (None,), "train_parameters.context_parallel": (1,)},
+    "train_parameters.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"),
+}
+"""Values of settings that work with a model that ranks split."""
+
+
+def _split_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
+    """Yield sizes of tensor and expert parallelism that do not fit, and settings that cannot be used with them."""
+    # All of these cost more than a minute: models are loaded first.
+    model, description = config.train_parameters.model, description_of(Path(config.model)) or {}
+    if model.model_parallel == 1:
+        return
+    tensor, expert = "train_parameters.tensor_parallel", "train_parameters.expert_parallel"
+    heads, ranks = "the number of attention heads", ("the number of ranks on a node", ranks_per_node)
+    num_heads = number_in(description, HEADS)
+    key_heads = ("num_key_value_heads", number_in(description, ("num_key_value_heads",)) or num_heads)
+    for path, size, counts in (
+        (tensor, model.tensor_parallel, (key_heads, (heads, num_heads), ranks)),
+        (expert, model.expert_parallel, (ranks, ("num_experts", number_in(description, EXPERTS)))),
+    ):
+        for what, count in counts:
+            if count is not None and count % size:
+                fix = f"Use {math.gcd(count, size)}, for example."
+                yield refuse(config, path, f"must divide {what}, {count}", fix)
+    if model.expert_parallel > 1 and model.expert_parallel % model.tensor_parallel:
+        rule = f"must be a multiple of tensor_parallel={model.tensor_parallel}, or 1"
+        yield refuse(config, expert, rule, f"Use {model.tensor_parallel}, for example.")
+    plain, setting = to_plain(config), tensor if model.tensor_parallel > 1 else expert
+    for name, allowed in _UNSPLIT_VALUES.items():
+        if value_at(plain, name) not in allowed:
+            yield refuse(config, name, f"cannot be used with {setting}", f"Use {show(allowed[0])}.")
+    if "vision_config" in description:
+        yield refuse(config, setting, "cannot be used with a vision-language model", "Use 1.")
+    row = OPTIMIZERS.get(config.train_parameters.optimizer.name)
+    if row is not None and row.per_rank_blocks:
+        fix = "Use adamw, adafactor, muon or sgd."
+        yield refuse(config, "train_parameters.optimizer.name", f"cannot be used with {setting}", fix)
 
 
 def _training_problems(config: Config) -> Iterator[str]:

@@ -28,7 +28,9 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes
         + (f" of {train.adapters}" if train.adapters is not None and not train.merge_adapters else "")
         + (f" on a base in {train.model.quantization}" if train.model.quantization is not None else ""),
         "ranks": f"{ranks}, {train.model.sharding_strategy}, {precision}"
-        + (f", {num} share each pass" if (num := train.model.context_parallel) > 1 else ""),
+        + (f", {num} share each pass" if (num := train.model.context_parallel) > 1 else "")
+        + (f", {num} split the matrices" if (num := train.model.tensor_parallel) > 1 else "")
+        + (f", {num} split the experts" if (num := train.model.expert_parallel) > 1 else ""),
         **(_text_rows(config, world_size) if config.rl is None else _rl_rows(config.rl, train.max_seq_len)),
         "optimizer": f"{train.optimizer.name}, lr {train.optimizer.lr:g}, {train.schedule.lr_scheduler_type}, "
         f"warmup {train.schedule.warmup_ratio:.0%} of the steps",
@@ -79,7 +81,7 @@ def notes_of(config: Config) -> Iterator[str]:
 
 def _text_rows(config: Config, world_size: int) -> dict[str, str]:
     train, data = config.train_parameters, config.text
-    num, num_ranks = train.loop.gradient_accumulation_steps, world_size // train.model.context_parallel
+    num, num_ranks = train.loop.gradient_accumulation_steps, world_size // train.model.ranks_per_share
     evaluation = "none"
     if held_out := ", ".join(data.held_out.values()):
         evaluation = f"on {held_out} every {_count(train.loop.logging_steps, 'optimizer step')}"
