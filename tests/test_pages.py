@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from kit.families import FAMILIES, save_family
 from kit.pages import PAGES, ROOT, blocks, commands, run, text_of
 from transformers import AutoTokenizer
 
@@ -191,8 +193,13 @@ def test_the_settings_of_a_page_exist_and_those_of_the_guides_pass_the_check(pag
     Path("mine.yaml").write_text(block if "model" in settings else yaml.safe_dump(merged(base, settings)))
     load_config("mine.yaml")
     if "howto" in page and ("quantization" not in block or is_installed("bitsandbytes")):
-        gpu = ["--device_memory_gib", "80"] if "out_of_memory" in page else []
-        assert main(["check", "mine.yaml", *gpu]) == 0, capsys.readouterr().err
+        more = ["--device_memory_gib", "80"] if "out_of_memory" in page else []
+        if "_parallel" in block:
+            more = ["--world_size", "4"]
+            experts = {"num_experts": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+            family = FAMILIES["Qwen3-MoE"]
+            save_family(replace(family, settings={**family.settings, **experts}), workplace / "model")
+        assert main(["check", "mine.yaml", *more]) == 0, capsys.readouterr().err
 
 
 def test_the_algorithm_of_the_guide_ranks_a_group(workplace):
