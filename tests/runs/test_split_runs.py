@@ -29,7 +29,14 @@ from vectorlm.runs.reinforcement import reinforce
 
 TENSOR, EXPERT = "train_parameters.tensor_parallel=2", "train_parameters.expert_parallel=2"
 NAMES = ("policy/loss", "policy/grad_norm", "reward/mean", "eval/accuracy", "critic/loss", "reference/kl")
-NAMES += ("sft/loss", "teacher/loss", "teacher/kl", "perf/trained_tokens")
+NAMES += (
+    "policy/router_aux_loss",
+    "policy/routes_differ",
+    "sft/loss",
+    "teacher/loss",
+    "teacher/kl",
+    "perf/trained_tokens",
+)
 LORA = "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, o_proj, down_proj]}"
 PPO = ["rl.critic.lr=1e-3", "rl.kl_coef=0.05", "rl.kl_in=reward"]
 
@@ -98,8 +105,19 @@ def test_grpo_with_split_matrices_is_grpo_on_one_rank_and_goes_on_when_killed(fi
 
 @pytest.mark.slow
 def test_grpo_with_split_experts_is_grpo_on_one_rank(experts, tmp_path):
-    expected = run(experts, tmp_path / "alone", 1)
-    assert_alike(run(experts, tmp_path / "both", 2, TENSOR, EXPERT, "engine.transport=pull"), expected)
+    """With the engine's choice of experts, and their balance in the loss."""
+    replayed = ["rl.router_replay=engine", "train_parameters.router_aux_loss_coef=0.1"]
+    expected = run(experts, tmp_path / "alone", 1, *replayed)
+    both = run(experts, tmp_path / "both", 2, TENSOR, EXPERT, "engine.transport=pull", *replayed)
+    assert_alike(both, expected)
+    assert all("policy/router_aux_loss" in line for line in numbers(both)[1:])
+
+
+@pytest.mark.long
+def test_split_experts_replay_the_choice_of_the_old_policy(experts, tmp_path):
+    steps = ["rl.router_replay=old_policy", "rl.num_mini_batches=2", "rl.num_epochs=2"]
+    expected = run(experts, tmp_path / "alone", 1, *steps)
+    assert_alike(run(experts, tmp_path / "split", 2, EXPERT, *steps), expected)
 
 
 @pytest.mark.long

@@ -201,9 +201,9 @@ class RecordedRoutes:
             found = found[: self._lengths[row]]
             whole[ends[row] - self._lengths[row] :][: len(found)] = found
         if topology.world_size > 1:
-            # One rank has each token, and adding zeros changes no byte.
+            # Ranks that compute the same tokens have the same bytes, all others have zeros.
             both = torch.from_numpy(whole.view(np.uint8)).to(topology.device)
-            dist.all_reduce(both)
+            dist.all_reduce(both, dist.ReduceOp.MAX)
             whole = both.cpu().numpy().view(whole.dtype)
         return [found if len(found) else None for found in np.split(whole, ends[:-1])]
 

@@ -259,7 +259,7 @@ class Updater:
                 groups=mini_batch.groups,
             )
             self.models.reshard()
-        meter = BalanceMeter(self.models.policy.routers)
+        meter = BalanceMeter(self.models.policy.routers, self.topology.model_parallel)
         passes = [partial(self._compute, batch, micro_batch) for micro_batch in micro_batches]
         meter.count(passes, self.models.policy.model)
         for index, micro_batch in enumerate(micro_batches):

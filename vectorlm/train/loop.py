@@ -90,7 +90,9 @@ class FineTuningLoop:
         start_s = time.perf_counter()
         span = self.recorder.timer.span
         num_counted, num_tokens, most_bytes = self._count(micro_batches)
-        meter = BalanceMeter(routers_of(inner_model(self.optimizer_step.model)))
+        meter = BalanceMeter(
+            routers_of(inner_model(self.optimizer_step.model)), self._topology.model_parallel
+        )
         meter.count(
             [partial(self.objective.sum_loss, batch) for batch in micro_batches], self.optimizer_step.model
         )

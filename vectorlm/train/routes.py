@@ -276,8 +276,12 @@ class Routers:
 class BalanceMeter:
     """The load-balancing loss of one optimizer step, over all micro-batches and ranks."""
 
-    def __init__(self, routers: Routers | None) -> None:
-        """Measure the passes of a model with these routers; without them do nothing."""
+    def __init__(self, routers: Routers | None, model_parallel: int = 1) -> None:
+        """Measure the passes of a model with these routers; without them do nothing.
+
+        Groups of `model_parallel` ranks compute the same tokens.
+        """
+        self._model_parallel = model_parallel
         self._routers, self._coef = routers, 0.0 if routers is None else routers.balance_coef
         self._whole: Balance | None = None
         self._parts: list[Balance] = []
@@ -324,6 +328,7 @@ class BalanceMeter:
         total = flat.sum(dim=0)
         if dist.is_initialized():
             dist.all_reduce(total)
+            total /= self._model_parallel
         size = len(self._parts[0].counts)
         return Balance(total[:size], total[size : 2 * size], total[-1])
 
