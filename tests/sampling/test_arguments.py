@@ -139,3 +139,18 @@ def test_an_engine_shows_what_it_is_and_a_second_one_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         vectorlm.SamplingEngine("model", **scripted).close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"quantization": "awq"}, "quantization"),
+        ({"quantization": "fp8_per_tensor"}, "quantization"),
+        ({"quantization": "int8", "dtype": "float32"}, "dtype"),
+        ({"quantization": "int8", "transport": "pull"}, "transport"),
+        ({"quantization": "int8", "inference": "transformers"}, "inference"),
+    ],
+)
+def test_an_engine_in_other_bits_is_refused_by_value(folder, arguments, name):
+    with pytest.raises(ValueError, match=f"{name}='{arguments[name]}'"):
+        vectorlm.SamplingEngine(str(folder), **arguments)

@@ -431,6 +431,8 @@ def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
     if settings.inference == "vllm":
         dtype = config.engine_dtype(has_gpu())
         exam.engine_args = {"dtype": dtype, **settings.engine_args}
+        if settings.quantization is not None:
+            exam.engine_args["quantization"] = settings.quantization
     if rl is not None:
         # Answers end where they end in the run: half an answer is wrong.
         exam.max_seq_len = config.longest_rollout

@@ -18,6 +18,7 @@ from vectorlm.sampling.settings import (
     Channels,
     EngineSettings,
     LoraMode,
+    Quantisation,
     Receivers,
     Transports,
 )
@@ -63,6 +64,18 @@ def merge(
         arguments.setdefault("gpu_memory_utilization", settings.gpu_memory_utilization)
     elif settings.dtype != "auto":
         arguments.setdefault("dtype", settings.dtype)
+    if settings.quantization is not None:
+        require_choice("quantization", settings.quantization, Quantisation)
+        if settings.inference != "vllm":
+            raise ValueError(
+                f"inference={settings.inference!r} cannot be used with quantization: it must be vllm."
+            )
+    for name, value, rule, fix in settings.kernel_problems(arguments):
+        raise ValueError(f"{name}={value!r} {rule}. {fix}")
+    if settings.quantization is not None:
+        arguments["quantization"] = settings.quantization
+        if arguments["dtype"] == "auto":
+            arguments["dtype"] = "bfloat16"
     if settings.exact:
         for name, value, rule, fix in settings.exact_problems(arguments):
             raise ValueError(f"{name}={value!r} {rule}. {fix}")

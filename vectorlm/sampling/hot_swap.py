@@ -10,7 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vectorlm.errors import EngineDied, HandleRefused, NonFiniteWeights, StaleHandle, WeightMismatch
+from vectorlm.errors import (
+    ConfigError,
+    EngineDied,
+    HandleRefused,
+    NonFiniteWeights,
+    StaleHandle,
+    WeightMismatch,
+)
 from vectorlm.sampling import messages
 from vectorlm.sampling.contract import WeightSet, WeightSource
 from vectorlm.sampling.sampler.scheduler import require_room_for_update
@@ -180,6 +187,8 @@ class HotSwap:
             sets.extend(self._weight_sets_of(model))
             is_as_sent = self._is_as_sent(model, train_step, sets)
             obstacle = pull_obstacle(sets, offered, self._topology) if self._transport is None else None
+            if self._settings.quantization is not None:
+                obstacle = "the engine is quantised, and the ranks compute the rows that they send"
             return train_step, is_as_sent, obstacle, [self._state(weight_set) for weight_set in sets]
 
         answers = self._engine_ranks.on_all_ranks("update", look)
@@ -202,6 +211,12 @@ class HotSwap:
             num_held = sum(state.is_held for state in on_ranks)
             if not all(state.fits for state in on_ranks):
                 self._connect(weight_set)
+            layout = self._layouts[weight_set.name]
+            if len(layout.tensors) < len(layout.slots) and not hasattr(weight_set.source, "quantises"):
+                raise ConfigError(
+                    "the engine is quantised, and the weights come from a WeightSource of your own, which sends no "
+                    "scales. Build the engine without quantization."
+                )
             if num_held < len(on_ranks):
                 changed.append(weight_set)
             if not all(state.is_open for state in on_ranks) or 0 < num_held < len(on_ranks):
@@ -319,7 +334,7 @@ class HotSwap:
         """Return whether the engines are connected for these tensors; raise if the base has other tensors."""
         if weight_set.name not in self._layouts:
             return False
-        slots = self._layouts[weight_set.name].slots
+        slots = self._layouts[weight_set.name].tensors
         if weight_set.name == BASE:
             manifest, layout = weight_set.source.manifest(), self._layouts[BASE]
             fitting = self._fitting.get(BASE)
@@ -359,7 +374,7 @@ class HotSwap:
         def check_and_open() -> list[Sequence[Export]]:
             layouts = [self._layouts[weight_set.name] for weight_set in weight_sets]
             for weight_set, layout in zip(weight_sets, layouts, strict=True):
-                require_same(weight_set.source.manifest(), layout.slots)
+                require_same(weight_set.source.manifest(), layout.tensors)
             return list(map(self._chosen_transport.open, weight_sets, layouts))
 
         names = {weight_set.name for weight_set in weight_sets}

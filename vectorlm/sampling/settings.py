@@ -11,6 +11,7 @@ from vectorlm.settings import Fraction, PositiveFloat, ReadIf, Text, also_writte
 
 Receivers = Literal["auto", "live", "packed"]
 Transports = Literal["auto", "push", "bucketed", "pull"]
+Quantisation = Literal["fp8_per_channel", "int8"]
 LoraMode = Literal["auto", "adapter", "merged"]
 Channels = Literal["process", "inline"]
 EngineDtype = Annotated[
@@ -102,6 +103,9 @@ class EngineSettings:
     dtype: EngineDtype = "auto"
     """The engine's dtype; `half` and `float` mean `float16` and `float32`, and `auto` is the trainer's on CPU, on CUDA
     vLLM's choice."""
+    quantization: Annotated[Quantisation | None, OF_VLLM] = None
+    """8-bit weights and activations of the linear layers, with a scale per row and token; the output layer and the
+    embeddings stay in 16 bits. null keeps `dtype`."""
     gpu_memory_utilization: Annotated[Fraction, OF_VLLM] = DEVICE_SHARE
     """Share of each device's memory that the engine may use."""
     receiver: Receivers = "auto"
@@ -133,6 +137,23 @@ class EngineSettings:
         if self.lora_mode == "auto":
             return "adapter" if self.inference == "vllm" and not self.exact else "merged"
         return self.lora_mode
+
+    def kernel_problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
+        """Yield name, value, rule and fix of settings and `arguments` that nobody has compared with the trainer."""
+        drafts = arguments.get("speculative_config")
+        method = drafts.get("method") if isinstance(drafts, Mapping) else drafts
+        if self.inference == "vllm" and drafts is not None and method != "ngram":
+            rule = "must be ngram: no other method is tested with weights that change"
+            yield "speculative_config.method", method, rule, "Use ngram, or leave speculative_config out."
+        if self.quantization is None:
+            return
+        dtype = arguments.get("dtype", self.dtype)
+        if str(dtype).removeprefix("torch.") not in ("auto", "bfloat16", "float16", "half"):
+            rule = "must have 16 bits with quantization, because the kernels compute in them"
+            yield "dtype", dtype, rule, "Use bfloat16."
+        if self.transport == "pull":
+            rule = "cannot be used with quantization: the ranks compute what they send"
+            yield "transport", self.transport, rule, "Use auto."
 
     def exact_problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
         """Yield name, value, rule and fix of settings and `arguments` with which no engine is known to be exact."""

@@ -247,6 +247,7 @@ def _engine_demand(
         kv_cache = 2 * model.num_layers * model.kv_size * per_weight * _tokens_at_once(config, context)
     staged = {"push": None, "pull": 0}.get(config.engine.transport, BUCKET_BYTES)
     packs = config.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
+    is_quantised = config.engine.quantization is not None
     is_server = config.engine.inference == "server"
     return EngineDemand(
         bytes_per_weight=per_weight,
@@ -258,7 +259,9 @@ def _engine_demand(
         reserves_kv_cache=is_vllm,
         device_share=share,
         max_model_len=context,
-        is_packed=is_cpu and is_vllm and config.engine.receiver != "live" and packs,
+        # The arena of a quantised engine on CPU is no memory of its parameters.
+        is_packed=is_cpu and is_vllm and (is_quantised or (config.engine.receiver != "live" and packs)),
+        is_quantised=is_quantised,
         staged_bytes=staged if is_vllm else None,
         sleep=config.engine.turn.sleep,
         offload_optimizer=config.engine.turn.offload_optimizer,

@@ -41,6 +41,8 @@ class EngineDemand:
     """Longest sequence, in tokens."""
     is_packed: bool = False
     """Whether the weights are held twice, plain and in oneDNN's layout (CPU)."""
+    is_quantised: bool = False
+    """Whether the weights in the transformer blocks are held in 8 bits."""
     staged_bytes: int | None = None
     """The most host memory for weights that are being sent; None for a whole copy."""
     sleep: str = "none"
@@ -376,7 +378,9 @@ def block_input_bytes(demand: Demand) -> int:
 
 def engine_weight_bytes(demand: Demand, engine: EngineDemand) -> int:
     """Return the bytes of the engine's weights on one device; packed weights are stored twice."""
-    once = engine.bytes_per_weight * demand.model.num_parameters // engine.tensor_parallel
+    in_8_bits = demand.model.num_in_blocks if engine.is_quantised else 0
+    in_full = demand.model.num_parameters - in_8_bits
+    once = (engine.bytes_per_weight * in_full + in_8_bits) // engine.tensor_parallel
     return 2 * once if engine.is_packed else once
 
 

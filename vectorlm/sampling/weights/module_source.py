@@ -23,6 +23,7 @@ from vectorlm.sampling.weights.boxes import boxes_of, own_shard, ranks_by_shard,
 from vectorlm.sampling.weights.inspection import Inspection, Reading, checksums, row_sums
 from vectorlm.sampling.weights.model_tensors import persistent_buffers, quantized_layers, trainer_tensors
 from vectorlm.sampling.weights.plan import Layout, Piece, Slot, TensorSpec, dtype_of
+from vectorlm.sampling.weights.quantise import Quantiser
 from vectorlm.sampling.weights.reader import Reader
 
 _MANIFESTS: WeakKeyDictionary[torch.nn.Module, tuple[TensorSpec, ...]] = WeakKeyDictionary()
@@ -68,6 +69,9 @@ class ModuleSource:
     It describes the module at the time of the first call. A later update may use it again as long as a `Snapshot` of
     the module is current, after `forget_sums`. `manifest` raises for any wrong sharding, before anything is sent.
     """
+
+    quantises = True
+    """Whether it computes the rows and scales of a quantised engine."""
 
     def __init__(
         self,
@@ -178,7 +182,8 @@ class ModuleSource:
         places = self._arenas.slots_of(layout)
         prepared = self._writings.get(id(layout))
         if prepared is None or prepared.places is not places:
-            prepared = self._writings[id(layout)] = _PreparedWriting(self.writes, layout, places)
+            writes = quantised_writes(self.writes, layout)
+            prepared = self._writings[id(layout)] = _PreparedWriting(writes, layout, places)
         if prepared.targets:
             torch._foreach_copy_(prepared.targets, prepared.rows, non_blocking=True)
         sums: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
@@ -233,6 +238,7 @@ class _PreparedInspection:
     ) -> None:
         self._layout = layout  # Its identity is the key, so it must stay alive.
         slots = {slot.name: slot for slot in layout.slots}
+        quantised = quantised_writes(description.writes, layout)
         readings: list[Reading] = []
         parts: list[Reading] = []
         held_names = [name for name, boxes in description.inspected.items() for _ in boxes]
@@ -243,6 +249,12 @@ class _PreparedInspection:
         """Rows that are sent in another dtype: name and index in the reader."""
         for name, shard in ((name, box) for name, boxes in description.inspected.items() for box in boxes):
             held, slot, first_held = shard.held, slots.get(name), shard.place[0]
+            if slot is not None and slot.quantised is not None:
+                # Quantised rows are finite if they are in the dtype of the forward pass.
+                (shard,), slot = (
+                    quantised[name],
+                    replace(slot, dtype=slot.quantised.rounded_to, word_bytes=0),
+                )
             if slot is None or (shard.change is not None and not held.is_floating_point()):
                 readings.append(Reading(held, first_held))
                 continue
@@ -283,12 +295,38 @@ class _PreparedWriting:
         """The other rows, how to compute them, and their targets."""
         for slot in layout.slots:
             for write in writes[slot.name]:
-                target = write.of(places[slot.name])
+                target = places[slot.name]
+                if slot.quantised is not None and slot.quantised.is_scale:
+                    target = target[write.first_row : write.first_row + len(write.rows)]
+                else:
+                    target = write.of(target)
                 if write.change is None:
                     self.targets.append(target)
                     self.rows.append(write.rows)
                 else:
                     self.computed.append((slot, write, write.change, target))
+
+
+def quantised_writes(
+    writes: Mapping[str, Sequence[HeldBox]], layout: Layout
+) -> Mapping[str, Sequence[HeldBox]]:
+    """Return what a rank sends by slot: its `writes`, and for quantised slots the rows with their `Quantiser`.
+
+    Raises:
+        WeightMismatch: This rank does not hold whole rows.
+    """
+    found, scales = dict(writes), dict[str, torch.Tensor]()
+    widths = {slot.name: slot.shape[-1] for slot in layout.slots if slot.shape}
+    for slot in layout.slots:
+        if (how := slot.quantised) is not None:
+            boxes = writes[how.source]
+            if len(boxes) > 1 or any(box.rows.shape[1] != widths[how.source] for box in boxes):
+                raise WeightMismatch(
+                    f"{how.source!r} cannot be quantised, because ranks hold parts of its rows. Train without "
+                    "tensor_parallel and expert_parallel, or sample without quantization."
+                )
+            found[slot.name] = [replace(box, change=Quantiser(how, box.change, scales)) for box in boxes]
+    return found
 
 
 def then(first: Change, second: Change | None) -> Change:

@@ -55,6 +55,20 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Quantised:
+    """How ranks compute the numbers of a slot that an engine holds in 8 bits (`vectorlm.sampling.weights.quantise`)."""
+
+    source: str
+    """Name of the trainer's tensor."""
+    dtype: str
+    """The dtype of the rows in the engine: ``float8_e4m3fn`` or ``int8``."""
+    rounded_to: str
+    """The dtype of the forward pass, which the rows are rounded to first."""
+    is_scale: bool = False
+    """Whether the slot holds the scales of the rows, and not the rows."""
+
+
+@dataclass(frozen=True)
 class Slot:
     """The place of one trainer parameter in the arena."""
 
@@ -70,6 +84,8 @@ class Slot:
     """Size of the words of its checksum, small enough that no worker's piece cuts a word; 0 for the widest."""
     round: int = 0
     """The round in which it is sent, from 0; an arena smaller than the model takes several rounds."""
+    quantised: Quantised | None = None
+    """How its numbers are computed; None if they are the tensor's own."""
 
     @property
     def num_bytes(self) -> int:
@@ -91,9 +107,14 @@ class Layout:
     num_bytes: int
     """Size of the arena."""
     slots: tuple[Slot, ...]
-    """One slot per trainer parameter, in the trainer's order."""
+    """One slot per trainer parameter, in the trainer's order; then the scales of a quantised engine."""
     num_copied_bytes: int = 0
     """Bytes that the engine copies out of the arena at each update; it computes with the others in the arena."""
+
+    @functools.cached_property
+    def tensors(self) -> Sequence[Slot]:
+        """The slots of the trainer's own tensors, without scales."""
+        return [slot for slot in self.slots if slot.quantised is None or not slot.quantised.is_scale]
 
     @functools.cached_property
     def num_sent_bytes(self) -> int:

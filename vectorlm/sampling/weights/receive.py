@@ -22,6 +22,7 @@ from vectorlm.sampling.weights.exports import Export
 from vectorlm.sampling.weights.inspection import Reading, bits_of, checksum, checksums, row_sums, widest_word
 from vectorlm.sampling.weights.model_tensors import Snapshot, persistent_buffers
 from vectorlm.sampling.weights.plan import BASE, Layout, Slot, TensorSpec, dtype_name, dtype_of, shortened
+from vectorlm.sampling.weights.quantise import loadable, scale_specs, scales_to_load
 from vectorlm.sampling.weights.reader import Reader
 from vectorlm.sampling.weights.record import (
     Copy,
@@ -70,10 +71,14 @@ class EngineReceiver:
         load_plans: list[LoadPlan] = self._call("vectorlm_describe", weight_set, tuple(manifest))
         taken = {copy.source for load_plan in load_plans for copy in load_plan.copies}
         manifest = tuple(spec for spec in manifest if not spec.is_buffer or spec.name in taken)
+        quantised = {name: how for load_plan in load_plans for name, how in load_plan.quantised.items()}
+        manifest += tuple(scale_specs(manifest, quantised))
         pieces = PieceMap(manifest, load_plans)
         num_bytes, slots = place_slots(manifest, load_plans[0])
         slots = tuple(
-            dataclasses.replace(slot, word_bytes=pieces.word_bytes(spec, slot.dtype))
+            dataclasses.replace(
+                slot, word_bytes=pieces.word_bytes(spec, slot.dtype), quantised=quantised.get(spec.name)
+            )
             for spec, slot in zip(manifest, slots, strict=True)
         )
         if arena_bytes and num_bytes > arena_bytes:
@@ -427,8 +432,11 @@ def match_tensors(
     Parameters in `derived` need no tensor. Some are views of others.
     """
     parameters = {name: each for name, each in loaded_tensors(model).items() if name not in derived}
-    recording = record_loading(model.load_weights, parameters, manifest)
+    with loadable(model):
+        recording = record_loading(model.load_weights, parameters, manifest)
     copies = join_copies(recording.copies, manifest, parameters)
+    scales, quantised = scales_to_load(model, recording, manifest)
+    copies += scales
     filled: dict[str, int] = defaultdict(int)
     for copy in copies:
         filled[copy.parameter] += copy.parameter_view.count
@@ -443,7 +451,7 @@ def match_tensors(
         copies.append(Copy(name, whole, staged, whole))
         dtypes[staged] = max((dtypes[owner] for owner in owners), key=lambda dtype: dtype_of(dtype).itemsize)
         sizes[staged] = whole.count
-    load_plan = LoadPlan(tuple(copies), dtypes, sizes, computed)
+    load_plan = LoadPlan(tuple(copies), dtypes, sizes, computed, quantised)
     unfilled = []
     for name, parameter in model.named_parameters():
         count = parameter.numel()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vectorlm.errors import WeightMismatch
-from vectorlm.sampling.weights.plan import TensorSpec, naming_advice
+from vectorlm.sampling.weights.plan import Quantised, TensorSpec, naming_advice
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 """An engine model's ``load_weights``: takes (checkpoint name, tensor) pairs."""
@@ -91,6 +91,8 @@ class LoadPlan:
     computed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By source that the loader computes with: the parameters that it fills. An update copies such a source whole into
     a tensor of its own, with the name `staged_name`, and runs the loader on it."""
+    quantised: Mapping[str, Quantised] = field(default_factory=dict)
+    """By source of a copy: how its numbers are computed from a trainer's tensor, for a quantised engine."""
 
     @classmethod
     def whole(cls, manifest: Sequence[TensorSpec], dtype_of_tensor: Callable[[str], str]) -> LoadPlan:

@@ -38,6 +38,7 @@ class ServerExtension(WeightExtension):
 
     vllm_config: Any
     _vectorlm_has_loaded = False
+    _vectorlm_may_be_quantised = False
     _vectorlm_steps: Any = None
 
     def vectorlm_ask(self, trainer: str, method: str, values: Sequence[Any]) -> dict[str, Any]:

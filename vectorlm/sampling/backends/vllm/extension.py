@@ -21,6 +21,7 @@ from vectorlm.sampling.backends.vllm.pack import (
     stale_derived,
     use_norm_kernel,
 )
+from vectorlm.sampling.backends.vllm.quantised import check_quantised, renew_products
 from vectorlm.sampling.backends.vllm.routes import RouteCapture
 from vectorlm.sampling.weights.exports import Export
 from vectorlm.sampling.weights.inspection import checksums, row_sums
@@ -50,6 +51,7 @@ class WeightExtension:
     rank: int
     _vectorlm_unlisted: UnlistedTensors | None = None
     _vectorlm_routes: RouteCapture | None = None
+    _vectorlm_may_be_quantised = True
 
     @as_call_result
     def vectorlm_prepare(self, kind: str) -> str:
@@ -66,7 +68,8 @@ class WeightExtension:
             raise ValueError("receiver='packed' needs a model on CPU. Use 'live' on CUDA.")
         if is_on_cpu and kind != "exact":
             use_norm_kernel()
-        require_plain_layers(model)
+        require_plain_layers(model, self._vectorlm_may_be_quantised)
+        check_quantised(model)
         if kind == "exact":
             compute_exactly(model, self.model_runner.model_config.hf_config.to_dict())
             kind = "live"
@@ -130,6 +133,7 @@ class WeightExtension:
             derive(model, dtype)
         if self._vectorlm_packs:
             pack(model)
+        renew_products(model)
         if not with_checksums:
             return []
         sums = receiver.checksums()
@@ -138,6 +142,7 @@ class WeightExtension:
             require_none(stale_derived(model, dtype))
         if self._vectorlm_packs:
             check_packed(model, seed=version)
+        check_quantised(model, seed=version)
         return sums
 
     @as_call_result

@@ -18,6 +18,7 @@ from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
 from vectorlm.sampling import exact
 from vectorlm.sampling.settings import why_not_exact
 from vectorlm.sampling.weights.inspection import bits_of
+from vectorlm.sampling.weights.quantise import is_plain, quantised_layers
 
 ONEDNN_CACHE_SIZE = 32
 """Shapes for which a layer keeps compiled products; vLLM's value."""
@@ -183,13 +184,18 @@ def require_none(stale: list[str]) -> None:
         )
 
 
-def require_plain_layers(model: torch.nn.Module) -> None:
-    """Raise for layers whose weights vLLM reorders after loading: an update would write to wrong places."""
+def require_plain_layers(model: torch.nn.Module, may_be_quantised: bool = False) -> None:
+    """Raise for layers whose weights vLLM reorders after loading: an update would write to wrong places.
+
+    `may_be_quantised` allows layers with rows in 8 bits and a scale per row.
+    """
+    quantised = {id(layer) for _, layer in quantised_layers(model) if may_be_quantised and is_plain(layer)}
     odd = {
         f"{type(module).__name__} ({method})"
         for module in model.modules()
         if (method := type(getattr(module, "quant_method", None)).__name__) not in PLAIN_METHODS
         and not (method == "UnquantizedFusedMoEMethod" and are_plain(module))
+        and id(getattr(module, "base_layer", module)) not in quantised
     }
     if odd:
         raise WeightMismatch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
 import re
@@ -40,6 +41,8 @@ def build_engine(
     if unknown := sorted(set(engine_args) - known):
         raise EngineError(f"vLLM's engine has no argument {', '.join(map(repr, unknown))}.")
     settings = {**default_arguments(model, on_cpu), **engine_args}
+    if settings.get("quantization") == "int8":
+        importlib.import_module("vectorlm.sampling.backends.vllm.int8")  # It registers with vLLM.
     if on_cpu:
         # vLLM has no sleep mode on CPU and would raise.
         settings.pop("enable_sleep_mode", None)
