@@ -11,7 +11,7 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
-from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics
+from vectorlm.rl.metrics import SpeedMeter, accepted_tokens, batch_metrics, rollout_metrics
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.prepare import prepare_batch
 from vectorlm.rl.prompts import Demonstrations
@@ -148,6 +148,7 @@ class RLLoop:
                 self._busy, self.turn.busy = self.turn.busy, []
                 metrics = self.meter.engine_idle(self._busy, self.turn.swapped_at)
                 groups = self.source.collect(self.step, timer)
+                metrics |= accepted_tokens(self.turn.engine)
             self._refuse_images(groups)
             oldest = self.source.oldest_version(self.step)
             metrics |= rollout_metrics(groups, self.step, oldest) | self.source.metrics(self.step)

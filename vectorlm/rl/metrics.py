@@ -137,6 +137,12 @@ def first_difference(batch: RolloutBatch, rows: torch.Tensor, logprobs: torch.Te
     )
 
 
+def accepted_tokens(engine: Any) -> dict[str, float]:
+    """Return how many proposed tokens an engine accepts per step of a sequence, if it proposes tokens."""
+    found = engine.accepted_tokens() if getattr(engine, "speculates", False) else None
+    return {} if found is None else {"sampler/accepted_tokens": found}
+
+
 def correction_effect(
     before: RolloutBatch, after: RolloutBatch, weights: torch.Tensor | None
 ) -> dict[str, float]:

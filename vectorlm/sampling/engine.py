@@ -372,6 +372,27 @@ class SamplingEngine:
             with self._refusing_changes():
                 return self._swap.update(model, train_step, in_flight, ready.transports, self._num_in_flight)
 
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are proposed before the model verifies them (``speculative_config``)."""
+        args = self._settings.engine_args
+        return self._settings.inference == "vllm" and args.get("speculative_config") is not None
+
+    def accepted_tokens(self) -> float | None:
+        """Return the mean number of proposed tokens that were accepted per step of a sequence, since the last call.
+
+        None if nothing was sampled, or nothing is proposed. Collective.
+        """
+        self.wait_until_ready()
+        if not self.speculates:
+            return None
+        command = messages.TakeAccepted()
+        counts = self.engine_ranks.on_engine_ranks(
+            "count accepted tokens", lambda: self._channel.call(command, self._settings.timeout_s)
+        )
+        accepted, steps = map(sum, zip(*counts, strict=True))
+        return accepted / steps if steps else None
+
     def next_name(self) -> str:
         """Return a new name, unique in this engine and equal on all ranks."""
         return str(next(self._names))

@@ -100,6 +100,12 @@ class BeginUpdate:
 
 
 @dataclass(frozen=True)
+class TakeAccepted:
+    """Count proposed tokens. The answer is the number accepted since the last such command, and the steps of sequences
+    in that time."""
+
+
+@dataclass(frozen=True)
 class RequireWhole:
     """Fail if the engine failed in an earlier step. The answer is None."""
 

@@ -228,6 +228,8 @@ class Scheduler:
             case messages.BeginUpdate():
                 self._begin_update(command)
                 return self._sleep_state.take_restored()
+            case messages.TakeAccepted():
+                return backend.take_accepted()
             case messages.RequireWhole():
                 self._require_whole()
             case messages.Sleep():

@@ -18,6 +18,7 @@ from vectorlm.sampling.backends.vllm.shim import (
     CudaSleep,
     adapt_to_cpu,
     build_engine,
+    count_accepted,
     finish_steps,
     make_sampling_params,
     naming_the_model,
@@ -95,6 +96,8 @@ class VLLM:
         self.max_num_seqs: int = config.scheduler_config.max_num_seqs
         self.vocab_size: int = config.model_config.get_vocab_size()
         self.takes_images: bool = config.model_config.is_multimodal_model
+        speculates = engine_args.get("speculative_config") is not None
+        self._accepted = count_accepted(self._engine) if speculates else [0, 0]
         self._device_sleep = None if on_cpu else CudaSleep(self._engine)
         self.progress = 0
         self.version = -1
@@ -205,6 +208,12 @@ class VLLM:
         self._sleep_check.after_update()
         self._compare()
         return load_s
+
+    def take_accepted(self) -> tuple[int, int]:
+        """Return the accepted tokens and the steps of sequences since the last call."""
+        accepted, steps = self._accepted
+        self._accepted[:] = 0, 0
+        return accepted, steps
 
     def expect_nan(self) -> None:
         """Overwrite the whole KV cache at the next update."""

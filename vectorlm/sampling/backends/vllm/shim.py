@@ -175,6 +175,24 @@ def expand_for_drafts() -> None:
     )
 
 
+def count_accepted(engine: Any) -> list[int]:
+    """Count, from now on, the proposed tokens that are accepted, and the steps in which a sequence gets tokens.
+
+    vLLM's own statistics need ``disable_log_stats=False``, which also logs.
+    """
+    counts, scheduler = [0, 0], engine.engine_core.engine_core.scheduler
+    update = scheduler.update_from_output
+
+    def update_and_count(scheduled: Any, output: Any) -> Any:
+        lengths = [len(token_ids) for token_ids in output.sampled_token_ids if len(token_ids)]
+        counts[0] += sum(lengths) - len(lengths)
+        counts[1] += len(lengths)
+        return update(scheduled, output)
+
+    scheduler.update_from_output = update_and_count
+    return counts
+
+
 def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
     """Return the default arguments of an engine that shares its device with a trainer."""
     defaults: dict[str, Any] = {
