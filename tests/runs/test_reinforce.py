@@ -480,6 +480,28 @@ def test_completions_under_a_grammar_are_trained_on_as_they_were_drawn(
 
 
 @pytest.mark.slow
+def test_a_quantised_engine_that_speculates_is_corrected_and_counted(files, tmp_path, capsys):
+    drafts = "{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 2, prompt_lookup_min: 1}"
+    overrides = [
+        "engine.dtype=auto",
+        "engine.quantization=int8",
+        f"engine.speculative_config={drafts}",
+        "rl.sampling_params={max_tokens: 16}",
+        "rl.max_steps=2",
+    ]
+    reinforce(config_of(files, tmp_path / "int8", overrides=overrides))
+    said = [line for line in capsys.readouterr().err.splitlines() if "rl.correction.preset" in line]
+    assert len(said) == 1
+    assert "tis" in said[0]
+    assert "int8" in said[0]
+    for line in lines(tmp_path / "int8" / "metrics.jsonl")[1:]:
+        assert 0 <= line["sampler/accepted_tokens"] <= 3
+        assert 1e-4 < line["sampler/logprob_gap_max"] < 1
+        assert line["correction/weight_max"] <= 2
+    assert "sampler/accepted_tokens" in METRICS
+
+
+@pytest.mark.slow
 def test_transformers_samples_what_the_trainer_computes(files, tmp_path):
     overrides = [
         "engine.inference=transformers",

@@ -273,7 +273,7 @@ def _weigh(
 
 def correction_of(settings: CorrectionSettings, spec: AlgorithmSpec) -> Correction:
     """Return the preset's correction with the config's own values."""
-    correction = Correction(**{**PRESETS[settings.preset], **settings.overrides})
+    correction = Correction(**{**PRESETS[settings.preset or "off"], **settings.overrides})
     if correction.bypass and not spec.has_ratio and correction.level is None:
         # Without a ratio in the loss, nothing else would account for the engine's probabilities.
         correction = replace(correction, **PRESETS["tis"])

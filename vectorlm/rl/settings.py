@@ -335,12 +335,16 @@ class MismatchSettings:
 class CorrectionSettings:
     """Settings for tokens that the engine sampled with other probabilities than the trainer computes."""
 
-    preset: Annotated[
-        Literal["off", "tis", "icepop", "seq_mask_tis", "mis", "geometric", "decoupled", "bypass"],
-        # YAML reads `off` without quotes as false.
-        also_written({False: "off"}),
-    ] = "off"
-    """A row of the table in correction.md; the keys below replace single values of that row."""
+    preset: (
+        Annotated[
+            Literal["off", "tis", "icepop", "seq_mask_tis", "mis", "geometric", "decoupled", "bypass"],
+            # YAML reads `off` without quotes as false.
+            also_written({False: "off"}),
+        ]
+        | None
+    ) = None
+    """A row of the table in correction.md; the keys below replace single values of that row. null is `off`, but `tis`
+    with `engine.quantization` if none of these keys is set."""
     overrides: Mapping[str, Any] = partial(Correction, null="the preset's value")
     mismatch: MismatchSettings = inline(MismatchSettings)
 

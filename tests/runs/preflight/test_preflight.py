@@ -116,6 +116,21 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
             ["evaluation.thresholds.scor"],
         ),
         ([SAMPLER, "engine.slep=all"], {}, ["engine.slep"]),
+        *(
+            ([SAMPLER, f"engine.quantization={name}"], {}, ["engine.quantization"])
+            for name in ("fp8_per_tensor", "awq", "gptq", "fp8", "mxfp4", "true")
+        ),
+        ([SAMPLER, "engine.quantization=int8", "engine.dtype=float32"], {}, ["engine.dtype"]),
+        ([SAMPLER, "engine.quantization=int8", "engine.transport=pull"], {}, ["engine.transport"]),
+        *(
+            ([SAMPLER, f"engine.speculative_config={drafts}"], {}, ["engine.speculative_config.method"])
+            for drafts in ("{method: eagle}", "{method: mtp}", "{model: draft}", "suffix")
+        ),
+        (
+            [SAMPLER, "engine.speculative_config={method: ngram}", "evaluation.sampling_params={min_p: 0.1}"],
+            {},
+            ["evaluation.sampling_params.min_p"],
+        ),
         ([SAMPLER, "engine.token=hunter2"], {}, ["engine.token"]),
         (["wandb_config.api_key=hunter2"], {}, ["wandb_config.api_key"]),
         ([SAMPLER, "engine.inference=server", "engine.url=http://a:b@localhost:80"], {}, ["engine.url"]),
@@ -256,6 +271,29 @@ def test_what_a_run_silently_does_otherwise_is_noted(
     more = [f"{TRAIN}.epochs=1"] if RL in overrides else []
     notes = summary.notes_of(load_config(complete, [*overrides, *more]))
     assert any(named in note for note in notes) is is_said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "preset", "is_said"),
+    [
+        ([], "off", False),
+        (["engine.dtype=bfloat16"], "off", False),
+        (["engine.quantization=int8"], "tis", True),
+        (["engine.quantization=fp8_per_channel", "rl.correction.min_ess=0.1"], "tis", True),
+        (["engine.quantization=int8", "rl.correction.preset=off"], "off", False),
+        (["engine.quantization=int8", "rl.correction.preset=mis"], "mis", False),
+        (["engine.quantization=int8", "rl.correction={level: sequence, high: 3.0}"], "off", False),
+    ],
+)
+def test_a_quantised_engine_is_corrected_unless_the_file_says_how(complete, overrides, preset, is_said):
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", *overrides])
+    assert config.rl.correction.preset == preset
+    notes = [note for note in summary.notes_of(config) if "rl.correction.preset" in note]
+    assert len(notes) == is_said
+    assert all("tis" in note and config.engine.quantization in note for note in notes)
+    assert not config.engine.quantization or config.engine_dtype(is_cuda=False) == "bfloat16"
+    changed = dataclasses.replace(config, model="other")
+    assert (changed.rl.correction, changed.notes) == (config.rl.correction, config.notes)
 
 
 def test_bfloat16_rounds_as_the_notes_say():

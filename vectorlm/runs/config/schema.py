@@ -234,10 +234,18 @@ class Config:
     """Notes on values that were replaced; not a setting itself."""
 
     def __post_init__(self) -> None:
-        """Let `train_parameters.exact` decide what the engine's `receiver: auto` means."""
+        """Resolve settings whose default depends on others: the engine's `receiver`, and the correction's preset."""
         if self.train_parameters.model.exact and not self.engine.exact:
             receiver = "live" if self.engine.receiver == "auto" else self.engine.receiver
             object.__setattr__(self, "engine", replace(self.engine, exact=True, receiver=receiver))
+        if self.rl is not None and self.rl.correction.preset is None:
+            given, quantization = self.rl.correction, self.engine.quantization
+            is_default = quantization is not None and not given.overrides
+            correction = replace(given, preset="tis" if is_default else "off")
+            object.__setattr__(self, "rl", replace(self.rl, correction=correction))
+            if is_default:
+                note = f"rl.correction.preset: tis, the default with engine.quantization: {quantization}"
+                object.__setattr__(self, "notes", (*self.notes, note))
 
     @property
     def model_folders(self) -> Mapping[str, str]:
@@ -279,6 +287,8 @@ class Config:
         """Return the dtype of vLLM's engine on this kind of device; on CUDA `auto` leaves the choice to vLLM."""
         if self.engine.dtype != "auto" or is_cuda:
             return self.engine.dtype
+        if self.engine.quantization is not None:
+            return "bfloat16"
         return self.train_parameters.model.dtype_on(is_cuda)
 
     @property

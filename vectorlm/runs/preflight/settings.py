@@ -370,6 +370,7 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
             yield refuse(
                 config, f"engine.{name}", "is no setting, and no argument of vLLM's engine", fix, value
             )
+    yield from _kernel_problems(config)
     # Silent: the engine would take devices that belong to no rank of this run.
     size = engine.engine_args.get("tensor_parallel_size", 1)
     most, rule = ranks_per_node, f"must be at most the number of ranks on a node, {ranks_per_node}"
@@ -405,6 +406,20 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         ):
             rule = f"must hold tokens of the model, below {size}"
             yield refuse(config, f"{path}.stop_token_ids", rule, "Leave it out.", stops)
+
+
+def _kernel_problems(config: Config) -> Iterator[str]:
+    engine = config.engine
+    # Costs more than a minute: the engine starts after models are loaded. Another method would be silent.
+    for name, value, rule, fix in engine.kernel_problems({"dtype": engine.dtype, **engine.engine_args}):
+        yield refuse(config, f"engine.{name}", rule, fix, value)
+    # Costs more than a minute: vLLM refuses two of them at the first prompt. The third is not tested: silent.
+    if engine.inference == "vllm" and engine.engine_args.get("speculative_config") is not None:
+        for path, parameters in config.sampling_params.items():
+            for name in ("min_p", "logit_bias", "structured_outputs"):
+                if parameters.get(name):
+                    rule = "cannot be used with engine.speculative_config"
+                    yield refuse(config, f"{path}.{name}", rule, "Leave one of them out.", parameters[name])
 
 
 def _lora_problems(config: Config) -> Iterator[str]:
