@@ -1,7 +1,7 @@
 """What each correction is worth on Countdown when the engine is not the policy. Run: python benchmarks/correction.py
 
 GRPO on one rank from the model of configs/countdown_warmup.yaml, with rollouts sampled by weights that are stale,
-disturbed, in bf16, or reused for many optimizer steps, on the same seeds for every correction.
+disturbed, in bf16, in 8 bits, or reused for many optimizer steps, on the same seeds for every correction.
 Accuracy is the share of 512 held-out questions that the trained weights answer right at temperature 1. All runs share
 one engine per precision. Writes results/correction.json and docs/images/correction.png.
 """
@@ -42,6 +42,7 @@ class Mismatch:
     staleness: int = 0
     noise: float = 0.0
     dtype: str = "float32"
+    quantization: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,6 +54,8 @@ def updates(count: int, algorithm: str = "grpo") -> dict[str, Any]:
 MISMATCHES = {
     "none": Mismatch(SOME),
     "bf16": Mismatch(SOME, dtype="bfloat16"),
+    "int8": Mismatch(SOME, dtype="bfloat16", quantization="int8"),
+    "fp8": Mismatch(SOME, dtype="bfloat16", quantization="fp8_per_channel"),
     "bf16, noise 0.3": Mismatch(EVERY, noise=0.3, dtype="bfloat16"),
     "stale by 2": Mismatch(EVERY, staleness=2),
     "stale by 4": Mismatch(SOME, staleness=4),
@@ -72,6 +75,7 @@ def settings(job: Job) -> dict[str, Any]:
         **mismatch.settings,
         "rl.correction.preset": job["correction"],
         "engine.dtype": mismatch.dtype,
+        "engine.quantization": mismatch.quantization,
     }
 
 

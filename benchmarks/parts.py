@@ -85,7 +85,7 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
     torch.set_num_threads(1)
     done, topology = read_found(folder), Topology.from_environment()
     with ExitStack() as engines:
-        shared: dict[str, Any] = {}
+        shared: dict[tuple[str, str | None], Any] = {}
         for job in jobs:
             if any(is_run(run, job) for run in done):
                 continue
@@ -96,7 +96,7 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
             }
             overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
             config = load_config(ROOT / "configs" / study.config, overrides)
-            dtype = config.engine.dtype
+            dtype = config.engine.dtype, config.engine.quantization
             if dtype not in shared:
                 # One engine for all runs of a precision: starting one takes longer than some runs.
                 shared[dtype] = open_engine(config, topology, engines)
