@@ -239,6 +239,7 @@ REFUSED = {
     "exact": ("true", (TENSOR,), "tensor_parallel"),
     "compile": ("true", (TENSOR,), "tensor_parallel"),
     "sharding_strategy": ("NO_SHARD", (TENSOR,), "tensor_parallel"),
+    "engine.quantization": ("int8", (TENSOR,), "tensor_parallel"),
 }
 
 
@@ -247,10 +248,11 @@ def test_what_cannot_be_split_is_refused_by_name_before_anything_starts(files, t
     value, others, text = REFUSED[name]
     config_of(files, tmp_path / "run")
     path = files / "run.yaml"
-    sets = [word for item in (*others, f"train_parameters.{name}={value}") for word in ("--set", item)]
+    setting = name if "." in name else f"train_parameters.{name}"
+    sets = [word for item in (*others, f"{setting}={value}") for word in ("--set", item)]
     assert main(["check", str(path), "--world_size", "6" if value == 3 else "2", *sets]) != 0
     said = capsys.readouterr().err
-    assert f"train_parameters.{name}" in said
+    assert setting in said
     assert text in said
 
 

@@ -106,6 +106,8 @@ _UNSPLIT_VALUES: Mapping[str, tuple[Any, ...]] = {
     **{f"train_parameters.{name}": (False,) for name in ("exact", "compile")},
     **{"train_parameters.quantization": (None,), "train_parameters.context_parallel": (1,)},
     "train_parameters.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"),
+    # A scale is of a whole row.
+    "engine.quantization": (None,),
 }
 """Values of settings that work with a model that ranks split."""
 
