@@ -95,5 +95,9 @@ setup(
             "types-PyYAML",
         ],
     },
-    entry_points={"console_scripts": ["vectorlm=vectorlm.cli:main"]},
+    entry_points={
+        "console_scripts": ["vectorlm=vectorlm.cli:main"],
+        # Makes the weight-transfer backend `vectorlm` known in every vLLM process.
+        "vllm.general_plugins": ["vectorlm=vectorlm.sampling.backends.vllm.plugin:register"],
+    },
 )

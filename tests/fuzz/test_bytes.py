@@ -19,8 +19,8 @@ from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import CheckpointError, ConfigError, DatasetError, EngineError
 from vectorlm.rl.rollouts.replay import read_rollouts
 from vectorlm.runs.config.load import load_config
-from vectorlm.sampling.backends.server.extension import CALLS, arguments_from_wire, to_wire
 from vectorlm.sampling.backends.server.serve import TOKEN_VARIABLE, Guard
+from vectorlm.sampling.weights.wire import CALLS, arguments_from_wire, to_wire
 from vectorlm.train.checkpoint.folder import newest
 from vectorlm.train.checkpoint.state import CheckpointStore
 from vectorlm.types import TrainedModel

@@ -27,7 +27,8 @@ from vllm import LLM, SamplingParams
 
 from vectorlm.ranks.engine_ranks import results_or_first_error
 from vectorlm.sampling import verify
-from vectorlm.sampling.backends.server.extension import ServerExtension, result_from_wire, to_wire
+from vectorlm.sampling.backends.server.extension import ServerExtension
+from vectorlm.sampling.weights.wire import result_from_wire, to_wire
 
 ADAPTERS = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 
@@ -91,9 +92,8 @@ class Cases:
         """Answer as a server does, over JSON."""
         worker = ServerExtension()
         worker.model_runner = self.runner
-        method, values = "vectorlm_parameter_sums", [to_wire(tuple(manifest))]
-        answer = json.loads(json.dumps(worker.vectorlm_ask("", method, values)))
-        return results_or_first_error([result_from_wire(method, answer)])
+        answer = json.loads(json.dumps(worker.vectorlm_sums(to_wire(tuple(manifest)))))
+        return results_or_first_error([result_from_wire("vectorlm_parameter_sums", answer)])
 
     def logprobs(self, rows):
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -1,4 +1,4 @@
-"""A vLLM server of its own, as `vectorlm serve` starts it."""
+"""A vLLM server of its own, as `vectorlm serve` or vLLM's own command starts it."""
 
 import contextlib
 import os
@@ -20,13 +20,31 @@ START_S = 240
 @contextlib.contextmanager
 def running_server(folder, log_path, *vllm_args):
     """Start a server; yield its process and its address."""
+    command = ["-m", "vectorlm", "serve", "--model", str(folder)]
+    variables = {"VECTORLM_SERVER_TOKEN": TOKEN}
+    with _running(command, ["--", *vllm_args], variables, log_path) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def plain_server(folder, log_path, *vllm_args):
+    """Start vLLM's own server, with nothing of ours but the backend's name; yield its process and its address."""
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    further = ["--weight-transfer-config", '{"backend": "vectorlm"}', *vllm_args]
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    with _running(command, further, variables, log_path) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _running(command, further, variables, log_path):
     port = free_port()
-    command = [sys.executable, "-m", "vectorlm", "serve", "--model", str(folder), "--port", str(port), "--"]
-    environment = {**os.environ, "VECTORLM_SERVER_TOKEN": TOKEN, "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, *command, "--port", str(port)]
+    environment = {"OMP_NUM_THREADS": "2", **os.environ, **variables}
     others = shared_memory_of_nobody()
     with open(log_path, "w") as log:
         process = subprocess.Popen(
-            [*command, *vllm_args], env=environment, stdout=log, stderr=log, start_new_session=True
+            [*command, *further], env=environment, stdout=log, stderr=log, start_new_session=True
         )
     try:
         url = f"http://127.0.0.1:{port}"

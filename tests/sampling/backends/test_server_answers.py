@@ -19,9 +19,18 @@ from vectorlm.sampling.arguments import with_deadlines
 from vectorlm.sampling.backends.server import backend as server_backend
 from vectorlm.sampling.backends.server.backend import VLLMServer
 from vectorlm.sampling.backends.server.client import ROWS_PER_REQUEST, ScoringServer
+from vectorlm.sampling.weights.wire import append_answer
 
 TOKEN = "a token for this test"
-SETTINGS = {"max_num_seqs": 4, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
+SETTINGS = {
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "logprobs_mode": "processed_logprobs",
+    "has_loaded": False,
+    "is_whole": True,
+    "device": "cpu",
+}
+ANSWERS = {"vectorlm_settings": SETTINGS, "vectorlm_prepare": "live"}
 PATIENCE_S = 1.0
 RESTS_S = 0.3
 FATAL_PROMPT = [2, 61]
@@ -41,19 +50,20 @@ class Answers(BaseHTTPRequestHandler):
     """Answers as vLLM does, but for what a test has put in `server.odd` by path."""
 
     def do_GET(self):
-        self.answer("{}")
+        self.answer(f"vllm:iteration_tokens_total_count{{}} {self.server.num_steps}", "text/plain")
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         asked = json.loads(body or "null")
         if asked and FATAL_PROMPT in asked.values():
-            self.server.odd |= {self.path: None, "/collective_rpc": None}
+            self.server.odd |= {self.path: None, "/weight_info": None}
         if self.path == "/inference/v1/generate":
             self.server.limits.append(asked["sampling_params"]["max_tokens"])
             text = json.dumps({"choices": [CHOICE]})
-        elif self.path == "/collective_rpc":
-            is_ask = asked["method"] == "vectorlm_ask"
-            text = json.dumps({"results": [{"answer": "live"} if is_ask else SETTINGS]})
+        elif self.path == "/init_weight_transfer_engine" and self.path not in self.server.odd:
+            call = asked["init_info"]
+            append_answer(call["answers"], call["number"], (ANSWERS.get(call["method"]), None))
+            text = "{}"
         elif self.path == "/v1/completions":
             self.server.asked.append((asked["prompt"], self.headers.get("Authorization")))
             choices = [self.score(index, row) for index, row in enumerate(asked["prompt"])]
@@ -67,13 +77,13 @@ class Answers(BaseHTTPRequestHandler):
         scores = [{str(token): {"logprob": self.server.factor * place}} for place, token in enumerate(row)]
         return {"index": index, "prompt_logprobs": [None, *scores[1:]]}
 
-    def answer(self, text):
+    def answer(self, text, kind="application/json"):
         text = self.server.odd.get(self.path, text)
         if text is None:
             time.sleep(10 * PATIENCE_S)
             return
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text.encode())
@@ -97,7 +107,7 @@ class HangsUp(Answers):
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     server.daemon_threads, server.odd, server.asked, server.factor = True, {}, [], -1
-    server.limits = []
+    server.limits, server.num_steps = [], 0
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -180,17 +190,15 @@ def test_nonsense_in_place_of_completions_is_the_requests_error(server, odd):
     backend.close()
 
 
-@pytest.mark.parametrize(
-    "odd", ["[]", '{"results": [{"max_num_seqs": "many"}]}', '{"results": 7}', "nothing"]
-)
-def test_nonsense_at_the_start_is_an_error(server, odd):
-    server.odd["/collective_rpc"] = odd
-    with pytest.raises(EngineError, match="no vLLM server"):
+@pytest.mark.parametrize(("odd", "text"), [("[]", "no worker"), ("nothing", "no vLLM server")])
+def test_nonsense_at_the_start_is_an_error(server, odd, text):
+    server.odd["/init_weight_transfer_engine"] = odd
+    with pytest.raises(EngineError, match=text):
         connect(server)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["/health", "/collective_rpc", "/update_weight_version"])
+@pytest.mark.parametrize("path", ["/health", "/init_weight_transfer_engine", "/update_weight_version"])
 def test_a_server_that_stays_mute_at_the_start_is_an_error_in_time(server, path):
     server.odd[path] = None
     start = time.monotonic()
@@ -202,7 +210,7 @@ def test_a_server_that_stays_mute_at_the_start_is_an_error_in_time(server, path)
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/pause?mode=keep&clear_cache=false"])
 def test_a_server_that_falls_silent_later_is_an_error_in_time(server, path):
     backend = connect(server)
-    server.odd |= {path: None, "/collective_rpc": None}
+    server.odd |= {path: None, "/weight_info": None}
     start = time.monotonic()
     wait = (lambda: sample(backend)) if "generate" in path else backend.pause
     with pytest.raises(EngineTimeout):
@@ -233,7 +241,7 @@ def test_a_connection_that_is_lost_while_requests_are_in_flight_is_survived(serv
         call, lost = backend._call, []
 
         async def lose_one(path, *arguments, **how):
-            if path == "/collective_rpc" and not lost:
+            if path == "/weight_info" and not lost:
                 lost.append(path)
                 raise EngineDied("connection lost")
             return await call(path, *arguments, **how)
@@ -248,22 +256,20 @@ def test_a_connection_that_is_lost_while_requests_are_in_flight_is_survived(serv
 
 
 @pytest.mark.slow
-def test_a_request_that_a_living_server_has_lost_is_an_error_in_time(server, monkeypatch):
-    monkeypatch.setitem(SETTINGS, "num_steps", 0)
+def test_a_request_that_a_living_server_has_lost_is_an_error_in_time(server):
     server.odd["/inference/v1/generate"] = None
     with closing(connect(server)) as backend:
         # As long as it computes, for whomever, an answer may come.
         backend.submit("0-0", [2, 3], {"max_tokens": 2})
         deadline = time.monotonic() + 3 * PATIENCE_S
         while time.monotonic() < deadline:
-            SETTINGS["num_steps"] += 1
+            server.num_steps += 1
             assert backend.poll() == []
         with pytest.raises(EngineTimeout, match="computed nothing"):
             wait_for_answer(backend)
 
 
-def test_the_time_of_an_update_is_not_the_server_s_silence(server, monkeypatch):
-    monkeypatch.setitem(SETTINGS, "num_steps", 0)
+def test_the_time_of_an_update_is_not_the_server_s_silence(server):
     server.odd["/inference/v1/generate"] = None
     with closing(connect(server)) as backend:
         backend.submit("0-0", [2, 3], {"max_tokens": 2})
@@ -283,6 +289,7 @@ def test_after_a_call_without_an_answer_the_server_is_not_waited_for_again(serve
     assert time.monotonic() - start < PATIENCE_S
     server.odd.clear()
     backend.pause()
+    backend.load(1, None, (), recompute=False)
     server.odd["/resume"] = None
     with pytest.raises(EngineTimeout, match="/resume"):
         backend.resume()
@@ -299,10 +306,9 @@ def sample_until_it_freezes(topology, url):
         return str(caught.value), time.monotonic() - start
 
 
-@pytest.mark.parametrize("has_loaded", [True, False, None], ids=["written", "not", "older"])
+@pytest.mark.parametrize("has_loaded", [True, False], ids=["written", "not"])
 def test_whoever_connects_is_told_of_an_earlier_trainers_weights(server, monkeypatch, has_loaded):
-    if has_loaded is not None:
-        monkeypatch.setitem(SETTINGS, "has_loaded", has_loaded)
+    monkeypatch.setitem(SETTINGS, "has_loaded", has_loaded)
     url = f"http://127.0.0.1:{server.server_address[1]}"
     arguments = {"inference": "server", "url": url, "token": TOKEN, "channel": "inline"}
     with warnings.catch_warnings(record=True) as caught:
@@ -315,7 +321,7 @@ def test_whoever_connects_is_told_of_an_earlier_trainers_weights(server, monkeyp
             engine.wait_until_ready()
             assert not is_told(), "a run updates first"
             engine.submit([[5]])
-    assert is_told() == bool(has_loaded)
+    assert is_told() == has_loaded
 
 
 @pytest.mark.slow

@@ -149,6 +149,11 @@ class EngineReceiver:
         """Overwrite the KV caches of all workers with zeros."""
         self._call("vectorlm_empty_kv_cache")
 
+    def close(self) -> None:
+        """Close the arenas here; the workers keep theirs."""
+        while self._arenas:
+            os.close(self._arenas.popitem()[1])
+
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker; return the answers, or raise the first error."""
         return results_or_first_error(self._collective_rpc(method, args=args))

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import inspect
 import ipaddress
+import os
 import queue
+import re
 import threading
 import time
 import uuid
@@ -18,14 +20,12 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
-from vectorlm.ranks.engine_ranks import CallResult
+from vectorlm.sampling.backends.served import ServedWeights
 from vectorlm.sampling.backends.server.client import as_it_is, call_server, read_completions
-from vectorlm.sampling.backends.server.extension import result_from_wire, to_wire
-from vectorlm.sampling.backends.server.serve import require_token
+from vectorlm.sampling.backends.server.serve import TOKEN_VARIABLE, require_token
 from vectorlm.sampling.backends.vllm.shim import make_sampling_params
 from vectorlm.sampling.contract import RequestOutput
-from vectorlm.sampling.weights.plan import Layout, TensorSpec
-from vectorlm.sampling.weights.receive import EngineReceiver
+from vectorlm.sampling.weights.wire import to_wire
 
 POLL_S = 0.02
 """Longest wait of one `poll`."""
@@ -36,14 +36,19 @@ PROBE_EVERY_S = 5.0
 """Interval of health checks while requests are in flight."""
 
 RETRY_S = 0.5
+CLOSE_WITHIN_S = 5.0
+STEPS = re.compile(r"^vllm:iteration_tokens_total_count\S* (\S+)$", re.MULTILINE)
+"""The line of ``/metrics`` with the number of an engine's steps."""
+QUERIES = {"pause": "?mode=keep&clear_cache=false", "reset_prefix_cache": "?reset_running_requests=true"}
+"""By route: its options. A server keeps the requests of a pause, with their KV blocks."""
 
 
 class VLLMServer:
-    """A client of ``vectorlm serve``, which is ``vllm serve`` with a token check and the weight channel.
+    """A client of a vLLM server with the weight-transfer backend ``vectorlm``, such as ``vectorlm serve``.
 
-    Requests use ``/inference/v1/generate``, with token ids in and out. Updates use ``/pause``, ``/collective_rpc`` and
-    ``/resume``. Weights do not travel over HTTP: ranks and server map the same memory, so the server must run on this
-    machine as the same user.
+    Requests use ``/inference/v1/generate``, with token ids in and out. Updates use vLLM's routes for weight transfer.
+    Weights do not travel over HTTP: ranks and server map the same memory, so the server must run on this machine as the
+    same user.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class VLLMServer:
         silence_s: float = 300.0,
         logprobs_mode: str = "processed_logprobs",
         max_model_len: int | None = None,
+        samples: bool = True,
     ) -> None:
         """Wait for the server and create the receivers in its workers.
 
@@ -71,15 +77,17 @@ class VLLMServer:
             logprobs_mode: The server's log-probabilities must be of the sampling distribution (`processed_logprobs`) or
                 of the model (`raw_logprobs`).
             max_model_len: Longest sequence, prompt and completion together, in tokens; the server's limit if omitted.
+            samples: Whether this client sends requests too. If not, the server needs no token.
 
         Raises:
             ConfigError: `url` is not on this machine, the token is missing, or the server has other settings.
             EngineError: The server does not answer, refuses the token, or has no weight channel.
         """
         self._url = _require_loopback(url)
-        self._token = require_token(token)
-        # Imports vLLM, which takes seconds, before the first request.
-        make_sampling_params(None)
+        self._token = require_token(token) if samples else token or os.environ.get(TOKEN_VARIABLE, "")
+        if samples:
+            # Imports vLLM, which takes seconds, before the first request.
+            make_sampling_params(None)
         self._name = uuid.uuid4().hex
         self._finished: queue.SimpleQueue[RequestOutput | EngineError] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -87,39 +95,47 @@ class VLLMServer:
         """Pending calls other than requests."""
         self._ended: EngineDied | None = None
         self._silence_s, self._max_model_len = silence_s, max_model_len
-        self._num_steps: int | None = None
+        self._steps: list[str] = []
         self._moved_at = 0.0
         """Time of the server's last known progress."""
         self._note_answer()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server-requests", daemon=True).start()
-        self._session = self._wait_for(self._open_session())
+        self._session, self._control_session = self._wait_for(self._open_sessions())
         self.progress = 0
         self.version = -1
         self._num_loads = 0
-        self._may_hold_nan = False
         try:
             self._await_health(start_timeout_s)
-            settings = self._call_workers("vectorlm_settings", read=_read_settings)[0]
-            self.max_num_seqs: int = settings["max_num_seqs"]
-            if logprobs_mode != settings["logprobs_mode"]:
-                raise ConfigError(
-                    f"logprobs_mode={logprobs_mode!r}: the server at {self._url} reports {settings['logprobs_mode']}. "
-                    f"Start it with `-- --logprobs-mode {logprobs_mode}`."
-                )
-            if max_model_len is not None and max_model_len > settings["max_model_len"]:
-                raise ConfigError(
-                    f"max_model_len={max_model_len}: the server at {self._url} takes only "
-                    f"{settings['max_model_len']} tokens. Start it with `-- --max-model-len {max_model_len}`."
-                )
-            earlier = f"until the first update {self._url} samples with an earlier trainer's weights."
-            self.warning = earlier if settings["has_loaded"] else ""
-            self._receiver = EngineReceiver(self._collective_rpc, receiver)
-            self.receiver = self._receiver.kind
-            self._post("/update_weight_version", {"new_version": str(self.version)})
+            self._weights = ServedWeights(self._route, receiver)
+            self.receiver, self.transports = self._weights.receiver, self._weights.transports
+            self.connect, self.pause = self._weights.connect, self._weights.pause
+            self.copy_round, self.open_handles = self._weights.copy_round, self._weights.open_handles
+            self.expect_nan, self.sleep = self._weights.expect_nan, self._weights.sleep
+            self.wake_up, self.max_num_seqs = self._weights.wake_up, self._weights.max_num_seqs
+            if samples:
+                self._prepare_to_sample(logprobs_mode)
         except BaseException:
             self.close()
             raise
+
+    def _prepare_to_sample(self, logprobs_mode: str) -> None:
+        """Raise ConfigError for other settings of the server; make it mark tokens with this trainer's versions."""
+        settings = self._weights.settings
+        if logprobs_mode != settings["logprobs_mode"]:
+            raise ConfigError(
+                f"logprobs_mode={logprobs_mode!r}: the server at {self._url} reports {settings['logprobs_mode']}. "
+                f"Start it with `-- --logprobs-mode {logprobs_mode}`."
+            )
+        if (longest := self._max_model_len) is not None and longest > settings["max_model_len"]:
+            raise ConfigError(
+                f"max_model_len={longest}: the server at {self._url} takes only {settings['max_model_len']} tokens. "
+                f"Start it with `-- --max-model-len {longest}`."
+            )
+        earlier = f"until the first update {self._url} samples with an earlier trainer's weights."
+        self.warning = earlier if settings["has_loaded"] else ""
+        self._weights.claim()
+        self._post("/update_weight_version", {"new_version": str(self.version)})
 
     def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
         """Send one request; `poll` raises or returns the server's refusal."""
@@ -166,67 +182,51 @@ class VLLMServer:
         """Close the connections of requests, which aborts them on the server."""
         self._wait_for(self._disconnect(list(names)))
 
-    def connect(self, manifest: Sequence[TensorSpec], arena_path: str | None, weight_set: str) -> Layout:
-        """Match the trainer's tensors with the server's."""
-        if weight_set != "base":
-            raise EngineError("lora_mode='adapter' does not work with a vLLM server. Use lora_mode='merged'.")
-        return self._receiver.connect(manifest, arena_path, weight_set)
-
-    def pause(self) -> None:
-        """Freeze the server's scheduler, with its requests and their KV blocks."""
-        self._post("/pause?mode=keep&clear_cache=false")
-
     def load(
         self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
     ) -> float:
         """Load the new weights and make the server mark tokens with their version."""
-        load_s = self._receiver.load(version, checksums, weight_sets)
+        load_s = self._weights.load(version, checksums, weight_sets, recompute or not self._tasks)
         self._num_loads += 1
-        if recompute or self._may_hold_nan or not self._tasks:
-            self._forget_cache()
-        self._post("/reset_encoder_cache", read=lambda answer: None)
-        if self._may_hold_nan:
-            self._receiver.empty_kv_cache()
-            self._may_hold_nan = False
-        self._post("/update_weight_version", {"new_version": str(version)})
         self.version = version
         return load_s
-
-    def expect_nan(self) -> None:
-        """Overwrite the whole KV cache at the next update, for the server's other clients too."""
-        self._may_hold_nan = True
 
     def resume(self) -> None:
         """Resume the scheduler, unless the server has stopped answering."""
         self._moved_at = time.monotonic()
         if not self._is_silent:
-            self._post("/resume")
-
-    def sleep(self, parts: frozenset[str], asleep: frozenset[str]) -> None:
-        """Empty the prefix cache; the server keeps its memory."""
-        self._forget_cache()
-
-    def wake_up(self, parts: frozenset[str]) -> None:
-        """Do nothing: the server kept its memory."""
+            self._weights.resume()
 
     def close(self) -> None:
         """Close all connections; the server keeps running."""
         with contextlib.suppress(Exception):
+            if self._ended is None and not self._is_silent:
+                self._silence_s = min(self._silence_s, CLOSE_WITHIN_S)
+                self._weights.close()
+        with contextlib.suppress(Exception):
             self._wait_for(self._close_session())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _open_session(self) -> aiohttp.ClientSession:
+    async def _open_sessions(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
+        """Open a session for requests, and one for calls that may fail: the server closes their connections."""
         self._probing = asyncio.get_running_loop().create_task(self._probe())
-        return aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._token}"},
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None),
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        connectors = (
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            aiohttp.TCPConnector(force_close=True),
         )
+        no_limit = aiohttp.ClientTimeout(total=None)
+        requests, calls = (
+            aiohttp.ClientSession(headers=headers, connector=connector, timeout=no_limit)
+            for connector in connectors
+        )
+        return requests, calls
 
     async def _close_session(self) -> None:
         self._probing.cancel()
         await self._disconnect(list(self._tasks))
         await self._session.close()
+        await self._control_session.close()
 
     async def _probe(self) -> None:
         """Send health checks while calls are pending, and fail them as soon as the server is gone.
@@ -239,16 +239,13 @@ class VLLMServer:
             await asyncio.sleep(min(PROBE_EVERY_S, self._silence_s / 4))
             try:
                 if self._tasks:
-                    body = {"method": "vectorlm_settings"}
-                    num_steps = await self._call(
-                        "/collective_rpc",
-                        body,
-                        lambda answer: answer["results"][0].get("num_steps"),
-                        timeout_s=self._silence_s,
-                    )
-                    # None: the server is too old or has several engines, and cannot report its steps.
-                    if num_steps is None or num_steps != self._num_steps:
-                        self._num_steps, self._moved_at = num_steps, time.monotonic()
+                    # The engine behind the server answers between two steps.
+                    await self._call("/weight_info", method="GET", timeout_s=self._silence_s)
+                    read = partial(re.findall, STEPS)
+                    steps = await self._call("/metrics", read=read, method="GET", timeout_s=self._silence_s)
+                    # Without statistics the server cannot report its steps.
+                    if not steps or steps != self._steps:
+                        self._steps, self._moved_at = steps, time.monotonic()
                 elif self._calls:
                     await self._call("/health", method="GET", timeout_s=self._silence_s)
                 num_refused = 0
@@ -298,11 +295,12 @@ class VLLMServer:
         *,
         method: str = "POST",
         timeout_s: float | None,
+        may_fail: bool = False,
     ) -> Any:
         """Return `read(answer)`; raises like `call_server`."""
         try:
             return await call_server(
-                self._session,
+                self._control_session if may_fail else self._session,
                 self._url,
                 path,
                 body,
@@ -319,12 +317,18 @@ class VLLMServer:
         self._heard_at = time.monotonic()
         self._is_silent = False
 
+    def _route(self, name: str, body: Mapping[str, Any] | None) -> Any:
+        read = _is_success if name == "reset_prefix_cache" else as_it_is
+        return self._post(f"/{name}{QUERIES.get(name, '')}", body, read)
+
     def _post(self, path: str, body: Any = None, read: Callable[[Any], Any] = as_it_is) -> Any:
         return self._wait_for(self._ask(path, body, read))
 
     async def _ask(self, path: str, body: Any, read: Callable[[Any], Any]) -> Any:
         """Return the result of `_call`, or raise the error that `_probe` finds meanwhile."""
-        call = asyncio.get_running_loop().create_task(self._call(path, body, read, timeout_s=self._silence_s))
+        call = asyncio.get_running_loop().create_task(
+            self._call(path, body, read, timeout_s=self._silence_s, may_fail=True)
+        )
         self._calls.add(call)
         try:
             return await call
@@ -350,28 +354,9 @@ class VLLMServer:
                     raise
                 time.sleep(RETRY_S)
 
-    def _call_workers(
-        self, method: str, args: Sequence[Any] = (), *, read: Callable[[Any], Any] = as_it_is
-    ) -> list[Any]:
-        """Call a method in every worker; return `read(answer)` of each."""
-        body = {"method": method, "args": list(args)}
-        return self._post("/collective_rpc", body, lambda answer: [read(part) for part in answer["results"]])
 
-    def _collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[CallResult]:
-        """Stand in for an engine's ``collective_rpc``, for `EngineReceiver`."""
-        wire = [self._name, method, [to_wire(value) for value in args]]
-        return self._call_workers("vectorlm_ask", wire, read=partial(result_from_wire, method))
-
-    def _forget_cache(self) -> None:
-        """Drop every block of the KV cache; all requests in flight, of other clients too, recompute theirs."""
-        path = "/reset_prefix_cache?reset_running_requests=true"
-        if not self._post(path, read=lambda answer: answer["success"]):
-            raise EngineError("the server's prefix cache still holds blocks of the old weights.")
-
-
-def _read_settings(answer: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {name: int(answer[name]) for name in ("max_num_seqs", "max_model_len")}
-    return {**numbers, "logprobs_mode": answer["logprobs_mode"], "has_loaded": answer.get("has_loaded")}
+def _is_success(answer: Mapping[str, Any]) -> bool:
+    return bool(answer["success"])
 
 
 def _params_to_wire(given: Any) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import aiohttp
 
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, VectorLMError
 from vectorlm.ranks.engine_ranks import results_or_first_error
-from vectorlm.sampling.backends.server.extension import result_from_wire, to_wire
 from vectorlm.sampling.contract import FINISH_REASONS
 from vectorlm.sampling.weights.plan import TensorSpec
 from vectorlm.sampling.weights.receive import WorkerSums
+from vectorlm.sampling.weights.wire import result_from_wire, to_wire
 from vectorlm.types import Completion
 
 TOKEN_VARIABLE = "VECTORLM_TEACHER_TOKEN"
@@ -168,11 +168,10 @@ class ScoringServer:
         Raises:
             WeightMismatch: The server runs another model.
         """
-        method = "vectorlm_parameter_sums"
-        body = {"method": "vectorlm_ask", "args": ["", method, [to_wire(tuple(manifest))]]}
+        body = {"method": "vectorlm_sums", "args": [to_wire(tuple(manifest))]}
 
         def read(answer: Mapping[str, Any]) -> list[Any]:
-            return [result_from_wire(method, result) for result in answer["results"]]
+            return [result_from_wire("vectorlm_parameter_sums", result) for result in answer["results"]]
 
         try:
             results = self._gather([("/collective_rpc", body, read)])[0]

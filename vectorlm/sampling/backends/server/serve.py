@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hmac
+import json
 import os
 import runpy
 import socket
@@ -15,6 +16,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.ranks.process_end import follow_parent
 from vectorlm.ranks.topology import LOOPBACK
 from vectorlm.sampling.backends.vllm import CPU_KV_CACHE_BYTES
+from vectorlm.sampling.backends.vllm.plugin import BACKEND
 from vectorlm.sampling.backends.vllm.workers import remove_reduction_buffers
 from vectorlm.sampling.process_channel import vllm_variables
 
@@ -69,6 +71,8 @@ def server_command(model: str, host: str, port: int, further: Sequence[str]) -> 
     command = [sys.executable, "-m", "vectorlm.sampling.backends.server.serve", "--model", model]
     command += ["--host", host, "--port", str(port)]
     command += ["--middleware", "vectorlm.sampling.backends.server.serve.Guard"]
+    command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+    # Only for `vectorlm verify`.
     command += ["--worker-extension-cls", "vectorlm.sampling.backends.server.extension.ServerExtension"]
     # Opens the endpoint that takes and returns token ids.
     command += ["--enable-scale-out"]
