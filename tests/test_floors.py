@@ -16,7 +16,7 @@ FLOORS = [
     {"ranks", "algorithms"},
     {"data"},
     {"sampling"},
-    {"train"},
+    {"train", "transfer"},
     {"report"},
     {"rl"},
     {"runs"},

@@ -128,6 +128,8 @@ class UpdateReport:
     """Transport of the weights: `push`, `bucketed` or `pull`; empty if nothing was sent."""
     busy: tuple[tuple[float, float], ...] = field(default=(), repr=False)
     """Periods (start, end; ``time.perf_counter``) in which the engine computed since its last update; may be empty."""
+    verified: bool = False
+    """Whether checksums have proven that the engine holds these weights."""
 
 
 class Handle(Protocol):

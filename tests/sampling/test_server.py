@@ -7,8 +7,6 @@ import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -27,20 +25,23 @@ from vectorlm.runs.preflight.rl import check_teacher
 from vectorlm.runs.reinforcement import reinforce
 from vectorlm.sampling.backends.server.backend import VLLMServer
 from vectorlm.sampling.backends.server.client import ScoringServer
-from vectorlm.sampling.backends.server.extension import (
-    ServerExtension,
+from vectorlm.sampling.backends.server.extension import ServerExtension
+from vectorlm.sampling.backends.server.serve import Guard, server_command, server_environment
+from vectorlm.sampling.testing import EngineUnderTest, run_checks
+from vectorlm.sampling.weights.exports import DeviceHandle
+from vectorlm.sampling.weights.plan import Layout, Piece, Slot, TensorSpec
+from vectorlm.sampling.weights.record import Copy, LoadPlan, View
+from vectorlm.sampling.weights.wire import (
+    DeviceExport,
     arguments_from_wire,
     result_from_wire,
     result_to_wire,
     to_wire,
 )
-from vectorlm.sampling.backends.server.serve import Guard, server_command, server_environment
-from vectorlm.sampling.testing import EngineUnderTest, run_checks
-from vectorlm.sampling.weights.plan import Layout, Piece, Slot, TensorSpec
-from vectorlm.sampling.weights.record import Copy, LoadPlan, View
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model
 from vectorlm.train.packing import Rows
+from vectorlm.transfer import WeightTransfer
 
 ROWS = [[2, 3, 4, 5], [6, 7], [8, 9, 10]]
 SERVER = ["--dtype", "float32", "--max-model-len", "1024"]
@@ -161,6 +162,10 @@ def test_no_path_but_the_server_s_health_is_open_without_the_token(server):
         "/pause",
         "/resume",
         "/collective_rpc",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
         "/update_weight_version",
         "/v1/completions",
         "/tokenize",
@@ -275,6 +280,16 @@ def test_a_server_that_was_started_otherwise_is_refused(server, folder, needs, m
 
 
 @pytest.mark.slow
+def test_any_trainer_with_the_token_can_update_it(server, folder, monkeypatch):
+    monkeypatch.delenv("VECTORLM_SERVER_TOKEN", raising=False)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(EngineError, match="token"):
+        WeightTransfer(model, server[1])
+    with WeightTransfer(model, server[1], token=TOKEN) as transfer:
+        assert transfer.update(1).verified
+
+
+@pytest.mark.slow
 def test_the_engine_keeps_the_contract(server, folder, engine):
     engine.close()
     with engine_of(server, folder) as fresh:
@@ -354,8 +369,9 @@ def test_a_guard_without_a_token_does_not_start(monkeypatch, token):
 def test_the_command_of_the_server_has_its_lock():
     command = server_command("model", "127.0.0.1", 8000, ["--dtype", "float32"])
     assert command[command.index("--middleware") + 1] == f"{Guard.__module__}.{Guard.__name__}"
-    channel = f"{ServerExtension.__module__}.{ServerExtension.__name__}"
-    assert command[command.index("--worker-extension-cls") + 1] == channel
+    sums = f"{ServerExtension.__module__}.{ServerExtension.__name__}"
+    assert command[command.index("--worker-extension-cls") + 1] == sums
+    assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "vectorlm"}
     assert command[-2:] == ["--dtype", "float32"]
     environment = server_environment({"VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "0"})
     assert environment["VLLM_LOGGING_LEVEL"] == "INFO"
@@ -364,6 +380,7 @@ def test_the_command_of_the_server_has_its_lock():
 
 SPECS = (TensorSpec("a", (2, 3), (Piece("b", (2,), (3,), 1),)), TensorSpec("c", ()))
 LAYOUT = Layout("/proc/1/fd/2", 64, (Slot("a", (2, 3), "bfloat16", 0, 8), Slot("c", (), "float32", 16)), 12)
+HANDLE = DeviceHandle("GPU-1", bytes(range(64)), 16, (2, 3), "bfloat16")
 LOAD_PLAN = LoadPlan((Copy("a", View((2,), (1,), 0), "w", View((2,), (1,), 4)),), {"w": "float32"}, {"w": 8})
 
 
@@ -372,6 +389,7 @@ LOAD_PLAN = LoadPlan((Copy("a", View((2,), (1,), 0), "w", View((2,), (1,), 4)),)
     [
         ("vectorlm_describe", ["base", SPECS]),
         ("vectorlm_attach", ["base", LAYOUT]),
+        ("vectorlm_attach", ["base", LAYOUT, (DeviceExport("a", 3, HANDLE),)]),
         ("vectorlm_load", ["base", 3, True]),
     ],
 )
@@ -388,47 +406,19 @@ def test_results_cross_the_wire_unchanged():
     assert (answer, type(error), str(error)) == (None, WeightMismatch, "no")
 
 
-def test_a_server_says_whether_a_trainer_has_written_to_its_weights():
-    extension = ServerExtension()
-    extension.vllm_config, extension.model_runner = MagicMock(), MagicMock()
-    extension.vllm_config.parallel_config.data_parallel_size = 1
-    said = []
-    for method, values in (
-        ("vectorlm_parameter_sums", [[]]),
-        ("vectorlm_prepare", ["live"]),
-        ("vectorlm_load", ["base", 1, True]),
-        ("vectorlm_parameter_sums", [[]]),
-    ):
-        extension.vectorlm_ask("me", method, values)
-        said.append(extension.vectorlm_settings()["has_loaded"])
-    assert said == [False, False, True, True]
-
-
-def test_a_server_says_how_many_steps_it_has_computed():
-    extension = ServerExtension()
-    extension.vllm_config, extension.model_runner = MagicMock(), MagicMock()
-    parallel = extension.vllm_config.parallel_config
-    parallel.data_parallel_size = 1
-    execute = extension.model_runner.execute_model
-    said = [extension.vectorlm_settings()["num_steps"]]
-    for num_tokens in (3, 0, 1):
-        scheduled = SimpleNamespace(total_num_scheduled_tokens=num_tokens)
-        assert extension.model_runner.execute_model(scheduled, more=1) is execute.return_value
-        execute.assert_called_with(scheduled, more=1)
-        said.append(extension.vectorlm_settings()["num_steps"])
-    parallel.data_parallel_size = 2
-    assert [*said, extension.vectorlm_settings()["num_steps"]] == [0, 1, 1, 2, None]
-
-
 def test_only_calls_of_the_channel_and_arenas_pass():
-    extension = ServerExtension()
-    assert extension.vectorlm_ask("me", "__init__", [])["error"] == "EngineError"
-    assert "cannot be read" in extension.vectorlm_ask("me", "vectorlm_load", ["base", "one", True])["text"]
-    elsewhere = to_wire(Layout("/etc/passwd", 64, ()))
-    assert "arena" in extension.vectorlm_ask("me", "vectorlm_attach", ["base", elsewhere])["text"]
-    # A client could name any file, and any device's memory.
+    with pytest.raises(EngineError, match="not a call"):
+        arguments_from_wire("__init__", [])
+    with pytest.raises(EngineError, match="cannot be read"):
+        arguments_from_wire("vectorlm_load", ["base", "one", True])
+    with pytest.raises(EngineError, match="cannot be read"):
+        arguments_from_wire("vectorlm_load", ["base", 1, True, 2])
+    with pytest.raises(EngineError, match="arena"):
+        arguments_from_wire("vectorlm_attach", ["base", to_wire(Layout("/etc/passwd", 64, ()))])
+    # A client could name any file.
     handles = ["base", to_wire(LAYOUT), [{"name": "a", "first_row": 0, "handle": {"path": "/etc/passwd"}}]]
-    assert "cannot be read" in extension.vectorlm_ask("me", "vectorlm_attach", handles)["text"]
+    with pytest.raises(EngineError, match="cannot be read"):
+        arguments_from_wire("vectorlm_attach", handles)
 
 
 def test_only_on_cpu_nothing_is_compiled(monkeypatch):

@@ -67,6 +67,25 @@ class Topology:
         error_file = variables.get("TORCHELASTIC_ERROR_FILE")
         return cls(rank, local_rank, world_size, local_world_size, device_of(local_rank), error_file)
 
+    @classmethod
+    def of_process_group(cls, device: str) -> Topology:
+        """Read torch's default process group, of whatever launcher, on one node; without one this is a lone process.
+
+        Other libraries change the launcher's variables: vLLM sets LOCAL_WORLD_SIZE in the process of a ``vllm.LLM``.
+
+        Raises:
+            LaunchError: The launcher started several ranks, and there is no group.
+        """
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                rule = "but there is no process group. Call torch.distributed.init_process_group() first."
+                raise LaunchError(f"WORLD_SIZE={os.environ['WORLD_SIZE']} ranks were started, {rule}")
+            return cls(device=device)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return cls(rank, rank, world_size, world_size, device)
+
     @property
     def node(self) -> int:
         """Index of this node, from 0; nodes run equally many ranks."""

@@ -107,7 +107,8 @@ class HotSwap:
         sets, changed = self._prepare(model, train_step, offered)
         if changed is None:
             self._ask_engines("update", messages.RequireWhole())
-            return UpdateReport(train_step, True, 0, 0.0, 0.0, time.perf_counter() - start)
+            total_s = time.perf_counter() - start
+            return UpdateReport(train_step, True, 0, 0.0, 0.0, total_s, verified=self._verify)
         if in_flight == "refuse":
             require_room_for_update(num_in_flight(), in_flight)
         inspected_from = time.perf_counter()
@@ -146,6 +147,7 @@ class HotSwap:
             stall_s=max(answer.stall_s for answer in updated),
             transport=self._chosen_transport.name,
             busy=updated[0].busy,
+            verified=self._verify,
         )
 
     def forget(self) -> None:
