@@ -122,6 +122,7 @@ class TransferEngine(WeightTransferEngine[Call, Call]):
                 self._claim(call.trainer)
             case "vectorlm_prepare":
                 self._receivers[call.trainer] = WeightExtension()
+                self._receivers[call.trainer]._vectorlm_may_be_quantised = False
                 self._receivers[call.trainer].model_runner = self._runner
                 # Packed layers would go on computing with what was packed.
                 arguments = ["packed"] if self.is_packed else arguments
