@@ -380,7 +380,7 @@ def test_the_command_of_the_server_has_its_lock():
 
 SPECS = (TensorSpec("a", (2, 3), (Piece("b", (2,), (3,), 1),)), TensorSpec("c", ()))
 LAYOUT = Layout("/proc/1/fd/2", 64, (Slot("a", (2, 3), "bfloat16", 0, 8), Slot("c", (), "float32", 16)), 12)
-HANDLE = DeviceHandle("GPU-1", bytes(range(64)), 16, (2, 3), "bfloat16")
+HANDLE = DeviceHandle("GPU-1", bytes(range(64)), 16, (2, 3), (3, 1), "bfloat16")
 LOAD_PLAN = LoadPlan((Copy("a", View((2,), (1,), 0), "w", View((2,), (1,), 4)),), {"w": "float32"}, {"w": 8})
 
 
@@ -389,7 +389,7 @@ LOAD_PLAN = LoadPlan((Copy("a", View((2,), (1,), 0), "w", View((2,), (1,), 4)),)
     [
         ("vectorlm_describe", ["base", SPECS]),
         ("vectorlm_attach", ["base", LAYOUT]),
-        ("vectorlm_attach", ["base", LAYOUT, (DeviceExport("a", 3, HANDLE),)]),
+        ("vectorlm_attach", ["base", LAYOUT, (DeviceExport("a", (3, 0), HANDLE),)]),
         ("vectorlm_load", ["base", 3, True]),
     ],
 )
@@ -416,7 +416,7 @@ def test_only_calls_of_the_channel_and_arenas_pass():
     with pytest.raises(EngineError, match="arena"):
         arguments_from_wire("vectorlm_attach", ["base", to_wire(Layout("/etc/passwd", 64, ()))])
     # A client could name any file.
-    handles = ["base", to_wire(LAYOUT), [{"name": "a", "first_row": 0, "handle": {"path": "/etc/passwd"}}]]
+    handles = ["base", to_wire(LAYOUT), [{"name": "a", "place": [0, 0], "handle": {"path": "/etc/passwd"}}]]
     with pytest.raises(EngineError, match="cannot be read"):
         arguments_from_wire("vectorlm_attach", handles)
 

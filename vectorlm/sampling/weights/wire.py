@@ -32,7 +32,7 @@ class DeviceExport:
     """An `Export` on a CUDA device. Handles of host memory do not cross: a client could name any file."""
 
     name: str
-    first_row: int
+    place: tuple[int, ...]
     handle: DeviceHandle
 
 
