@@ -33,9 +33,7 @@ class Picture(str):
     @classmethod
     def of_bytes(cls, data: bytes) -> Picture:
         """Return the picture in an encoded file (PNG, JPEG, …)."""
-        picture = cls(f"{HASH}:{hashlib.sha256(data).hexdigest()}")
-        picture._data = data
-        return picture
+        return cls(f"{HASH}:{hashlib.sha256(data).hexdigest()}").holding(data)
 
     @property
     def data(self) -> bytes:
@@ -50,9 +48,17 @@ class Picture(str):
 
     def with_data(self) -> Picture:
         """Return the same picture with its content, for a process that may not see its file."""
-        picture = Picture(self)
-        picture._data = self.data
-        return picture
+        return Picture(self).holding(self.data)
+
+    def holding(self, data: bytes) -> Picture:
+        """Give the picture its content, and return it."""
+        self._data = data
+        return self
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the picture has its content, without a file."""
+        return getattr(self, "_data", None) is not None
 
     def as_text(self) -> str:
         """Return what `picture_of` makes this picture of again: its path, or a ``data:`` URL."""
@@ -77,10 +83,7 @@ class Picture(str):
 
 
 def _restored(name: str, data: bytes | None) -> Picture:
-    picture = Picture(name)
-    if data is not None:
-        picture._data = data
-    return picture
+    return Picture(name) if data is None else Picture(name).holding(data)
 
 
 def picture_of(value: Any) -> Picture:

@@ -7,13 +7,17 @@ a second.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from vectorlm.data.images import Picture
 from vectorlm.errors import EngineError
 from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.sampling.contract import RequestOutput
@@ -246,3 +250,90 @@ def _plain(completions: Sequence[Completion]) -> list[Completion]:
         )
         for completion in completions
     ]
+
+
+Encoded = bytes | tuple[list[tuple[bytes, bytes | None]], bytes]
+"""A pickled command, with the hashes and contents of its pictures if it has any."""
+KEPT_PICTURE_BYTES = 256 << 20
+"""Largest sum of the pictures that both ends of a connection keep."""
+
+
+class KeptPictures:
+    """The pictures that have crossed a connection, so that each crosses it once.
+
+    Both ends note the same pictures in the same order, and so let go of the same ones.
+    """
+
+    def __init__(self) -> None:
+        self._data: OrderedDict[bytes, bytes] = OrderedDict()
+        self._num_bytes = 0
+
+    def encode(self, commands: Sequence[Any]) -> list[Encoded]:
+        """Pickle commands, which must be sent; pictures go beside them, by the hash of their content.
+
+        Of a picture that the other end keeps, only the hash is sent.
+        """
+        pickled = []
+        for command in commands:
+            buffer, shown = io.BytesIO(), dict[bytes, bytes]()
+            _Pickler(buffer, shown).dump(command)
+            pickled.append((shown, buffer.getvalue()))
+        # Nothing is noted of commands that cannot be pickled.
+        found: list[Encoded] = []
+        for shown, data in pickled:
+            sent = [(digest, None if digest in self._data else content) for digest, content in shown.items()]
+            self._note(shown)
+            found.append((sent, data) if sent else data)
+        return found
+
+    def decode(self, message: Encoded) -> Any:
+        """Return the command of `encode`; the pictures are noted even if it cannot be read."""
+        if isinstance(message, bytes):
+            return pickle.loads(message)
+        sent, pickled = message
+        shown = {digest: self._data[digest] if data is None else data for digest, data in sent}
+        self._note(shown)
+        return _Unpickler(pickled, shown).load()
+
+    def _note(self, shown: Mapping[bytes, bytes]) -> None:
+        for digest, data in shown.items():
+            self._num_bytes += 0 if digest in self._data else len(data)
+            self._data[digest] = data
+            self._data.move_to_end(digest)
+        while self._num_bytes > KEPT_PICTURE_BYTES:
+            self._num_bytes -= len(self._data.popitem(last=False)[1])
+
+
+class _Pickler(pickle.Pickler):
+    """Puts the content of pictures into `shown`, by its hash."""
+
+    def __init__(self, buffer: io.BytesIO, shown: dict[bytes, bytes]) -> None:
+        super().__init__(buffer)
+        self._shown = shown
+
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce pictures with content to their name and hash; called for no number and no text."""
+        if not isinstance(value, Picture) or not value.is_held:
+            return NotImplemented
+        digest = hashlib.sha256(value.data).digest()
+        self._shown[digest] = value.data
+        return shown_picture, (str(value), digest)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads pictures from `shown`."""
+
+    def __init__(self, pickled: bytes, shown: Mapping[bytes, bytes]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._shown = shown
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Find what a name stands for."""
+        if (module, name) == (shown_picture.__module__, shown_picture.__name__):
+            return lambda text, digest: Picture(text).holding(self._shown[digest])
+        return super().find_class(module, name)
+
+
+def shown_picture(name: str, digest: bytes) -> Picture:
+    """Stand for a picture in what `KeptPictures` encodes; only `KeptPictures.decode` can read it."""
+    raise pickle.UnpicklingError(f"the content of the picture {name!r} is missing")

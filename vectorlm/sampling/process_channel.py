@@ -81,6 +81,8 @@ class ProcessChannel:
         self._closing = threading.Event()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._pictures, self._sending = messages.KeptPictures(), threading.Lock()
+        """The lock keeps messages in the order in which they are encoded."""
         self._news = threading.Condition()
         self._answers: dict[int, CallResult] = {}
         self._awaited: dict[int, float] = {}
@@ -128,20 +130,19 @@ class ProcessChannel:
         number = next(self._count)
         # Pickled here, so that the caller gets the error, and apart from the number, so that the sampler can answer a
         # command that it cannot unpickle.
-        message = pickle.dumps((number, pickle.dumps(command)))
-        self._awaited[number] = time.monotonic()
-        self._outbox.put(message)
+        with self._sending:
+            message = pickle.dumps((number, *self._pictures.encode([command])))
+            self._awaited[number] = time.monotonic()
+            self._outbox.put(message)
         return number
 
     def ask(self, commands: Sequence[messages.Generate], tell: messages.TakeAnswer) -> list[int]:
         """Send commands as one message; the receiving thread passes their answers to `tell`."""
         require_own_process(self._pid)
         numbers = [next(self._count) for _ in commands]
-        message = pickle.dumps(
-            [(number, pickle.dumps(command)) for number, command in zip(numbers, commands, strict=True)]
-        )
-        with self._news:
+        with self._sending, self._news:
             if not self._is_cut:
+                message = pickle.dumps(list(zip(numbers, self._pictures.encode(commands), strict=True)))
                 self._awaited |= dict.fromkeys(numbers, time.monotonic())
                 self._tell |= dict.fromkeys(numbers, tell)
                 self._outbox.put(message)

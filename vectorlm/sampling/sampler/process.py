@@ -58,10 +58,10 @@ def serve(connection: Connection, scratch: str) -> None:
     except Exception as error:
         connection.send((number, (None, portable(error, SAMPLER))))
         # Stay until `Stop`: rank 0 might see the end of this process before the answer.
-        while not isinstance(pickle.loads(connection.recv()[1]), messages.Stop):
+        while not _is_stop(connection.recv()):
             pass
         return
-    scheduler = Scheduler(backend, start.model)
+    scheduler, pictures = Scheduler(backend, start.model), messages.KeptPictures()
     connection.send((number, (ready(backend, time.perf_counter() - began), None)))
     last_sign = time.monotonic()
     while True:
@@ -69,7 +69,7 @@ def serve(connection: Connection, scratch: str) -> None:
             received = connection.recv()
             for number, message in received if isinstance(received, list) else [received]:
                 try:
-                    command = pickle.loads(message)
+                    command = pictures.decode(message)
                 except Exception as error:
                     text = (
                         f"the sampler process cannot read this call: {type(error).__name__}: {error}. It imports no "
@@ -87,6 +87,12 @@ def serve(connection: Connection, scratch: str) -> None:
         if scheduler.has_progressed and time.monotonic() - last_sign > ALIVE_EVERY_S:
             connection.send((None, None))  # A sign of life.
             last_sign, scheduler.has_progressed = time.monotonic(), False
+
+
+def _is_stop(received: Any) -> bool:
+    """Return whether a message is `Stop`, which is sent alone and without pictures."""
+    is_plain = isinstance(received, tuple) and isinstance(received[1], bytes)
+    return is_plain and isinstance(pickle.loads(received[1]), messages.Stop)
 
 
 def run(arguments: list[str]) -> None:
