@@ -8,6 +8,7 @@ import pytest
 import torch
 from in_flight_cases import another, update_on_the_way
 from kit.mixtures import MIXTURES, save_mixture
+from kit.rank_processes import save_tiny_llama
 from kit.tiny_engine import TINY_ENGINE
 
 from vectorlm import SamplingEngine
@@ -119,8 +120,9 @@ def test_replay_closes_two_thirds_of_the_largest_gap_of_an_engine_in_bfloat16(tm
 
 
 @pytest.mark.slow
-def test_a_dense_engine_and_one_that_was_not_asked_return_no_routes(tmp_path, folder):
-    with SamplingEngine(folder, **{**ENGINE, "max_model_len": 64}) as engine:
+def test_a_dense_engine_and_one_that_was_not_asked_return_no_routes(tmp_path):
+    dense = save_tiny_llama(tmp_path / "dense", hidden_size=64)
+    with SamplingEngine(dense, **{**ENGINE, "max_model_len": 64}) as engine:
         assert engine.sample([[3, 4]], SAMPLED)[0][0].routes is None
     save_mixture("Mixtral", tmp_path / "model")
     with SamplingEngine(
