@@ -19,13 +19,13 @@ def register() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
         return  # An error would end vLLM, for users of other backends too.
-    from vllm.platforms import current_platform
+    from vllm import platforms
 
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, *ENGINE)
-    if current_platform.is_cpu():
-        _adapt_workers(type(current_platform))
+    if platforms.current_platform.is_cpu():
+        _adapt_workers(type(platforms.current_platform))
 
 
 def _adapt_workers(platform: Any) -> None:
