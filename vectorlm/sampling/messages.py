@@ -261,11 +261,13 @@ KEPT_PICTURE_BYTES = 256 << 20
 class KeptPictures:
     """The pictures that have crossed a connection, so that each crosses it once.
 
-    Both ends note the same pictures in the same order, and so let go of the same ones.
+    Both ends note the same pictures in the same order, and so let go of the same ones. Only the receiving end keeps
+    their contents.
     """
 
     def __init__(self) -> None:
-        self._data: OrderedDict[bytes, bytes] = OrderedDict()
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._contents: dict[bytes, bytes] = {}
         self._num_bytes = 0
 
     def encode(self, commands: Sequence[Any]) -> list[Encoded]:
@@ -281,7 +283,7 @@ class KeptPictures:
         # Nothing is noted of commands that cannot be pickled.
         found: list[Encoded] = []
         for shown, data in pickled:
-            sent = [(digest, None if digest in self._data else content) for digest, content in shown.items()]
+            sent = [(digest, None if digest in self._sizes else content) for digest, content in shown.items()]
             self._note(shown)
             found.append((sent, data) if sent else data)
         return found
@@ -291,17 +293,20 @@ class KeptPictures:
         if isinstance(message, bytes):
             return pickle.loads(message)
         sent, pickled = message
-        shown = {digest: self._data[digest] if data is None else data for digest, data in sent}
+        shown = {digest: self._contents[digest] if data is None else data for digest, data in sent}
+        self._contents |= shown
         self._note(shown)
         return _Unpickler(pickled, shown).load()
 
     def _note(self, shown: Mapping[bytes, bytes]) -> None:
         for digest, data in shown.items():
-            self._num_bytes += 0 if digest in self._data else len(data)
-            self._data[digest] = data
-            self._data.move_to_end(digest)
+            self._num_bytes += 0 if digest in self._sizes else len(data)
+            self._sizes[digest] = len(data)
+            self._sizes.move_to_end(digest)
         while self._num_bytes > KEPT_PICTURE_BYTES:
-            self._num_bytes -= len(self._data.popitem(last=False)[1])
+            digest, size = self._sizes.popitem(last=False)
+            self._contents.pop(digest, None)
+            self._num_bytes -= size
 
 
 class _Pickler(pickle.Pickler):
