@@ -97,7 +97,7 @@ def test_the_gradient_of_whole_distributions_is_that_of_the_formula_row_by_row(
 
 
 PROMPT = [7, 3, 9, 11, 30, 2, 5, 8]
-"""What the policy reads as its own teacher; the policy's prompts have two to five tokens."""
+"""The prompt that the policy reads as its own teacher; the policy's prompts have two to five tokens."""
 
 
 def taught_by_itself(topology, folder, kind, beta, packs):

@@ -46,12 +46,12 @@ def test_accepted_tokens_have_the_distribution_of_the_model(engine, sharp):
     engine.accepted_tokens()
     parameters = {"max_tokens": 3, "ignore_eos": True, "logprobs": 0, "n": NUM_SAMPLES // 4}
     answers = engine.sample([prompt] * 4, [{**parameters, "seed": 100_000 * seed} for seed in range(1, 5)])
-    completions = [each for group in answers for each in group]
+    completions = [completion for group in answers for completion in group]
     assert engine.accepted_tokens() > 0.1, "few tokens were accepted, so equality proves little"
     assert engine.accepted_tokens() is None
     assert largest_gap(completions[:200], sharp) < FP32_GAP
     vocabulary = sharp.config.vocab_size
-    tokens = torch.tensor([each.token_ids for each in completions])
+    tokens = torch.tensor([completion.token_ids for completion in completions])
     # Probabilities of all beginnings of a completion, and the beginnings.
     share, contexts = torch.ones(1), torch.zeros(1, 0, dtype=torch.long)
     for place in range(3):
@@ -78,7 +78,7 @@ def test_after_a_swap_log_probabilities_are_of_the_new_weights(engine, folder):
         engine.update(model, engine.version + 1)
         parameters = {"max_tokens": 40, "ignore_eos": True, "logprobs": 0, "seed": seed, "n": 3}
         answers = engine.sample([[5, 6, 7, 8] * 5, [9, 10, 11] * 6], parameters)
-        assert largest_gap([each for group in answers for each in group], model) < FP32_GAP
+        assert largest_gap([completion for group in answers for completion in group], model) < FP32_GAP
     assert engine.accepted_tokens() > 0
 
 

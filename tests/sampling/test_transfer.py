@@ -72,7 +72,7 @@ def moved(folder, seed):
 
 @torch.no_grad()
 def require_held(url, model):
-    """Compare the log-probabilities of the server with those of the model."""
+    """Compare the server's log-probabilities with the model's."""
     for row, found in zip(ROWS, ScoringServer(url).logprobs(ROWS), strict=True):
         logprobs = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
         expected = logprobs.gather(-1, torch.tensor(row)[1:, None])[:, 0]
@@ -231,7 +231,7 @@ def test_whoever_updates_last_owns_the_weights(url, folder):
 
 @pytest.mark.slow
 def test_every_update_empties_the_prefix_cache_also_under_requests(url, folder):
-    """The rows share a prefix of whole blocks with those of the weights before."""
+    """The rows share a prefix of whole blocks with rows sampled from the weights before."""
     row = [2 + place % 40 for place in range(200)]
     model = moved(folder, 9)
     body = {"prompt": row, "max_tokens": 50, "ignore_eos": True, "temperature": 0}
@@ -284,7 +284,7 @@ def test_the_end_of_the_server_is_an_error_in_time_and_leaves_nothing(server, fo
         killed.join()
     process.wait()
     _, alive = psutil.wait_procs(below, 20)
-    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.slow

@@ -403,8 +403,8 @@ class SelfTeacher(Teacher):
 def compared_with_top(token_ids: torch.Tensor, teacher: torch.Tensor, beta: float) -> Comparison:
     """Return a function that compares the policy's distributions with the most probable tokens of a teacher.
 
-    All other tokens count as one, so the divergence is at most that of the whole distributions, and equal to it if all
-    tokens are given.
+    All other tokens count as one. The result is a lower bound of the divergence of the whole distributions, and equals
+    it if all tokens are given.
 
     Args:
         token_ids: int64 [M, k].

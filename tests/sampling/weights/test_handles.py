@@ -114,7 +114,7 @@ BOUNDS = strategies.lists(strategies.tuples(strategies.integers(0, 5), strategie
 
 @hypothesis.given(pieces(), BOUNDS, strategies.booleans())
 def test_a_piece_is_cut_where_a_rank_s_block_begins_and_ends(piece, bounds, are_rows):
-    """Of each view exactly the elements in the block are copied, to where they belong: by a list of all elements."""
+    """Each view copies exactly its elements in the block, to where a list of all elements has them."""
     shape, view = piece
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     block, place = whole, []

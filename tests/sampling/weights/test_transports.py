@@ -52,7 +52,7 @@ TENSOR_PARALLEL = {
     "down.weight": (Shard(0), Shard(1)),
     "head.weight": (Shard(0), Shard(1)),
 }
-"""What a pair of ranks splits: rows, columns, and the rows of three parts."""
+"""Tensors that a pair of ranks splits: rows, columns, and the rows of three parts."""
 
 
 def split(model, topology):

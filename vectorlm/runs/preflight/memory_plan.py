@@ -346,8 +346,8 @@ def pixel_bytes(demand: Demand) -> int:
 def image_bytes(demand: Demand) -> int:
     """Estimate what a pass holds of its images: pixels, and activations of the vision model.
 
-    A vision model that is trained keeps what goes into and comes out of the matrices of all its blocks, or of one block
-    and all inputs where they are computed again; a frozen one holds one block at a time.
+    A vision model that is trained keeps what goes into and comes out of the matrices of all its blocks. If it is frozen
+    or its blocks are computed again, it holds one block at a time; the inputs of the blocks are not counted.
     """
     vision = demand.model.vision
     if vision is None:

@@ -28,7 +28,7 @@ ROWS_PER_REQUEST = 32
 NUM_CONNECTIONS = 16
 
 Entry = Mapping[str, Mapping[str, float]]
-"""What vLLM says of the place of a token: ``{"logprob", "rank", "decoded_token"}`` by token id."""
+"""vLLM's answer for the place of a token: ``{"logprob", "rank", "decoded_token"}`` by token id."""
 Call = tuple[str, Any, Callable[[Any], Any]]
 """Path, body (None for a GET) and the function that reads the answer."""
 
