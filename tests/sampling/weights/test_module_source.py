@@ -132,6 +132,22 @@ def test_only_the_first_rank_of_a_node_sends_a_scalar():
     assert arena.view(layout.slots[0]) == 1.5
 
 
+def test_rows_that_are_computed_may_be_wider_than_what_is_held():
+    # As rows of a base in 4 bits are.
+    packed = torch.arange(10, dtype=torch.uint8).reshape(5, 2)
+    expected = torch.cat([packed, packed + 10], dim=1).float()
+    arena = Arena.create(expected.nbytes)
+    layout = Layout(arena.path, expected.nbytes, (Slot("packed", (5, 4), "float32", 0),))
+    changes = {"packed": lambda rows: torch.cat([rows, rows + 10], dim=1)}
+    parts = []
+    for rank in range(2):
+        topology = Topology(rank, rank, 2, 2)
+        source = ModuleSource(torch.nn.Module(), topology, tensors={"packed": packed}, changes=changes)
+        parts += source.publish(layout, True)
+    assert torch.equal(arena.view(layout.slots[0]), expected)
+    assert sum(parts) % 2**64 == checksum(expected)
+
+
 def test_what_an_update_maps_is_closed_with_the_callers_arenas():
     arena, arenas, tensors = Arena.create(64), MappedArenas(), {"scale": torch.tensor(1.5)}
     layout = Layout(arena.path, 64, (Slot("scale", (), "float32", 0),))

@@ -54,10 +54,11 @@ class HeldBox:
         """Index of the first element of `rows` in the whole tensor, by dimension."""
         return (self.first_row, *self.place[1:])
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the place of `rows` in a whole tensor."""
+    def of(self, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return the place in a whole tensor of `rows`, or of what `change` computes from them, by their shape."""
         whole = whole.reshape(1) if whole.ndim == 0 else whole
-        for dim, (start, length) in enumerate(zip(self.sent_place, self.rows.shape, strict=True)):
+        # A scale has fewer dimensions than the rows that it was computed from.
+        for dim, (start, length) in enumerate(zip(self.sent_place, shape)):  # noqa: B905
             if length != whole.shape[dim]:
                 whole = whole.narrow(dim, start, length)
         return whole
@@ -187,9 +188,9 @@ class ModuleSource:
         if prepared.targets:
             torch._foreach_copy_(prepared.targets, prepared.rows, non_blocking=True)
         sums: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
-        for slot, write, change, target in prepared.computed:
-            rows = change(write.rows).to(target.dtype)
-            target.copy_(rows, non_blocking=True)
+        for slot, write, change, whole in prepared.computed:
+            rows = change(write.rows).to(whole.dtype)
+            write.of(whole, rows.shape).copy_(rows, non_blocking=True)
             if with_checksums:
                 sums[slot.name].append((row_sums(rows, slot.word_bytes), write.first_row))
         if self._topology.is_cuda:
@@ -292,19 +293,15 @@ class _PreparedWriting:
         self.rows: list[torch.Tensor] = []
         """The rows to copy to each of `targets`."""
         self.computed: list[tuple[Slot, HeldBox, Change, torch.Tensor]] = []
-        """The other rows, how to compute them, and their targets."""
+        """The other rows, how to compute them, and the whole tensors that they belong to."""
         for slot in layout.slots:
             for write in writes[slot.name]:
-                target = places[slot.name]
-                if slot.quantised is not None and slot.quantised.is_scale:
-                    target = target[write.first_row : write.first_row + len(write.rows)]
-                else:
-                    target = write.of(target)
+                whole = places[slot.name]
                 if write.change is None:
-                    self.targets.append(target)
+                    self.targets.append(write.of(whole, write.rows.shape))
                     self.rows.append(write.rows)
                 else:
-                    self.computed.append((slot, write, write.change, target))
+                    self.computed.append((slot, write, write.change, whole))
 
 
 def quantised_writes(

@@ -32,10 +32,10 @@ def _adapt_workers(platform: Any) -> None:
     """Let workers on CPU import `cpu_worker`, if their engine uses the backend: it adapts vLLM before a model loads."""
     original = platform.check_and_update_config
 
-    def check_and_update_config(vllm_config: Any) -> None:
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
         original(vllm_config)
         transfer, parallel = vllm_config.weight_transfer_config, vllm_config.parallel_config
         if transfer is not None and transfer.backend == BACKEND and parallel.worker_cls == CPU_WORKER:
             parallel.worker_cls = OUR_CPU_WORKER
 
-    platform.check_and_update_config = staticmethod(check_and_update_config)
+    platform.check_and_update_config = classmethod(check_and_update_config)
