@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from vectorlm.sampling.weights.model_tensors import reshard
 
@@ -74,4 +75,5 @@ def _copy(weights: list[torch.Tensor], model: Any) -> None:
 def _weights(model: Any) -> list[torch.Tensor]:
     """Return the parameters themselves; one rank holds the whole of each."""
     reshard(model)
-    return [parameter.detach().to_local() for parameter in model.parameters()]
+    held = (parameter.detach() for parameter in model.parameters())
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]

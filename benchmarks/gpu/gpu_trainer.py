@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from gpu_bench import GIB, Bench, big_trainer
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import vectorlm
 from vectorlm.runs.preflight.memory import host_memory_bytes
@@ -100,7 +101,8 @@ def planned_bytes(model: Any, folder: str) -> int:
 
 def offload(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
     """Move the optimizer's state to the host and back, twice: the first time makes the host memory."""
-    moments = [each["exp_avg_sq"].to_local() for each in optimizer.state.values()]
+    held = [state["exp_avg_sq"] for state in optimizer.state.values()]
+    moments = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
     if sum(2 * each.nbytes for each in moments) > SPARE_HOST_SHARE * host_memory_bytes():
         raise MemoryError("the host has no room for the optimizer's state: offload was not tried.")
     before = [float(each.sum(dtype=torch.float64)) for each in moments]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
+from kit.tensors import full
 from vectorlm.data.loader import Collator, StepLoader
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.metrics import JsonlSink
@@ -102,4 +103,4 @@ def build_loop(
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
     """Return the full weights, on every rank."""
-    return {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
+    return {name: full(parameter).clone() for name, parameter in model.named_parameters()}

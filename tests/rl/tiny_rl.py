@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from kit.tensors import full
 from transformers import AutoModelForCausalLM
 
 from vectorlm.algorithms.registry import algorithm_names, get_algorithm
@@ -247,7 +248,7 @@ def gradients(model):
 
 def whole(model):
     """Return the full weights of a sharded model."""
-    return {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
+    return {name: full(parameter).detach().clone() for name, parameter in model.named_parameters()}
 
 
 def same(metrics):

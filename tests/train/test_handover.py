@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 from kit.rank_processes import on_ranks, save_tiny_llama
+from kit.tensors import full, local
 from kit.tiny_runs import build_loop, whole_weights
-from torch.distributed.tensor import DTensor
 
 from vectorlm.errors import EngineDied, EngineError, OutOfTurn
 from vectorlm.ranks.topology import Topology
@@ -207,11 +207,7 @@ def train(topology, folder, hand_over):
         stepper.optimizer.step()
         stepper.optimizer.zero_grad()
         stepper.schedule.step()
-    states = [
-        value.full_tensor() if hasattr(value, "full_tensor") else value
-        for state in stepper.optimizer.state.values()
-        for value in state.values()
-    ]
+    states = [full(value) for state in stepper.optimizer.state.values() for value in state.values()]
     return whole_weights(stepper.model), states, answers
 
 
@@ -387,10 +383,7 @@ def shard_bytes(topology, model_dir):
     offload.move_out()
     moved = offload.num_bytes
     offload.move_back()
-    assert all(
-        isinstance(state["exp_avg"], DTensor) and state["exp_avg"].to_local().isfinite().all()
-        for state in optimizer.state.values()
-    )
+    assert all(local(state["exp_avg"]).isfinite().all() for state in optimizer.state.values())
     return moved
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kit.rank_processes import on_ranks
+from kit.tensors import full
 from kit.tiny_runs import build_loop, loader
 
 from vectorlm.types import Batch
@@ -27,7 +28,7 @@ def loss_and_gradient(optimizer_step, loss):
     # Between forward and backward the model has whole weights, the optimizer their shards.
     optimizer_step.optimizer.zero_grad()
     loss.backward()
-    return loss.detach(), [item.grad.full_tensor().clone() for item in optimizer_step.model.parameters()]
+    return loss.detach(), [full(item.grad).clone() for item in optimizer_step.model.parameters()]
 
 
 def losses(topology, folder, packs):
@@ -102,10 +103,10 @@ def step_without_targets(topology, folder):
     model, schedule = loop.optimizer_step.model, loop.optimizer_step.schedule
     loop.recorder = replace(loop.recorder, say=said.append)
     loop.optimize([batch])
-    before = [item.full_tensor().clone() for item in model.parameters()]
+    before = [full(item).clone() for item in model.parameters()]
     batch.labels.fill_(-100)
     metrics = loop.optimize([batch])
-    after = [item.full_tensor() for item in model.parameters()]
+    after = [full(item) for item in model.parameters()]
     moved = any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
     return metrics, moved, schedule.state_dict()["num_steps_done"], said
 

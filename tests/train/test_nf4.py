@@ -6,6 +6,7 @@ import pytest
 import torch
 from kit.rank_processes import on_ranks, save_tiny_llama
 from kit.rl_runs import config_of, lines, save_files
+from kit.tensors import full
 from torch.distributed.checkpoint import FileSystemReader
 
 from vectorlm.cli.export import export, find_source
@@ -41,7 +42,7 @@ def learn(model, optimizer):
     tokens = torch.arange(8)[None]
     loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
-    gradients = [entry.grad.full_tensor().clone() for entry in model.parameters() if entry.requires_grad]
+    gradients = [full(entry.grad).clone() for entry in model.parameters() if entry.requires_grad]
     optimizer.step()
     optimizer.zero_grad()
     return loss.item(), gradients

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kit.rank_processes import on_ranks
+from kit.tensors import full, local
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,12 +69,12 @@ def steps(training, numbers):
 
 
 def trained_weights(model):
-    return [entry.full_tensor().clone() for entry in model.parameters() if entry.requires_grad]
+    return [full(entry).clone() for entry in model.parameters() if entry.requires_grad]
 
 
 def bytes_of(value):
     if isinstance(value, DTensor):
-        value = value.to_local()
+        value = local(value)
     if is_traceable_wrapper_subclass(value):
         # The table of its codes is 1 kB for each tensor, whatever its size.
         return sum(
@@ -108,9 +109,7 @@ def go_on(topology, path, lora):
         last = trained_weights(training.model)
         state = training.optimizer.state
         kept = sum(bytes_of(entry) for values in state.values() for entry in values.values())
-        numbers = sum(
-            entry.to_local().numel() for entry in training.model.parameters() if entry.requires_grad
-        )
+        numbers = sum(local(entry).numel() for entry in training.model.parameters() if entry.requires_grad)
         again = build(topology, settings, lora)
         checkpoint(topology, path / str(index), again, 3, "load")
         steps(again, range(3, 6))
@@ -284,7 +283,7 @@ def are_multiplied(topology):
         training = replace(build(topology, OptimizerSettings(name="sgd", lr=1.0), False), max_grad_norm=bound)
         tokens = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(0))
         training.backward(training.model(input_ids=tokens, labels=tokens).loss, is_last=True)
-        gradients = [parameter.grad.to_local() for parameter in training.model.parameters()]
+        gradients = [local(parameter.grad) for parameter in training.model.parameters()]
         before = [(gradient.clone(), gradient._version) for gradient in gradients]
         training.finish(0)
         after = [(gradient, gradient._version) for gradient in gradients]

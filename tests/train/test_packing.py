@@ -10,6 +10,7 @@ import torch
 from flash import written_down
 from kit.families import ATTENTIVE, FAMILIES, RECURRENT, save_family
 from kit.rank_processes import on_ranks
+from kit.tensors import full
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -205,9 +206,7 @@ def values_and_gradient(model, rows, compute):
     weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(2)).to(logprobs.dtype)
     ((logprobs + 0.1 * entropies) * weights).sum().backward()
     gradient = {
-        name: item.grad.full_tensor() if hasattr(item.grad, "full_tensor") else item.grad.clone()
-        for name, item in model.named_parameters()
-        if item.grad is not None
+        name: full(item.grad).clone() for name, item in model.named_parameters() if item.grad is not None
     }
     return logprobs.detach(), entropies.detach(), gradient
 

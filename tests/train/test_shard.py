@@ -3,6 +3,7 @@ import shutil
 import pytest
 import torch
 from kit.rank_processes import on_ranks
+from kit.tensors import full, local
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,10 +31,7 @@ def gradient(model, rows):
     tokens = torch.arange(rows * 8).view(rows, 8) % 48
     loss = -token_logprobs(model(input_ids=tokens, use_cache=False).logits, tokens).sum() / (rows * 7)
     loss.backward()
-    whole = {
-        name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        for name, parameter in model.named_parameters()
-    }
+    whole = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
     return loss.item(), whole
 
 
@@ -78,9 +76,9 @@ def placements(topology, folder):
     found = {}
     for strategy in STRATEGIES:
         model = shard_model(load_model(folder), topology, ModelSettings(sharding_strategy=strategy))
-        local = sum(parameter.to_local().numel() for parameter in model.parameters())
+        held = sum(local(parameter).numel() for parameter in model.parameters())
         tied = model.lm_head.weight is model.model.embed_tokens.weight
-        found[strategy] = local / sum(parameter.numel() for parameter in model.parameters()), tied
+        found[strategy] = held / sum(parameter.numel() for parameter in model.parameters()), tied
     return found
 
 
@@ -94,8 +92,8 @@ def test_sharding_strategies_hold_their_share_of_the_weights_and_keep_tied_embed
 
 def hybrid(topology, folder):
     model = shard_model(load_model(folder), topology, ModelSettings(sharding_strategy="HYBRID_SHARD"))
-    local = sum(parameter.to_local().numel() for parameter in model.parameters())
-    return local / sum(parameter.numel() for parameter in model.parameters()), *gradient(model, 2)
+    held = sum(local(parameter).numel() for parameter in model.parameters())
+    return held / sum(parameter.numel() for parameter in model.parameters()), *gradient(model, 2)
 
 
 def test_hybrid_shards_within_a_node_and_leaves_loss_and_gradients_unchanged(folder):
@@ -175,7 +173,7 @@ def filled_from_main(topology, folder):
         with torch.no_grad():
             logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
         reshard(model)
-        whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        whole = {name: full(parameter) for name, parameter in model.named_parameters()}
         found.append((whole, weights, logits))
     return found
 
@@ -215,7 +213,8 @@ def resharded(topology, folder):
 def test_after_a_forward_alone_reshard_gives_the_parameters_back_as_shards(seen):
     for scored_groups, types in seen[resharded]:
         assert scored_groups
-        assert set(types) == {DTensor}
+        # A single rank trains the plain model.
+        assert set(types) == {DTensor if len(seen[resharded]) > 1 else torch.nn.Parameter}
 
 
 def shards_between_passes(topology, folder):
@@ -223,12 +222,11 @@ def shards_between_passes(topology, folder):
     step = OptimizerStep(model, torch.optim.SGD(model.parameters()), None, 1.0, topology)
     tokens = torch.arange(8)[None]
     step.backward(model(input_ids=tokens, labels=tokens, use_cache=False).loss, is_last=False)
-    return [isinstance(entry, DTensor) and entry.grad is not None for entry in model.parameters()]
+    return [isinstance(entry, DTensor) for entry in model.parameters()]
 
 
-def test_only_several_ranks_keep_a_small_model_whole_between_passes(seen):
-    for found in seen[shards_between_passes]:
-        assert set(found) == {len(seen[shards_between_passes]) == 1}
+def test_a_small_model_stays_whole_between_passes(seen):
+    assert not any(any(found) for found in seen[shards_between_passes])
 
 
 class Copied(TorchDispatchMode):
@@ -260,7 +258,7 @@ def train_in_bf16(topology, folder):
                     step.backward(loss, is_last=index == 2)
                 copied.append(counts.num_copied / sum(parameter.numel() for parameter in model.parameters()))
             norms.append(step.finish(number)["grad_norm"])
-        found.append((norms, [parameter.full_tensor() for parameter in model.parameters()], copied))
+        found.append((norms, [full(parameter) for parameter in model.parameters()], copied))
     return found
 
 
@@ -298,7 +296,7 @@ def gradients_by_recomputation(topology, folder):
         rows = Rows(ids, torch.ones_like(ids), torch.ones_like(ids).cumsum(1) > 1, (0, 1))
         loss = computes.logprobs(rows).sum()
         loss.backward()
-        gradients = [entry.grad.full_tensor() for entry in model.parameters()]
+        gradients = [full(entry.grad) for entry in model.parameters()]
         found.append((len(calls), loss.detach(), *gradients))
     return found
 

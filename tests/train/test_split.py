@@ -10,7 +10,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from kit.families import FAMILIES, RECURRENT, WITH_BUFFERS, save_family
 from kit.rank_processes import on_ranks
-from torch.distributed.tensor import DTensor
+from kit.tensors import full
 
 from vectorlm.data.loader import Collator, StepLoader
 from vectorlm.errors import ConfigError
@@ -47,7 +47,7 @@ def save(name, path, tied=False, **settings):
 
 
 def whole(tensor):
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    tensor = full(tensor)
     return tensor.detach().clone()
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from kit.metrics_page import METRICS
 from kit.rank_processes import on_ranks
+from kit.tensors import local
 from kit.tiny_runs import GLOBAL_BATCH, LEARNING_RATE, NUM_STEPS, build_loop, loader, rows, whole_weights
 from torch.distributed.tensor import DTensor
 
@@ -185,7 +186,7 @@ def meet_nan(topology, folder):
     if topology.rank == topology.world_size - 1:
         # Token 47 occurs nowhere else; its embedding is in the last rank's shard.
         batches[0].input_ids[1, 0] = 47
-        training.optimizer_step.model.model.embed_tokens.weight.to_local().detach()[-1] = math.nan
+        local(training.optimizer_step.model.model.embed_tokens.weight).detach()[-1] = math.nan
     before = whole_weights(training.optimizer_step.model)
     with pytest.raises(NonFiniteLoss) as raised:
         training.optimize(batches)

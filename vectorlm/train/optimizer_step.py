@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -41,7 +42,7 @@ class OptimizerStep:
     """
 
     model: Any
-    """A model sharded with FSDP2."""
+    """A model sharded with FSDP2, or a plain one on a single rank."""
     optimizer: Optimizer
     schedule: Schedule | None
     """The schedule; None keeps the learning rate constant."""
@@ -58,7 +59,8 @@ class OptimizerStep:
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """Add the gradient of this rank's share of the step's loss; replicas exchange gradients after the last."""
-        self.model.set_requires_all_reduce(is_last)
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_all_reduce(is_last)
         if self._gathers_once:
             self.model.set_requires_gradient_sync(is_last)
             self.model.set_reshard_after_backward(is_last)

@@ -92,6 +92,11 @@ def gathers_once(
     return 4 * (num_parameters + num_trainable) <= GATHER_ONCE_BYTES
 
 
+def stays_plain(world_size: int, computes_in_bf16: bool, cpu_offload: bool) -> bool:
+    """Whether a model is trained without FSDP, which would copy its weights and gradients: one rank casts nothing."""
+    return world_size == 1 and not computes_in_bf16 and not cpu_offload
+
+
 CHUNK_BYTES = 256 << 20
 """Largest chunk of logits, in fp32."""
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
-from vectorlm.train.settings import ModelSettings, Recomputation
+from vectorlm.train.settings import ModelSettings, Recomputation, stays_plain
 from vectorlm.train.split import make_meshes, split_model
 
 RESHARD_AFTER_FORWARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "NO_SHARD": False, "HYBRID_SHARD": True}
@@ -89,7 +89,8 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
     ``FULL_SHARD`` gathers a block's weights for its forward and again for its backward; ``SHARD_GRAD_OP`` keeps them in
     between; ``NO_SHARD`` replicates them on every rank; ``HYBRID_SHARD`` shards within each node and replicates over
     nodes. Gradients are summed in fp32, also for bf16 weights. Names of parameters do not change. With every strategy,
-    `OptimizerStep` keeps a small model gathered for all micro-batches of a step.
+    `OptimizerStep` keeps a small model gathered for all micro-batches of a step. A model that `stays_plain` is only
+    moved to the device.
     """
     strategy = settings.sharding_strategy
     experts: list[nn.Module] = []
@@ -105,7 +106,8 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
         names = ("replicate", "shard")[-len(shape) :]
         mesh = init_device_mesh(torch.device(topology.device).type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy()
-    if settings.computes_in_bf16(topology.is_cuda):
+    is_cast = settings.computes_in_bf16(topology.is_cuda)
+    if is_cast:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     # Only pinned memory is copied at full speed.
     offload = CPUOffloadPolicy(pin_memory=topology.is_cuda) if settings.cpu_offload else OffloadPolicy()
@@ -116,6 +118,8 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
         for block in blocks:
             # Compiling the method keeps the names of parameters, and leaves FSDP's hooks outside.
             block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+    if stays_plain(topology.world_size, is_cast, settings.cpu_offload):
+        return model.to(topology.device)
     for module in (*experts, *reversed(blocks), model):
         fully_shard(
             module,

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.rank_processes import on_ranks, save_tiny_llama
+from kit.tensors import full
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,7 +28,7 @@ def change_and_export(topology, model_dir, path):
         for parameter in model.parameters():
             parameter.add_(0.25)
     export_model(model, load_tokenizer(model_dir), path)
-    return {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
 def export_adapter(topology, model_dir, path, options):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kit.rank_processes import on_ranks
+from kit.tensors import full
 
 from vectorlm.errors import CheckpointError
 from vectorlm.train.checkpoint.folder import newest
@@ -68,7 +69,7 @@ def make_step(model, optimizer):
 
 
 def weights(model):
-    return {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
+    return {name: full(parameter).clone() for name, parameter in model.named_parameters()}
 
 
 def save_and_load(topology, folder, path, *kind):

@@ -35,7 +35,7 @@ from vectorlm.sampling.weights.model_size import (
     read_model_size,
 )
 from vectorlm.train.optimizers import state_bytes
-from vectorlm.train.settings import gathers_once
+from vectorlm.train.settings import gathers_once, stays_plain
 
 MAX_NUM_SEQS = 64
 """Default concurrency of `inference: transformers`."""
@@ -106,6 +106,7 @@ def plan_of_config(
             device_bytes,
         ),
         is_quantized=train.model.quantization is not None,
+        is_plain=stays_plain(world_size, train.model.computes_in_bf16(not is_cpu), train.model.cpu_offload),
         num_ranks=near,
         num_shards=shards,
         keeps_gathered=train.model.sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD"),

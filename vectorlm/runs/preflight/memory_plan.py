@@ -86,6 +86,8 @@ class Demand:
     """Whether a block's gathered weights stay between forward and backward (``SHARD_GRAD_OP``, ``NO_SHARD``)."""
     gathers_once: bool = False
     """Whether all weights and gradients stay on every rank during an optimizer step (`train.settings`)."""
+    is_plain: bool = False
+    """Whether the model is trained without FSDP (`train.settings.stays_plain`)."""
     is_mixed: bool
     """Whether the model computes in bfloat16."""
     packs: bool = True
@@ -198,7 +200,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         weights w P / S     gradients t T / S     optimizer a t T / S (a: `state_bytes` / t; of AdamW 2)
         gathered: c (everything outside the blocks + 2 blocks), or c P where blocks stay gathered;
                   and 4 (everything outside the blocks, or one block) for the gradients of the largest group;
-                  c P + 4 T of a small model (`train.settings.gathers_once`)
+                  c P + 4 T of a small model (`train.settings.gathers_once`); nothing where FSDP is not used
         critic: (2 + a) w P / S   reference and reward models: w P / S each, assumed as large as the policy
         teacher: w P_t / S of its own P_t parameters
         engine: its bytes per weight x P / tensor_parallel, and `engine_step_bytes`
@@ -290,9 +292,11 @@ def gathered_bytes(demand: Demand) -> int:
     """Estimate the unsharded weights and gradients that FSDP2 holds at once on one rank."""
     model, number = demand.model, 2 if demand.is_mixed else 4
     outside = model.num_parameters - model.num_in_blocks
+    # One matrix at a time, in the dtype that it was loaded in and the one that it computes in.
+    matrix = (demand.bytes_per_weight + number) * model.hidden_size * model.intermediate_size
+    if demand.is_plain:
+        return matrix if demand.is_quantized else 0
     if demand.is_quantized:
-        # One matrix at a time, in the dtype that it was loaded in and the one that it computes in.
-        matrix = (demand.bytes_per_weight + number) * model.hidden_size * model.intermediate_size
         return number * outside + matrix + 4 * demand.num_trainable
     block, trained_share = demand.num_gathered_block, demand.num_trainable / model.num_parameters
     whole = outside + model.num_layers * block
