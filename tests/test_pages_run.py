@@ -89,7 +89,8 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_main_command_leaves_its_files_and_its_model_is_sampled_from(checkout):
-    run(checkout, *shlex.split(commands("README.md", "python")[0])[1:], *QUICK)
+    first = shlex.split(commands("README.md", "vectorlm run")[0], comments=True)
+    run(checkout, "-m", *first, *QUICK)
     made = {path.name for path in (checkout / "runs/countdown_sft").iterdir()}
     names = "final-model metrics.jsonl samples.jsonl run.png config.yaml run.json sampler.log checkpoints"
     assert made == set(names.split())
@@ -98,11 +99,12 @@ def test_the_main_command_leaves_its_files_and_its_model_is_sampled_from(checkou
 
 @pytest.mark.slow
 def test_the_commands_for_reinforcement_learning_train(checkout, run_here):
-    _, warm_up, reinforce = commands("README.md", "python")
+    _, *lines_of_page = commands("README.md", "vectorlm run")
+    warm_up, reinforce = (shlex.split(line, comments=True) for line in lines_of_page)
     # The command above it samples meanwhile.
-    run_here(checkout, *shlex.split(warm_up)[1:], *QUICK[:4], "--set", "train_parameters.sampler=null")
+    run_here(checkout, "-m", *warm_up, *QUICK[:4], "--set", "train_parameters.sampler=null")
     few = ["--set", "rl.max_steps=1", "--set", "rl.prompts_per_step=8"]
-    run_here(checkout, *shlex.split(reinforce)[1:], *few)
+    run_here(checkout, "-m", *reinforce, *few)
     assert "eval/accuracy" in lines(checkout / "runs/countdown_grpo/metrics.jsonl")[1]
     assert (checkout / "runs/countdown_grpo/final-model").is_dir()
 
