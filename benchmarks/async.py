@@ -292,9 +292,10 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
     reached = {}
     for threshold in THRESHOLDS:
         there = [each for run in runs if (each := time_to(threshold, run)) is not None]
-        never = "" if len(there) == len(runs) else f", {len(runs) - len(there)} never"
+        never = "" if len(there) == len(runs) else f"{len(runs) - len(there)} never"
         reached[f"steps to reward {threshold}"] = mean_and_range([steps for steps, _ in there], 0)
-        reached[f"s to reward {threshold}"] = mean_and_range([seconds for _, seconds in there], 0) + never
+        seconds = mean_and_range([seconds for _, seconds in there], 0)
+        reached[f"s to reward {threshold}"] = ", ".join(filter(None, (seconds, never)))
     return {
         "run": name,
         "lengths": lengths,

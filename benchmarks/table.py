@@ -28,7 +28,11 @@ class Table:
 
     title: str
     columns: tuple[str, ...] = ()
-    """Those that are shown; all when empty."""
+    """Columns that the page shows; empty for all."""
+    leave_out: str = ""
+    """A regular expression; rows with a matching cell are not shown. Empty shows all."""
+    spread: bool = False
+    """Of three columns, the values of the second become columns, and the cells are the third's."""
 
 
 @dataclass(frozen=True)
@@ -47,33 +51,18 @@ RESULTS = {
         code=(*_LEARNING, *_SAMPLING, "benchmarks/async.py"),
         tables=(
             Table(
-                "Time of a step, and until the reward is there: mean (range) of the seeds",
+                "Synchronous and asynchronous steps: one seed, or the mean (range) of three",
                 (
                     "run",
                     "lengths",
-                    "seeds",
                     "s a step",
-                    "predicted",
                     "times as fast",
-                    "steps to reward 0.25",
-                    "s to reward 0.25",
-                    "steps to reward 0.28",
                     "s to reward 0.28",
-                    "reward at the end",
-                    "commit",
-                ),
-            ),
-            Table(
-                "Effective sample size, and who waited, of the same runs",
-                (
-                    "run",
-                    "lengths",
-                    "tokens, mean and longest",
                     "ESS",
-                    "stall, %",
                     "engine idle, %",
                     "trainer idle, %",
                 ),
+                leave_out="split|2 ranks",
             ),
         ),
     ),
@@ -98,8 +87,8 @@ RESULTS = {
         code=(*_LEARNING, *_SAMPLING, "vectorlm/ranks", "benchmarks/busy.py"),
         tables=(
             Table(
-                "A GRPO step of 512 completions on 2 cores, alone and beside one process that computes "
-                "all the time",
+                "A GRPO step of 512 completions on two cores, alone and beside one busy process",
+                ("threads wait", "machine", "step (s)", "beside libgomp's own, quiet"),
             ),
         ),
     ),
@@ -115,8 +104,9 @@ RESULTS = {
         code=(*_LEARNING, "benchmarks/correction.py"),
         tables=(
             Table(
-                "Points of held-out accuracy that 40 steps on Countdown gain: mean (range) of the seeds",
-                ("engine", "correction", "seeds", "gain, points", "ESS of tokens", "rejected tokens, %"),
+                "Gain in held-out accuracy after 40 steps, in points: mean (range) of three seeds",
+                ("engine", "correction", "gain, points"),
+                spread=True,
             ),
         ),
     ),
@@ -124,7 +114,8 @@ RESULTS = {
         code=(*_LEARNING, "benchmarks/countdown.py"),
         tables=(
             Table(
-                "Right answers to held-out Countdown questions, in percent: mean (range) of three seeds",
+                "Accuracy on held-out Countdown questions: mean (range) of three seeds, from 36.9 % before",
+                ("algorithm", "after, %", "gain, points", "commit"),
             ),
         ),
     ),
@@ -132,8 +123,12 @@ RESULTS = {
         code=(*_LEARNING, "benchmarks/distill.py"),
         tables=(
             Table(
-                "A Countdown student of 0.1 M parameters after as many tokens, from the same start: mean "
-                "(range) of three seeds",
+                "A Countdown student of 0.1 M parameters after equally many tokens: mean (range) of three seeds",
+                (
+                    "learning from",
+                    "gain, points",
+                    "KL(student, teacher) at the end",
+                ),
             ),
         ),
     ),
@@ -155,7 +150,9 @@ RESULTS = {
         code=(*_SAMPLING, "benchmarks/hot_swap.py"),
         tables=(
             Table(
-                "One hot swap of 142 MB, beside one memcpy of the same bytes (median of 25, taken in turn)",
+                "A weight update of 142 MB, and a memcpy of the same bytes (medians of 25, interleaved)",
+                ("what", "ms", "pull (ms)", "bucketed (ms)"),
+                leave_out="ranks hold all|caller waits",
             ),
         ),
     ),
@@ -180,9 +177,8 @@ RESULTS = {
         code=("vectorlm/train", "benchmarks/optimizers.py"),
         tables=(
             Table(
-                "A Countdown model of 0.1 M parameters after 256 steps of fine-tuning, mean (range) of the "
-                "seeds; the learning rate is the better one of two on the first seed",
-                ("optimizer", "learning rate", "of", "seeds", "held-out loss", "right answers, %"),
+                "A Countdown model of 0.1 M parameters after 256 steps of fine-tuning: mean (range) of three seeds",
+                ("optimizer", "learning rate", "held-out loss", "right answers, %"),
             ),
         ),
     ),
@@ -199,7 +195,8 @@ RESULTS = {
         tables=(
             Table(
                 "A reward model and DPO of a 36 M Llama on eight pairs of 144 to 320 tokens a step, beside TRL's "
-                "trainers (medians of two runs, taken in turn, while other work had a lower priority)",
+                "trainers (medians of two runs, interleaved, while other work had a lower priority)",
+                ("job", "", "pairs per second", "times as fast"),
             ),
         ),
     ),
@@ -208,8 +205,9 @@ RESULTS = {
         tables=(
             Table(
                 "Steps of SmolLM2-135M-Instruct in fp32 beside TRL's: GRPO with 64 completions of 24 "
-                "tokens after chats of up to 72, and fine-tuning on eight texts of 24 to 256 tokens "
-                "(medians of two runs, taken in turn)",
+                "tokens after prompts of up to 72, and fine-tuning on eight texts of 24 to 256 tokens "
+                "(medians of two runs, interleaved)",
+                ("job", "", "speed", "times as fast", "most memory of a process, GB"),
             ),
         ),
     ),
@@ -228,7 +226,9 @@ RESULTS = {
         code=(*_SAMPLING, "benchmarks/sampling.py"),
         tables=(
             Table(
-                "Sampling with log-probabilities, prompts of 32 tokens (medians of 7, taken in turn)",
+                "Sampling with log-probabilities, prompts of 32 tokens (medians of 7, interleaved)",
+                ("prompts x new tokens", "what", "tokens/s"),
+                leave_out="SamplingEngine.generate",
             ),
         ),
     ),
@@ -270,8 +270,8 @@ RESULTS = {
         code=(*_LEARNING, "benchmarks/staleness.py"),
         tables=(
             Table(
-                "Points of held-out accuracy that 64 optimizer steps gain, and the KL divergence of the "
-                "trained policy from its start in nats of a completion: mean (range) of the seeds",
+                "Gain in held-out accuracy after 64 optimizer steps, in points: mean (range) of the seeds",
+                ("algorithm", "N = 1", "N = 4", "N = 8", "N = 16", "N = 32"),
             ),
         ),
     ),
@@ -279,7 +279,9 @@ RESULTS = {
         code=(*_SAMPLING, "benchmarks/startup.py"),
         tables=(
             Table(
-                "From the import to the first token (medians, taken in turn)",
+                "Start, from the import to the first token (medians, interleaved)",
+                ("what", "s"),
+                leave_out="load and shard|overlapping",
             ),
         ),
     ),
@@ -287,7 +289,9 @@ RESULTS = {
         code=("vectorlm/algorithms", "vectorlm/sampling/backends/vllm", "benchmarks/truncation.py"),
         tables=(
             Table(
-                "Log-probabilities of the engine and of the trainer, which computes in float32",
+                "Gap between the log-probabilities of the engine and of a trainer in float32",
+                ("engine", "cut by", "gap, mean", "gap, largest", "gap over all tokens, mean", "largest"),
+                leave_out="top_k|min_p",
             ),
         ),
     ),
@@ -433,10 +437,22 @@ def _read(name: str) -> dict[str, Any]:
 def _render(name: str, table: Table, page: str, changed: Collection[str]) -> str:
     result = _read(name)
     columns = table.columns or tuple(result["rows"][0])
+    rows = [
+        row
+        for row in result["rows"]
+        if not (table.leave_out and any(re.search(table.leave_out, str(row[column])) for column in columns))
+    ]
+    if table.spread:
+        first, second, third = columns
+        columns = (first, *dict.fromkeys(row[second] for row in rows))
+        spread: dict[str, dict[str, str]] = {}
+        for row in rows:
+            spread.setdefault(row[first], {first: row[first]})[row[second]] = row[third]
+        rows = [dict.fromkeys(columns, "") | row for row in spread.values()]
     lines = [columns, ("---", *["---:"] * (len(columns) - 1))]
-    lines += [[str(row[column]) for column in columns] for row in result["rows"]]
-    rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table.title}; {_origin(name, page, changed)}:\n\n{rows}"
+    lines += [[str(row[column]) for column in columns] for row in rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table.title}; {_origin(name, page, changed)}:\n\n{text}"
 
 
 if __name__ == "__main__":
