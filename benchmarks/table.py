@@ -187,6 +187,7 @@ RESULTS = {
         tables=(
             Table(
                 "Measured; seeds as mean (range)",
+                ("run", "seeds", "measured", "commit"),
             ),
         ),
     ),
