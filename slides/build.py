@@ -1,4 +1,4 @@
-"""Draw the charts of the talk, and the README's first picture, from measured results, and build the talk's PDF.
+"""Draw the charts of the talk from measured results, and build the talk's PDF.
 
 python slides/build.py
 """
@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from vectorlm.algorithms.registry import ROWS
 
 ROOT = Path(__file__).parents[1]
-RESULTS, IMAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
+RESULTS = ROOT / "benchmarks" / "results"
 ENGINE, TRAINER, SWAP, GREY = "#2563a8", "#2f8f4e", "#d0342c", "#8a93a0"
 INK = "#1c2733"
 
@@ -52,14 +52,14 @@ def new(width: float, height: float, rows: int = 1) -> tuple[Figure, list[Axes]]
 
 
 def turns(folder: Path) -> None:
-    """Who computes when, in two recorded runs: taking turns, and in flight."""
+    """Draw who computes when in two recorded runs, a synchronous and an asynchronous one."""
     recorded = json.loads(Path(__file__).with_name("timelines.json").read_text())
     figure, axes = new(13, 5.4, rows=2)
     for place, (name, title) in zip(
         axes,
         (
-            ("taking turns, 2 ranks", "Taking turns: the devices are the engine's, then the trainer's"),
-            ("in flight, k = 2", "In flight: both compute, new weights reach the engine amid its sequences"),
+            ("taking turns, 2 ranks", "Synchronous: engine and trainer alternate"),
+            ("in flight, k = 2", "Asynchronous: both compute, and weights change while sequences run"),
         ),
         strict=True,
     ):
@@ -70,7 +70,7 @@ def turns(folder: Path) -> None:
         handles=[
             Patch(color=ENGINE, label="vLLM samples"),
             Patch(color=TRAINER, label="FSDP ranks train"),
-            Patch(color=SWAP, label="weights are swapped (10 to 20 ms)"),
+            Patch(color=SWAP, label="weight update (10 to 20 ms)"),
         ],
         loc="outside lower center",
         ncols=3,
@@ -78,8 +78,7 @@ def turns(folder: Path) -> None:
     )
     # Typst draws text a little higher than its place, and would cut the first title.
     figure.get_layout_engine().set(rect=(0, 0, 1, 0.95))
-    for path in (folder / "turns.svg", IMAGES / "turns.png"):
-        figure.savefig(path, dpi=110)
+    figure.savefig(folder / "turns.svg")
 
 
 def draw_turn(axes: Axes, run: dict) -> None:
@@ -100,7 +99,7 @@ def draw_turn(axes: Axes, run: dict) -> None:
 
 
 def swap(folder: Path) -> None:
-    """What a new set of weights in the engine costs, by the way it gets there."""
+    """Draw the time of a weight update, beside other ways to change the weights."""
     shown = {
         "memcpy": ("memcpy of the same 142 MB", GREY),
         "live": ("live", SWAP),
@@ -127,7 +126,7 @@ def swap(folder: Path) -> None:
 
 
 def steps(folder: Path) -> None:
-    """A step of GRPO beside TRL's, sampling and update."""
+    """Draw the time of a GRPO step, sampling and update, beside TRL."""
     settings: dict[str, list[dict]] = {}
     for row in read("rl_step")["rows"]:
         settings.setdefault(row["prompt + completion"], []).append(row)
@@ -157,15 +156,15 @@ def steps(folder: Path) -> None:
 
 
 def overlap(folder: Path) -> None:
-    """Seconds a step and steps to a reward, over how stale a rollout may be."""
+    """Draw seconds per step and steps to a reward, over the bound on staleness."""
     rows = [row for row in read("async")["rows"] if row["lengths"] == "long tail"]
     names = {
-        "taking turns on all, 1 rank": "taking turns",
+        "taking turns on all, 1 rank": "synchronous",
         "one step off": "one step off",
-        "in flight, k = 1": "in flight\nk = 1",
-        "in flight, k = 2": "in flight\nk = 2",
-        "in flight, k = 4": "in flight\nk = 4",
-        "in flight, k = 8": "in flight\nk = 8",
+        "in flight, k = 1": "async,\nk = 1",
+        "in flight, k = 2": "async,\nk = 2",
+        "in flight, k = 4": "async,\nk = 4",
+        "in flight, k = 8": "async,\nk = 8",
     }
     found = {row["run"]: row for row in rows}
     figure, (axes,) = new(13, 5.4)
@@ -195,7 +194,7 @@ def overlap(folder: Path) -> None:
 
 
 def correction(folder: Path) -> None:
-    """Gain in right answers with and without importance weights, by how far engine and trainer differ."""
+    """Draw the gain in accuracy with and without importance weights, by the mismatch of engine and trainer."""
     names = ["none", "bf16", "bf16, noise 0.3", "stale by 2", "stale by 4", "stale by 8"]
     runs = read("correction")["runs"]
     figure, (axes,) = new(13, 5.2)
