@@ -75,8 +75,8 @@ def make_optimizer(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adamw = given
     if settings.fused is None and not settings.foreach:
-        # Without it torch makes a temporary copy of the whole state on CUDA.
-        adamw = {**given, "fused": is_cuda or None}
+        # torch's default makes a temporary copy of the whole state on CUDA, and takes four times as long on CPU.
+        adamw = {**given, "fused": True}
     from vectorlm.train.optimizer_step import Parts, WholeTensors, pass_lr_as_tensor, step_by_mesh
 
     if name == "adamw":

@@ -244,7 +244,7 @@ class OptimizerSettings:
     differentiable: Literal[False] = False
     """Only false is supported; accepted so that files may list every argument of AdamW."""
     fused: bool | None = None
-    """Step in one kernel. null means on CUDA, unless `foreach` is true."""
+    """Step in one kernel. null means true, unless `foreach` is true."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Other arguments of the optimizer, such as `{momentum: 0.9}` for sgd; they may also be written beside `name`."""
