@@ -83,10 +83,10 @@ _DELTA_NET_EXPERTS = {
 }
 
 FAMILIES = {
-    "Llama": Family("LlamaConfig", "q, k, v and gate, up fused in vLLM"),
+    "Llama": Family("LlamaConfig", "vLLM fuses q, k, v and gate, up"),
     "Mistral": Family("MistralConfig", "sliding window", {"sliding_window": 8}),
     "Qwen2": Family("Qwen2Config", "biases on q, k, v"),
-    "Qwen3": Family("Qwen3Config", "norms on q and k; its own head_dim", {"head_dim": 64}),
+    "Qwen3": Family("Qwen3Config", "norms on q and k; `head_dim` set separately", {"head_dim": 64}),
     "Gemma 2": Family(
         "Gemma2Config",
         "norm weights + 1, scaled embeddings, capped logits, sliding window in every second layer; always tied",
@@ -103,7 +103,7 @@ FAMILIES = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    "Phi-3": Family("Phi3Config", "q, k, v and gate, up fused in the checkpoint already"),
+    "Phi-3": Family("Phi3Config", "the checkpoint fuses q, k, v and gate, up"),
     "Granite": Family(
         "GraniteConfig",
         "multipliers on embeddings, attention, residuals and logits",
@@ -116,17 +116,17 @@ FAMILIES = {
     ),
     "OPT": Family(
         "OPTConfig",
-        "learned positions, layer norms and biases everywhere, other names",
+        "learned positions, layer norms and biases everywhere, other tensor names",
         {"num_key_value_heads": 2, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
     ),
     "Mixtral": Family(
         "MixtralConfig",
-        "experts, one tensor for all in transformers, one each in the checkpoint",
+        "experts: one tensor for all in transformers, one tensor per expert in the checkpoint",
         {**_EXPERTS, "num_local_experts": 4, "sliding_window": None},
     ),
     "Qwen3-MoE": Family(
         "Qwen3MoeConfig",
-        "experts of 48 columns, which vLLM's kernel pads to 64; norms on q and k",
+        "experts; vLLM's kernel pads their 48 columns to 64; norms on q and k",
         {**_EXPERTS, "num_experts": 6, "moe_intermediate_size": 48, "head_dim": 32, "norm_topk_prob": True},
     ),
     "OLMo 2": Family("Olmo2Config", "norms after attention and MLP; vLLM runs the transformers code"),
@@ -143,49 +143,49 @@ FAMILIES = {
     ),
     "Cohere 2": Family(
         "Cohere2Config",
-        "a factor on the logits, attention beside the MLP; always tied",
+        "scaled logits, attention and MLP in parallel; always tied",
         {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.5},
         always_tied=True,
     ),
     "gpt-oss": Family(
         "GptOssConfig",
-        "attention sinks; gate and up of experts in turn, transposed, with biases",
+        "attention sinks; gate and up of experts interleaved and transposed, with biases",
         {**_EXPERTS, "num_local_experts": 4, "head_dim": 32, "sliding_window": 16}
         | {"layer_types": ["sliding_attention", "full_attention"]},
         never_tied=True,
     ),
     "DeepSeek-V2": Family(
         "DeepseekV2Config",
-        "latent attention: vLLM keeps parts of a projection in another order too",
+        "latent attention: vLLM also keeps parts of a projection in another order",
         {**_LATENT, "q_lora_rank": None},
         never_tied=True,
     ),
     "GLM-4-MoE-Lite": Family(
         "Glm4MoeLiteConfig",
-        "the same, with latent queries and a correction of the router",
+        "as DeepSeek-V2, with latent queries and a router correction",
         {**_LATENT, "q_lora_rank": 32},
         never_tied=True,
     ),
     "Mamba-2": Family(
         "Mamba2Config",
-        "vLLM computes `-exp(A_log)` when it loads `A_log`; no attention",
+        "no attention; vLLM computes `-exp(A_log)` when it loads `A_log`",
         {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 32, "expand": 2, "chunk_size": 16}
         | {"intermediate_size": 128, "hidden_act": "silu"},
     ),
     "Falcon-H1": Family(
         "FalconH1Config",
-        "the same, in layers that also have attention",
+        "Mamba-2 and attention in every layer",
         {**_MAMBA_2, "head_dim": 32, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32},
     ),
     "Granite 4 hybrid": Family(
         "GraniteMoeHybridConfig",
-        "the same, in layers between those with attention",
+        "Mamba-2 layers between attention layers",
         {**_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
         | {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
     ),
     "Nemotron-H": Family(
         "NemotronHConfig",
-        "the same, between layers with attention; vLLM computes its experts on GPUs only",
+        "Mamba-2 layers between attention layers; vLLM computes its experts on GPUs only",
         {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 32}
         | {"n_groups": 1, "ssm_state_size": 32, "chunk_size": 16, "head_dim": 32, **_EXPERTS}
         | {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32}
@@ -193,7 +193,7 @@ FAMILIES = {
     ),
     "Qwen3-Next": Family(
         "Qwen3NextConfig",
-        "Gated DeltaNet in every second layer, experts",
+        "Gated DeltaNet in every second layer; experts",
         {**_DELTA_NET, **_DELTA_NET_EXPERTS},
         never_tied=True,
         dtype="bfloat16",

@@ -61,7 +61,7 @@ ON_TWO_RANKS = [
     for index, (name, family) in enumerate(FAMILIES.items())
 ]
 RUNS = [*ON_ONE_RANK, *ON_TWO_RANKS]
-# One family for each oddity, now with this receiver and now with the other; the rest runs when results are recorded.
+# One family for each special case, with alternating receivers; the others run when results are recorded.
 ALWAYS = [
     Run("Qwen3-MoE", True, "live", 2),
     Run("Phi-3", False, "live", 1),
@@ -84,118 +84,122 @@ def record(result: Result) -> None:
     RESULTS.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
 
 
+TEXT = """\
+# Model families
+
+Look up whether vectorlm can train your model and update a vLLM engine that runs it. All families in this table
+can be trained, exported and updated in a running engine. Training packs their rows{padded}.
+
+| family | what is special | copied | gap | gap with LoRA |
+| --- | --- | ---: | ---: | ---: |
+{table}
+
+- *copied*: share of the weights that the engine copies at each update. All other parameters are views of the memory
+  that the trainer writes to. With `engine.receiver: packed`, the engine also packs its matrices again.
+- *gap*: largest difference between a log-probability of the updated engine and of transformers, over all runs.
+- *gap with LoRA*: the same with merged adapters on linear layers and experts.
+
+The numbers are from tiny random models on CPU, with {versions}.
+[families.json](families.json) has all runs.
+
+## Check a family that is not listed
+
+```bash
+vectorlm check my.yaml --fresh_engine
+```
+
+The command starts the config's engine and sends it the model plus noise. Then it starts a second engine with the same
+weights, and compares the bits of both. It needs disk space for the model.
+
+## How families are tested
+
+The test runs every family with `engine.receiver` `packed` and `live`, with tied and untied output layers if the family
+has both, and on one and two ranks.
+
+| step | must hold |
+| --- | --- |
+| two engine updates | greedy completions equal transformers', and log-probabilities differ by less than 1e-4 |
+| a fresh engine with the same weights | tokens and log-probabilities have the same bits as in the updated engine |
+| four training steps | the loss falls |
+| export | transformers reads the model with the same logits |
+| an update with merged LoRA adapters | log-probabilities differ by less than 1e-4 |
+
+vLLM computes Gated DeltaNet on CPU in bfloat16 only. Families marked *bfloat16* are therefore compared with a fresh
+engine alone, and their gap shows rounding.
+
+## LoRA on experts
+
+transformers keeps the experts of a layer in one tensor. PEFT adapts it with `target_parameters`:
+
+```yaml
+train_parameters:
+  lora_peft_config:
+    r: 8
+    target_modules: [q_proj, v_proj]
+    target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]
+engine: {{lora_mode: merged}}
+```
+
+- For Qwen3-MoE, OLMoE and DeepSeek-V2, PEFT also adapts experts if `target_modules` names `gate_proj`, `up_proj` or
+  `down_proj`.
+- Updates need `lora_mode: merged`. vLLM computes adapters of experts on GPUs only, and nobody has tried that.
+- PEFT allows no `lora_dropout` and no DoRA with `target_parameters`.
+
+## gpt-oss
+
+gpt-oss is published with experts in MXFP4, which cannot be trained. This command writes them in bfloat16; it also
+accepts a folder in MXFP4:
+
+```bash
+vectorlm model openai/gpt-oss-20b models/gpt-oss-20b
+```
+
+## Qwen3.5
+
+Qwen3.5 is tested in bfloat16: after two updates the engine has the bits of a fresh engine. Training packs its rows.
+vLLM needs torchvision to load it; `make install` installs torchvision.
+
+## Limits
+
+| model | reason |
+| --- | --- |
+{refused}
+| latent attention on CPUs with AMX | vLLM drops the projection; `VLLM_MLA_DISABLE=1` keeps it |
+| loaders that compute with several weights at once | `update` raises `WeightMismatch`; the engine keeps its weights |
+"""
+
+
 def page(results: Sequence[Result]) -> str:
     """Return the text of docs/families.md."""
-    versions = sorted({f"vLLM {each.vllm}, transformers {each.transformers}" for each in results})
-    lines = [
-        "# Model families",
-        "",
-        "Look up whether vectorlm can update a vLLM engine that runs your model, and train it.",
-        "",
-        "Each row is a tiny random model on CPU. The test swaps new weights into a running engine twice and",
-        "compares the engine with transformers after each update. Greedy completions must be equal, and no",
-        "log-probability may differ by 1e-4 or more. Then the test starts a fresh engine from the same weights. Both",
-        "engines must return tokens and log-probabilities with the same bits. vLLM computes Gated DeltaNet on CPU",
-        "in bfloat16 only; for such a family the test compares with a fresh engine alone.",
-        "",
-        "The test also trains each model: four steps must lower the loss, and transformers must read the exported",
-        "model with the same logits. It then updates the engine with adapters on linear layers and experts, merged.",
-        f"Versions: {'; '.join(versions)}. Made by `PYTHONPATH=tests python tests/kit/family_runs.py` from what",
-        "`python -m pytest tests/sampling/test_families.py --record-families` wrote to `families.json`.",
-        "",
-        "| family | what is odd about it | swap, training, export | rows in training | LoRA, merged: largest gap |",
-        "| --- | --- | --- | --- | ---: |",
-    ]
+    lines, padded = [], {}
     for name, family in FAMILIES.items():
-        found = [each for each in results if each.run.family == name and each.why_padded is not None]
-        gaps = [each.adapted_gap for each in found if each.adapted_gap is not None]
-        why = found[0].why_padded if found else None
-        rows = {None: "not recorded", "": "packed"}.get(why, f"padded: {why}")
-        in_16_bits = " (bfloat16)" if family.dtype != "float32" else ""
-        gap = f"{max(gaps):.0e}{in_16_bits}" if gaps else "not recorded"
-        lines.append(f"| {name} | {family.layout} | yes | {rows} | {gap} |")
-    lines += [
-        "",
-        "## What was measured",
-        "",
-        "Path *direct* means that every parameter of the engine is a view of the memory that the trainer writes",
-        "to. *direct, n % copied* means that the engine copies that share of the weights at each update. With the",
-        "receiver `packed`, the engine packs its matrices again after either.",
-        "",
-        "| family | head | receiver | ranks | path | largest log-prob gap | greedy | fresh |",
-        "| --- | --- | --- | ---: | --- | ---: | --- | --- |",
-    ]
-    for each in results:
-        run = each.run
-        path = "direct" if not each.copied else f"direct, {each.copied:.0%} copied"
-        in_16_bits = " (bfloat16)" if FAMILIES[run.family].dtype != "float32" else ""
+        found = [result for result in results if result.run.family == name]
+        padded.update((name, result.why_padded) for result in found if result.why_padded)
+        adapted = [result.adapted_gap for result in found if result.adapted_gap is not None]
+        copied = max((result.copied for result in found), default=0.0)
         cells = [
-            run.family,
-            "tied" if run.tied else "untied",
-            run.receiver,
-            str(run.world_size),
-            path,
-            f"{each.gap:.0e}{in_16_bits}",
-            "equal" if each.greedy_equal else "differs",
-            {True: "same bits", False: "**differs**", None: "not recorded"}[each.fresh_equal],
+            name,
+            family.layout,
+            f"{copied:.0%}" if copied else "-",
+            _shown([result.gap for result in found], family.dtype),
+            _shown(adapted, family.dtype),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "## Weights that vLLM computes with",
-        "",
-        "Some loaders compute with a weight and keep only the result, such as `-exp(A_log)` of Mamba-2. An update",
-        "sends such a weight whole, checks that it arrived, and runs vLLM's own loader on it. Then it loads the",
-        "weight once more, and no bit may change. For latent attention vLLM keeps parts of a projection in another",
-        "order; an update makes them again and checks them in the same way. A loader that computes with several",
-        "weights at once is refused: `update` raises `WeightMismatch`, and the engine keeps its weights.",
-        "",
-        "**Before version 0.1, updates of Mamba-2, Falcon-H1, Granite 4 hybrid and Nemotron-H were reported as",
-        "proven, and were wrong**: log-probabilities were 0.76 to 2.35 off. The checksums matched because they",
-        "compared the bytes that were sent with the bytes that arrived, and not with what vLLM computes from them.",
-        "Do not trust runs that sampled from one of these families then.",
-        "",
-        "## A family that is not listed",
-        "",
-        "`vectorlm check my.yaml --fresh_engine` starts the config's engine, sends it the model plus noise, starts",
-        "a second engine with the same weights, and compares the bits of both. It needs disk space for the model.",
-        "",
-        "## LoRA on experts",
-        "",
-        "transformers keeps the experts of a layer in one tensor. PEFT adapts it with `target_parameters`:",
-        "",
-        "```yaml",
-        "train_parameters:",
-        "  lora_peft_config:",
-        "    r: 8",
-        "    target_modules: [q_proj, v_proj]",
-        "    target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]",
-        "engine: {lora_mode: merged}",
-        "```",
-        "",
-        "For Qwen3-MoE, OLMoE and DeepSeek-V2 PEFT also does this when `target_modules` names `gate_proj`, `up_proj`",
-        "or `down_proj`. Updates need `lora_mode: merged`: vLLM computes adapters of experts on GPUs only, and such an",
-        "engine has not been tried. PEFT allows no `lora_dropout` and no DoRA with `target_parameters`.",
-        "",
-        "## gpt-oss",
-        "",
-        "It is published with experts in MXFP4, which cannot be trained. `vectorlm model openai/gpt-oss-20b DIR`",
-        "writes them in bfloat16; a folder in MXFP4 in place of the name works too. A run refuses MXFP4 and prints",
-        "this command.",
-        "",
-        "## Qwen3.5",
-        "",
-        "vLLM needs torchvision to load it, which `make` installs. After two updates in bfloat16 the engine has the",
-        "bits of a fresh engine. Rows are packed in training.",
-        "",
-        "## Not possible",
-        "",
-        "| model | reason |",
-        "| --- | --- |",
-        *(f"| {name} | {reason} |" for name, (_, reason) in REFUSED.items()),
-        "| latent attention on CPUs with AMX | vLLM drops the projection; `VLLM_MLA_DISABLE=1` keeps it |",
-    ]
-    return "\n".join([*lines, ""])
+    return TEXT.format(
+        padded=f", except {'; '.join(f'{name} ({why})' for name, why in padded.items())}" if padded else "",
+        table="\n".join(lines),
+        versions="; ".join(
+            sorted({f"vLLM {row.vllm} and transformers {row.transformers}" for row in results})
+        ),
+        refused="\n".join(f"| {name} | {reason} |" for name, (_, reason) in REFUSED.items()),
+    )
+
+
+def _shown(gaps: Sequence[float], dtype: str) -> str:
+    """Write the largest gap, with its dtype if it is not float32."""
+    if not gaps:
+        return "not recorded"
+    return f"{max(gaps):.0e}" if dtype == "float32" else f"{max(gaps):.0e} ({dtype})"
 
 
 if __name__ == "__main__":
