@@ -216,7 +216,18 @@ RESULTS = {
         code=(*_LEARNING, *_SAMPLING, "benchmarks/rl_step.py"),
         tables=(
             Table(
-                "A step of GRPO: tokens, completions of a group and groups (medians of six steps)",
+                "A GRPO step; `512 + 128, 16 of 2` means 512 prompt and 128 completion tokens, in 2 groups of 16 "
+                "(medians of six steps)",
+                (
+                    "",
+                    "prompt + completion",
+                    "s a step",
+                    "sampling, s",
+                    "update, s",
+                    "times as fast",
+                    "memory of an update, MB",
+                    "commit",
+                ),
             ),
         ),
     ),
@@ -247,6 +258,7 @@ RESULTS = {
             Table(
                 "Fine-tuning on texts of a long tail of lengths, packed into rows of 1,024 tokens "
                 "(medians of nine steps)",
+                ("", "tokens per second", "times as fast", "peak memory of a process, MB"),
             ),
         ),
     ),
