@@ -75,50 +75,50 @@ LONG = (
 )
 """Number of devices, memory, kind, and the most ranks that share a pass."""
 TEXT = """\
-# What fits
+# Model sizes and GPUs
 
-Computed from the shapes of the models alone by the plan that `vectorlm check` prints, for supervised fine-tuning beside
-a vLLM engine that has {share:.0%} of each device: sequences of 2,048 tokens, one a micro-batch, activations recomputed,
-FULL_SHARD, AdamW. **Nothing of it was measured on a GPU.** Each cell names the fastest way in which the run fits:
+Look up which models fit on which GPUs, before you rent them. The tables are plans of `vectorlm check`, computed from
+the shapes of the models. **Nobody has measured them on a GPU.** To check your own config:
 
-- *awake*: the engine keeps its memory while the trainer works;
-- *sleep*: it gives up weights and KV cache meanwhile (`sleep: all`);
-- *sleep, offload*: the optimizer's state moves to the host while the engine works (`offload_optimizer: true`);
-- *sleep, 70%*: so, and the engine may have 70% of the device, with hardly a KV cache where that is tight;
-- *CPU offload*: weights, gradients and optimizer state stay on the host, where AdamW steps (`cpu_offload: true`), and
-  the engine, asleep meanwhile, may have 85% of the device: slow;
-- `-`: it does not fit.
+```bash
+{command}
+```
 
-*full* trains all weights in fp32, computing in bf16; *LoRA* trains adapters of rank 32 on a frozen bf16 base, *QLoRA*
-on one in 4 bits (`quantization: nf4`), which cannot go with `cpu_offload`. The engine holds 16 bits in all of them. A
-GB is 1e9 bytes. The sizes are those of the models' own `config.json`.
+The command needs the model's folder. It ends with an error and the numbers if the run does not fit. Its second table
+has the memory of the host.
+
+## Fine-tuning beside an engine
+
+Each cell names the fastest way in which the run fits, and `-` means that none does.
+
+| way | meaning |
+| --- | --- |
+| *awake* | the engine keeps its memory while the trainer works |
+| *sleep* | the engine frees weights and KV cache meanwhile (`engine.sleep: all`) |
+| *sleep, offload* | also moves optimizer state to the host (`engine.offload_optimizer: true`) |
+| *sleep, 70%* | also `engine.gpu_memory_utilization: 0.7`; the KV cache may be small |
+| *CPU offload* | *sleep* with `train_parameters.cpu_offload: true` and `gpu_memory_utilization: 0.85`; slow |
+
+*full* trains all weights in float32 and computes in bfloat16. *LoRA* trains adapters of rank 32 on a frozen bfloat16
+base, and *QLoRA* on a 4-bit base (`quantization: nf4`), without `cpu_offload`.
 
 {table}
 
-With shorter sequences and a smaller engine than these,
-[1x24gb_qlora.yaml](../configs/cuda/1x24gb_qlora.yaml) fits 7B on one card of 24 GB.
+All plans use sequences of 2,048 tokens, one per micro-batch, activation checkpointing, FULL_SHARD, AdamW, and a vLLM
+engine in 16 bits with {share:.0%} of each device. A GB is 1e9 bytes.
 
-The host needs memory too: the second table of `vectorlm check` says how much.
+With shorter sequences and a smaller engine, [1x24gb_qlora.yaml](../configs/cuda/1x24gb_qlora.yaml) fits 7B on one card
+of 24 GB.
 
-## How long sequences may be
+## Longest sequences
 
-The longest of {lengths} tokens, one a pass, without an engine, whatever length the model itself was made for:
-`use_activation_checkpointing: offload`, and where a column says so `context_parallel`, the largest power of two up to 8
-that divides the model's heads ([how](howto/out_of_memory.md#long-sequences)).
+The longest of {lengths} tokens that fits, one per pass, without an engine, whatever length the model was made for.
+All plans use `use_activation_checkpointing: offload`. *Shared* columns also use `context_parallel`
+([how](howto/out_of_memory.md#long-sequences)): the largest power of two up to 8 that divides the model's heads.
 
 {long}
 
 [8x80gb_long.yaml](../configs/cuda/8x80gb_long.yaml) trains 7B on 131,072 tokens beside an engine.
-
-## Commands
-
-The commands of the cells *80 GB, full*, row by row (`-` ends with an error that names the numbers):
-
-```bash
-{commands}
-```
-
-This page is written by `python benchmarks/sizes.py`, and a test runs the command of every cell.
 """
 
 
@@ -242,17 +242,13 @@ def page(folders: Path) -> str:
     """Return the text of the page; `folders` takes what stands for the models."""
     heads = [f"{gigabytes} GB, {kind}" for gigabytes in DEVICE_GB for kind in KINDS]
     table = ["| Model | GPUs | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
-    commands = []
     for name, num_devices, found in cells(folders):
         table.append(f"| {name} | {num_devices} | " + " | ".join(found.values()) + " |")
-        way = found[80, "full"]
-        settings = overrides("full", "CPU offload" if way == NOTHING else way)
-        commands.append(command(name, num_devices, 80, settings))
     share = load_config(ROOT / BASE).engine.gpu_memory_utilization
     return TEXT.format(
         share=share,
         table="\n".join(table),
-        commands="\n".join(commands),
+        command=command("Qwen2.5-7B", 2, 80, overrides("full", "sleep")),
         long=long_table(folders),
         lengths=", ".join(f"{each:,}" for each in LENGTHS),
     )
