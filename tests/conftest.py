@@ -25,7 +25,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.ranks import launcher
 from vectorlm.runs import calls
 
-# The tests are made for CPUs, two ranks and more; docs/gpu.md says how they see a GPU.
+# The tests are made for CPUs, two ranks and more; docs/dev/gpu.md says how they see a GPU.
 if not os.environ.get("VECTORLM_TESTS_SEE_GPUS"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

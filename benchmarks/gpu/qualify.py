@@ -5,7 +5,7 @@
     python benchmarks/gpu/qualify.py --plan             what each step needs and should show; starts nothing
     python benchmarks/gpu/qualify.py --device cpu       a rehearsal with tiny models on CPU; saves nothing
 
-It needs no network. docs/gpu.md says where the expected figures come from.
+It needs no network. docs/dev/gpu.md says where the expected figures come from.
 """
 
 from __future__ import annotations

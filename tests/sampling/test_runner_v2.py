@@ -1,6 +1,6 @@
 """vLLM's Model Runner V2, which CUDA runs by default; on CPU Triton's interpreter computes its kernels.
 
-`VECTORLM_TRITON` is a folder with Triton's ordinary wheel. docs/gpu.md has the command for more tests on V2.
+`VECTORLM_TRITON` is a folder with Triton's ordinary wheel. docs/dev/gpu.md has the command for more tests on V2.
 """
 
 import os
