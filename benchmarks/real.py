@@ -1,7 +1,7 @@
 """Steps of SmolLM2-135M-Instruct beside TRL's: GRPO and fine-tuning, in fp32. Run: python benchmarks/real.py
 
 GRPO samples 8 answers of 24 tokens to each of 8 questions of examples/small_sums.py, as chats; fine-tuning takes eight
-texts of 24 to 256 tokens a step, which the library lays side by side in one pass or four, and TRL pads. TRL is first
+texts of 24 to 256 tokens a step, which the library lays side by side in one pass, or each in its own, and TRL pads. TRL is first
 tried with several rows in a pass, and measured with the fastest. Then all take turns, each run a process of its own.
 Before it:
 
@@ -31,7 +31,7 @@ GRPO = rl_step.Setting(prompts=8, prompt_tokens=72, group=8, new_tokens=24)
 SHORTEST, LONGEST = 24, 256
 ROWS_TRIED = {"GRPO": (8, 16, 32), "fine-tuning": (1, 2, 4, 8)}
 TRIAL_STEPS = 2
-WHO = {"TRL": (1, 8), "one rank": (1, 8), "one rank, 2 rows a pass": (1, 2), "two ranks": (2, 4)}
+WHO = {"TRL": (1, 8), "one rank": (1, 8), "one rank, 1 row a pass": (1, 1), "two ranks": (2, 4)}
 """Ranks, and rows of one pass in fine-tuning; TRL takes its fastest."""
 
 Steps = list[dict[str, float]]
