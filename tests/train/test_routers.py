@@ -181,8 +181,9 @@ def test_the_balance_is_that_of_transformers_however_a_step_is_split(saved, rows
             torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_a_padded_pass_measures_the_balance_of_transformers_without_training_it(saved, rows):
-    language_model = LanguageModel(load_model(saved("Qwen3-MoE")), packs=False)
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_pass_measures_the_balance_of_transformers_without_training_it(saved, rows, packs):
+    language_model = LanguageModel(load_model(saved("Qwen3-MoE")), packs=packs)
     language_model.logprobs(rows)
     last = language_model.routers.last
     assert last.loss(last).item() == pytest.approx(

@@ -217,8 +217,8 @@ class LanguageModel:
         return packing
 
     def _whole(self, rows: Rows) -> list[int]:
-        """Return the rows to compute to their ends: those with a token asked for, if the balance is trained."""
-        if self.routers is None or self.routers.balance_coef == 0:
+        """Return the rows to compute to their ends: if experts' balance is measured, rows with a token asked for."""
+        if self.routers is None or not self.routers.has_balance:
             return []
         found: list[int] = torch.nonzero(rows.is_asked.any(dim=1))[:, 0].tolist()
         return found

@@ -142,9 +142,9 @@ class Routers:
         """Wrap the forward passes of `found`: routers, each with the number of the `topk` that makes its choice."""
         self.num_layers, self.dtype = len(found), route_dtype(num_experts)
         self.balance_coef = 0.0
-        """Weight of the load-balancing loss. If it is trained, passes compute rows to their ends."""
+        """Weight of the load-balancing loss."""
         self.has_balance = True
-        """Whether transformers has a load-balancing loss for the model."""
+        """Whether transformers has a load-balancing loss for the model; passes then compute rows to their ends."""
         self.last: Balance | None = None
         """The load of the experts in the last pass; None if the routers return no logits."""
         self.compares = False
