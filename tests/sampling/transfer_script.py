@@ -122,15 +122,19 @@ def processes(folder, url):
         torch.multiprocessing.spawn(rank_of, (f"{scratch}/store", folder, url), nprocs=2)
 
 
-def llm(folder, url):
-    """Send to a `vllm.LLM` whose engine runs in a process of vLLM's own, as by default."""
+def llm(folder, size):
+    """Send to a `vllm.LLM` whose engine runs in `size` processes of vLLM's own, as by default."""
     from vllm import LLM, SamplingParams
 
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+    if size == "2":
+        # By itself vLLM wants a NUMA node for each worker.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     engine = LLM(
         folder,
         dtype="float32",
         max_model_len=128,
+        tensor_parallel_size=int(size),
         enforce_eager=True,
         kv_cache_memory_bytes=50_000_000,
         weight_transfer_config={"backend": "vectorlm"},

@@ -66,27 +66,20 @@ class ServedWeights:
 
     def pause(self) -> None:
         """Let requests wait, and begin an update, also after a trainer that died in one."""
-        # A trainer that has lost the weights must not stop the engine of another.
-        self._ask("vectorlm_require_owner")
+        # Asked first: a trainer that has lost the weights must not stop the engine of another.
+        was_begun = any(self._ask("vectorlm_begin"))
         self._route("pause", None)
         try:
-            self._begin()
+            if was_begun:
+                # vLLM's worker takes no second update. The call must not fail in a worker: with several, vLLM 0.32
+                # then takes the answers of one call for those of the next.
+                self._route("finish_weight_update", {})
+            self._route("start_weight_update", None)
         except EngineError:
             with contextlib.suppress(EngineError):
                 self.resume()
             raise
         self._is_whole = False
-
-    def _begin(self) -> None:
-        try:
-            self._route("start_weight_update", None)
-        except (EngineDied, EngineTimeout):
-            raise
-        except EngineError:
-            # vLLM's worker takes no second update, and ends one only when a call of it fails.
-            with contextlib.suppress(EngineError):
-                self._route("update_weights", {"update_info": {}})
-            self._route("start_weight_update", None)
 
     def load(
         self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool

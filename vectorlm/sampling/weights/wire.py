@@ -40,7 +40,7 @@ CALLS: Mapping[str, tuple[tuple[Any, ...], Any]] = {
     "vectorlm_settings": ((), dict[str, Any]),
     "vectorlm_claim": ((), None),
     "vectorlm_release": ((), None),
-    "vectorlm_require_owner": ((), None),
+    "vectorlm_begin": ((), bool),
     "vectorlm_prepare": ((str,), str),
     "vectorlm_describe": ((str, tuple[TensorSpec, ...]), LoadPlan),
     "vectorlm_attach": ((str, Layout, tuple[DeviceExport, ...]), int),

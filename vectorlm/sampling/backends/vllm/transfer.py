@@ -71,6 +71,8 @@ class TransferEngine(WeightTransferEngine[Call, Call]):
         """Whether layers compute with packed copies of their weights."""
         self._is_whole = True
         """Whether no update has begun since the last one that was finished."""
+        self._is_active = self._is_given_up = False
+        """Whether vLLM's worker is in an update, and whether that update is to end without weights."""
         _follow_server()
 
     def init_transfer_engine(self, init_info: Call) -> None:
@@ -80,20 +82,26 @@ class TransferEngine(WeightTransferEngine[Call, Call]):
     def start_weight_update(self) -> None:
         """Begin an update: the trainer's ranks are about to write."""
         self._is_whole = self._is_loaded = False
+        self._is_active = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Carry out a call of an update. vLLM's method waits for the accelerator, which torch for CPU has not."""
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self._is_active = False  # As vLLM's worker sees it.
+            raise
 
     def receive_weights(self, update_info: Call) -> None:
         """Carry out a call of an update."""
         self._answer(update_info)
 
     def finish_weight_update(self) -> None:
-        """End an update; raise `EngineError` if its weights were not loaded."""
-        if not self._is_loaded:
+        """End an update; raise `EngineError` if its weights were not loaded, unless it is given up."""
+        if not self._is_loaded and not self._is_given_up:
             raise EngineError("the update has not loaded its weights. Send them again.")
-        self._is_whole = True
+        self._is_whole = not self._is_given_up
+        self._is_active = self._is_given_up = False
 
     def shutdown(self) -> None:
         """Let go of the trainer's memory, except for an arena that the model computes with."""
@@ -115,9 +123,10 @@ class TransferEngine(WeightTransferEngine[Call, Call]):
                 return self.shutdown() if call.trainer == self._owner else None
             case "vectorlm_claim":
                 return self._claim(call.trainer)
-            case "vectorlm_require_owner":
+            case "vectorlm_begin":
                 self._receiver(call.trainer, must_own=True)
-                return None
+                self._is_given_up = self._is_active
+                return self._is_active
             case "vectorlm_attach":
                 self._claim(call.trainer)
             case "vectorlm_prepare":
