@@ -1,5 +1,5 @@
 #!/bin/bash
-# Fine-tune on two machines of a SLURM cluster, with an engine on each (docs/howto/slurm.md). Start it in a clone with
+# Fine-tune on two machines of a SLURM cluster, with an engine on each (docs/multi_node.md). Start it in a clone with
 #   sbatch examples/slurm.sh
 # CONFIG names another config file. Arguments are passed on: sbatch examples/slurm.sh --set train_parameters.epochs=1
 #SBATCH --job-name=vectorlm

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Fine-tune on one machine of a SLURM cluster, a rank per GPU (docs/howto/slurm.md). Start it in a clone with
+# Fine-tune on one machine of a SLURM cluster, a rank per GPU (docs/multi_node.md). Start it in a clone with
 #   sbatch examples/slurm_one_node.sh
 # CONFIG names another config file. Arguments are passed on: sbatch examples/slurm_one_node.sh --set model=/models/mine
 #SBATCH --job-name=vectorlm
