@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,12 @@ LONG = (
 TEXT = """\
 # Model sizes and GPUs
 
-Look up which models fit on which GPUs, before you rent them. The tables are plans of `vectorlm check`, computed from
-the shapes of the models. **Nobody has measured them on a GPU.** To check your own config:
+Look up which models fit on which GPUs. The tables are plans of `vectorlm check`, computed from the shapes of the
+models. **Nobody has measured them on a GPU.** To check your own config and model folder:
 
 ```bash
 {command}
 ```
-
-The command needs the model's folder. It ends with an error and the numbers if the run does not fit. Its second table
-has the memory of the host.
 
 ## Fine-tuning beside an engine
 
@@ -93,8 +90,8 @@ Each cell names the fastest way in which the run fits, and `-` means that none d
 
 | way | meaning |
 | --- | --- |
-| *awake* | the engine keeps its memory while the trainer works |
-| *sleep* | the engine frees weights and KV cache meanwhile (`engine.sleep: all`) |
+| *awake* | the engine keeps its memory |
+| *sleep* | the engine frees its memory while the trainer works (`engine.sleep: all`) |
 | *sleep, offload* | also moves optimizer state to the host (`engine.offload_optimizer: true`) |
 | *sleep, 70%* | also `engine.gpu_memory_utilization: 0.7`; the KV cache may be small |
 | *CPU offload* | *sleep* with `train_parameters.cpu_offload: true` and `gpu_memory_utilization: 0.85`; slow |
@@ -107,13 +104,12 @@ base, and *QLoRA* on a 4-bit base (`quantization: nf4`), without `cpu_offload`.
 All plans use sequences of 2,048 tokens, one per micro-batch, activation checkpointing, FULL_SHARD, AdamW, and a vLLM
 engine in 16 bits with {share:.0%} of each device. A GB is 1e9 bytes.
 
-With shorter sequences and a smaller engine, [1x24gb_qlora.yaml](../configs/cuda/1x24gb_qlora.yaml) fits 7B on one card
-of 24 GB.
+With shorter sequences, [1x24gb_qlora.yaml](../configs/cuda/1x24gb_qlora.yaml) fits 7B on one card of 24 GB.
 
 ## Longest sequences
 
-The longest of {lengths} tokens that fits, one per pass, without an engine, whatever length the model was made for.
-All plans use `use_activation_checkpointing: offload`. *Shared* columns also use `context_parallel`
+The longest of {lengths} tokens that fits, one per pass, without an engine and with
+`use_activation_checkpointing: offload`. *Shared* columns also use `context_parallel`
 ([how](howto/out_of_memory.md#long-sequences)): the largest power of two up to 8 that divides the model's heads.
 
 {long}
@@ -205,12 +201,23 @@ def long_table(folders: Path) -> str:
         for num, gigabytes, kind, most in LONG
     ]
     table = ["| Model | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    rows = {}
     for name in MODELS:
         found = [longest(folders / name, name, *where) for where in LONG]
-        table.append(
-            f"| {name} | " + " | ".join(NOTHING if each is None else f"{each:,}" for each in found) + " |"
-        )
+        rows[name] = " | ".join(NOTHING if length is None else f"{length:,}" for length in found)
+    table += [f"| {', '.join(names)} | {row} |" for names, row in grouped(rows)]
     return "\n".join(table)
+
+
+def grouped(rows: Mapping[Any, Any]) -> list[tuple[list[Any], Any]]:
+    """Put neighbours with equal rows together."""
+    groups: list[tuple[list[Any], Any]] = []
+    for key, row in rows.items():
+        if groups and groups[-1][1] == row:
+            groups[-1][0].append(key)
+        else:
+            groups.append(([key], row))
+    return groups
 
 
 def command(name: str, num_devices: int, gigabytes: int, settings: Sequence[str]) -> str:
@@ -242,8 +249,12 @@ def page(folders: Path) -> str:
     """Return the text of the page; `folders` takes what stands for the models."""
     heads = [f"{gigabytes} GB, {kind}" for gigabytes in DEVICE_GB for kind in KINDS]
     table = ["| Model | GPUs | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
+    rows: dict[str, dict[int, str]] = {}
     for name, num_devices, found in cells(folders):
-        table.append(f"| {name} | {num_devices} | " + " | ".join(found.values()) + " |")
+        rows.setdefault(name, {})[num_devices] = " | ".join(found.values())
+    for names, by_number in grouped(rows):
+        for numbers, row in grouped(by_number):
+            table.append(f"| {', '.join(names)} | {', '.join(map(str, numbers))} | {row} |")
     share = load_config(ROOT / BASE).engine.gpu_memory_utilization
     return TEXT.format(
         share=share,

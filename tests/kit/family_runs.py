@@ -87,20 +87,21 @@ def record(result: Result) -> None:
 TEXT = """\
 # Model families
 
-Look up whether vectorlm can train your model and update a vLLM engine that runs it. All families in this table
-can be trained, exported and updated in a running engine. Training packs their rows{padded}.
+Look up whether vectorlm supports your model. All families in this table can be trained, exported and updated in a
+running engine. Training packs their rows{padded}.
 
-| family | what is special | copied | gap | gap with LoRA |
-| --- | --- | ---: | ---: | ---: |
+| family | copied | gap | gap with LoRA |
+| --- | ---: | ---: | ---: |
 {table}
 
-- *copied*: share of the weights that the engine copies at each update. All other parameters are views of the memory
-  that the trainer writes to. With `engine.receiver: packed`, the engine also packs its matrices again.
-- *gap*: largest difference between a log-probability of the updated engine and of transformers, over all runs.
-- *gap with LoRA*: the same with merged adapters on linear layers and experts.
+- *copied*: share of the weights that the engine copies at each update.
+- *gap*: largest difference between a log-probability of the updated engine and of transformers. *gap with LoRA*: the
+  same with merged adapters on linear layers and experts. Families marked *bfloat16* are compared with a fresh engine,
+  because vLLM computes Gated DeltaNet on CPU in bfloat16 only.
 
-The numbers are from tiny random models on CPU, with {versions}.
-[families.json](families.json) has all runs.
+The numbers are from tiny random models on CPU, with {versions}, on one rank and two
+([all runs](families.json)). The tests update an engine twice, start a fresh engine, train four steps, export the model,
+and merge LoRA adapters.
 
 ## Check a family that is not listed
 
@@ -108,24 +109,7 @@ The numbers are from tiny random models on CPU, with {versions}.
 vectorlm check my.yaml --fresh_engine
 ```
 
-The command starts the config's engine and sends it the model plus noise. Then it starts a second engine with the same
-weights, and compares the bits of both. It needs disk space for the model.
-
-## How families are tested
-
-The test runs every family with `engine.receiver` `packed` and `live`, with tied and untied output layers if the family
-has both, and on one and two ranks.
-
-| step | must hold |
-| --- | --- |
-| two engine updates | greedy completions equal transformers', and log-probabilities differ by less than 1e-4 |
-| a fresh engine with the same weights | tokens and log-probabilities have the same bits as in the updated engine |
-| four training steps | the loss falls |
-| export | transformers reads the model with the same logits |
-| an update with merged LoRA adapters | log-probabilities differ by less than 1e-4 |
-
-vLLM computes Gated DeltaNet on CPU in bfloat16 only. Families marked *bfloat16* are therefore compared with a fresh
-engine alone, and their gap shows rounding.
+The command compares an updated engine with a fresh one, bit for bit. It needs disk space for the model.
 
 ## LoRA on experts
 
@@ -142,28 +126,25 @@ engine: {{lora_mode: merged}}
 
 - For Qwen3-MoE, OLMoE and DeepSeek-V2, PEFT also adapts experts if `target_modules` names `gate_proj`, `up_proj` or
   `down_proj`.
-- Updates need `lora_mode: merged`. vLLM computes adapters of experts on GPUs only, and nobody has tried that.
+- Updates need `lora_mode: merged`.
 - PEFT allows no `lora_dropout` and no DoRA with `target_parameters`.
 
-## gpt-oss
+## gpt-oss and Qwen3.5
 
-gpt-oss is published with experts in MXFP4, which cannot be trained. This command writes them in bfloat16; it also
-accepts a folder in MXFP4:
+gpt-oss is published with experts in MXFP4, which cannot be trained. Write them in bfloat16:
 
 ```bash
 vectorlm model openai/gpt-oss-20b models/gpt-oss-20b
 ```
 
-## Qwen3.5
-
-Qwen3.5 is tested in bfloat16: after two updates the engine has the bits of a fresh engine. Training packs its rows.
-vLLM needs torchvision to load it; `make install` installs torchvision.
+Qwen3.5 works in bfloat16. vLLM needs torchvision to load it, which `make install` installs.
 
 ## Limits
 
 | model | reason |
 | --- | --- |
 {refused}
+| experts of Nemotron-H | vLLM computes them on GPUs only |
 | latent attention on CPUs with AMX | vLLM drops the projection; `VLLM_MLA_DISABLE=1` keeps it |
 | loaders that compute with several weights at once | `update` raises `WeightMismatch`; the engine keeps its weights |
 """
@@ -179,7 +160,6 @@ def page(results: Sequence[Result]) -> str:
         copied = max((result.copied for result in found), default=0.0)
         cells = [
             name,
-            family.layout,
             f"{copied:.0%}" if copied else "-",
             _shown([result.gap for result in found], family.dtype),
             _shown(adapted, family.dtype),
