@@ -33,9 +33,6 @@ NAMES = algorithm_names()
 def test_the_algorithms_that_there_are():
     page = (ROOT / "docs/algorithms.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == set(NAMES)
-    choosing = (ROOT / "docs/choosing.md").read_text().partition("## All of them")[2]
-    firsts = re.findall(r"^\| (`[^|]*`) \|", choosing, re.M)
-    assert {name for first in firsts for name in re.findall(r"`(\w+)`", first)} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
