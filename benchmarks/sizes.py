@@ -104,7 +104,7 @@ base, and *QLoRA* on a 4-bit base (`quantization: nf4`), without `cpu_offload`.
 All plans use sequences of 2,048 tokens, one per micro-batch, activation checkpointing, FULL_SHARD, AdamW, and a vLLM
 engine in 16 bits with {share:.0%} of each device. A GB is 1e9 bytes.
 
-With shorter sequences, [1x24gb_qlora.yaml](../configs/cuda/1x24gb_qlora.yaml) fits 7B on one card of 24 GB.
+[1x24gb_qlora.yaml](../configs/cuda/1x24gb_qlora.yaml) fits 7B on 24 GB with shorter sequences.
 
 ## Longest sequences
 
@@ -114,7 +114,7 @@ The longest of {lengths} tokens that fits, one per pass, without an engine and w
 
 {long}
 
-[8x80gb_long.yaml](../configs/cuda/8x80gb_long.yaml) trains 7B on 131,072 tokens beside an engine.
+[8x80gb_long.yaml](../configs/cuda/8x80gb_long.yaml) trains 7B beside an engine.
 """
 
 
