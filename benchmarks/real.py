@@ -1,9 +1,9 @@
 """Steps of SmolLM2-135M-Instruct beside TRL's: GRPO and fine-tuning, in fp32. Run: python benchmarks/real.py
 
 GRPO samples 8 answers of 24 tokens to each of 8 questions of examples/small_sums.py, as chats; fine-tuning takes eight
-texts of 24 to 256 tokens a step, which the library lays side by side in one pass, or each in its own, and TRL pads. TRL is first
-tried with several rows in a pass, and measured with the fastest. Then all take turns, each run a process of its own.
-Before it:
+texts of 24 to 256 tokens a step, which the library lays side by side in one pass, or each in its own, and TRL pads. TRL
+is first tried with several rows in a pass, and measured with the fastest. Then all take turns, each run a process of
+its own. Before it:
 
     vectorlm model HuggingFaceTB/SmolLM2-135M-Instruct data/smollm2
     python examples/small_sums.py --output_dir data/small_sums
