@@ -48,7 +48,10 @@ def load_plugin(name: str) -> Any:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{name!r} cannot be imported: {raised_at(error)}. Correct {where}.") from error
+        fix = f"Correct {where}."
+        if isinstance(error, ModuleNotFoundError) and where.startswith("vectorlm."):
+            fix = f"Run `pip install {error.name}`."
+        raise ConfigError(f"{name!r} cannot be imported: {raised_at(error)}. {fix}") from error
     if not hasattr(module, what):
         raise ConfigError(
             f"{name!r} does not exist: {where} has no {what!r}. {nearest(what, vars(module))}".rstrip()

@@ -101,13 +101,17 @@ def _is_part(name: str, owners: dict[str, str]) -> bool:
 
 def why_not_split(model: Any, settings: ModelSettings) -> tuple[str, str, str] | None:
     """Return which setting does not fit a transformers model, the rule that it breaks, and the fix; None if all fit."""
-    from transformers.distributed.tensor_parallel import _get_parameter_plan
+    import transformers
+    from transformers.distributed import tensor_parallel
 
     plans = dict(zip(("tensor_parallel", "expert_parallel"), _plans_of(model, settings), strict=True))
     for name, plan in plans.items():
         size = getattr(settings, name)
         if size == 1:
             continue
+        if not hasattr(tensor_parallel, "apply_tensor_parallelism"):
+            rule = f"needs transformers 5.19, and {transformers.__version__} splits models in another way"
+            return name, rule, "Run `pip install transformers==5.19.0`, or use 1."
         # Some models have a plan for their output layer alone.
         if not (plan.keys() - {"lm_head"}):
             rule = f"needs a plan of transformers for the model, and {type(model).__name__} has none"
@@ -118,9 +122,7 @@ def why_not_split(model: Any, settings: ModelSettings) -> tuple[str, str, str] |
                     rule = f"cannot adapt {key!r}, which ranks split ({name}={size})"
                     return "lora_peft_config", rule, f"Leave it out, or use {name}: 1."
         for weight_name, weight in model.named_parameters():
-            style = (
-                None if ".lora_" in weight_name else _get_parameter_plan(checkpoint_name(weight_name), plan)
-            )
+            style = None if ".lora_" in weight_name else _style_of(checkpoint_name(weight_name), plan)
             dim = SPLIT_DIMS.get(style or "")
             if dim is None or (weight.ndim == 1 and dim == -1):
                 continue
@@ -129,6 +131,12 @@ def why_not_split(model: Any, settings: ModelSettings) -> tuple[str, str, str] |
                 rule = f"must divide the weights of the model, and {weight_name} has a dimension of {length}"
                 return name, rule, "Use 1."
     return None
+
+
+def _style_of(weight: str, plan: dict[str, str]) -> str | None:
+    """Return the style of a weight; plans name it or its module, with `*` for the number of a layer."""
+    name = re.sub(r"\.\d+(?=\.|$)", ".*", weight)
+    return plan.get(name, plan.get(name.rpartition(".")[0]))
 
 
 def _can_be_adapted(module: Any, style: str) -> bool:
