@@ -314,6 +314,13 @@ def keeping_freed_memory() -> Iterator[None]:
         # glibc's defaults.
         library.mallopt(M_MMAP_MAX, 65536)
         library.mallopt(M_TRIM_THRESHOLD, 128 << 10)
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Let glibc return freed memory to the system, as far as it can; other C libraries decide by themselves."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
 
 

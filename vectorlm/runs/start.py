@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,11 +21,18 @@ from transformers.utils.logging import disable_progress_bar
 
 from vectorlm.data.images import ImageTokens, image_tokens_of
 from vectorlm.data.loader import Collator, StepLoader, load_dataset
-from vectorlm.errors import ConfigError
+from vectorlm.errors import ConfigError, HandleRefused, WeightMismatch
 from vectorlm.packages import is_installed
 from vectorlm.ranks.engine_ranks import capture, comparable, gather, require_equal, results_or_first_error
 from vectorlm.ranks.launcher import process_group
-from vectorlm.ranks.topology import Placement, Topology, set_affinity, share_cores, split_node
+from vectorlm.ranks.topology import (
+    Placement,
+    Topology,
+    return_freed_memory,
+    set_affinity,
+    share_cores,
+    split_node,
+)
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.report.card import noted_of
 from vectorlm.report.plots import plot_correction, plot_runs, plot_timeline
@@ -35,8 +42,9 @@ from vectorlm.runs.config.schema import Config
 from vectorlm.runs.preflight.checked import CheckedConfig, preflight
 from vectorlm.runs.preflight.dry_run import LEFTOVER, dry_run
 from vectorlm.runs.preflight.local_model import description_of, resolve_model
-from vectorlm.runs.preflight.memory import memory_report
+from vectorlm.runs.preflight.memory import amount, memory_report
 from vectorlm.runs.preflight.resume import settings_of_rank
+from vectorlm.runs.preflight.shared_base import shares_base
 from vectorlm.runs.preflight.summary import notes_of
 from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.sampling.settings import RETURN_ROUTES, has_experts
@@ -133,10 +141,33 @@ class Run:
                     weight.requires_grad_(False)
             return exact(model) if settings.model.exact else model
 
-        model = load_sharded(load, self.topology, settings.model)
+        model = load_sharded(load, self.topology, settings.model, self._share_base)
         # Ranks that split a model drop out the same numbers.
         set_seed((settings.seed + self.topology.rank // self.topology.model_parallel) % 2**32)
         return model
+
+    def _share_base(self, model: nn.Module) -> Collection[nn.Parameter]:
+        """Make the frozen base of `model` the engine's, if the config allows it; return its parameters."""
+        parameters: Collection[nn.Parameter] = ()
+        if self.engine is None or not shares_base(self.config, self.topology.is_cuda):
+            return parameters
+        try:
+            shared = self.engine.share_base(model)
+        except (WeightMismatch, HandleRefused, ConfigError) as error:
+            if self.config.train_parameters.share_base:
+                raise ConfigError(
+                    f"train_parameters.share_base=true cannot be used here: {error} Leave it out to have two copies."
+                ) from error
+            text = f"the base is in memory twice: {error}"
+        else:
+            parameters = shared.parameters
+            return_freed_memory()  # The weights that were read.
+            text = f"{amount(shared.num_bytes)} of the base are in memory once"
+            if shared.num_private_bytes:
+                text += f", and {amount(shared.num_private_bytes)}, which the engine stores otherwise, twice"
+        if self.topology.is_main:
+            print(f"share_base: {text}", file=sys.stderr, flush=True)
+        return parameters
 
     def load_sharded(self, load: Callable[[bool], nn.Module]) -> nn.Module:
         """Load another model than the trained one, and shard it over all ranks; see `vectorlm.train.shard`."""

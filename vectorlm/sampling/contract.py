@@ -20,7 +20,7 @@ from vectorlm.errors import EngineError
 from vectorlm.types import Completion
 
 if TYPE_CHECKING:
-    from vectorlm.sampling.weights.exports import Export
+    from vectorlm.sampling.weights.exports import Export, Lent
     from vectorlm.sampling.weights.plan import Layout, TensorSpec
 
 BACKENDS = {
@@ -214,6 +214,14 @@ class Backend(Protocol):
 
         Raises:
             StaleHandle: A rank does not hold any more what it exported; `load` raises it too.
+        """
+
+    def lend(self, checksums: Sequence[int]) -> Lent:
+        """Optional: return handles of the tensors of the connected base, which ranks read in place from now on.
+
+        Raises:
+            ChecksumMismatch: They are not the trainer's, whose checksums these are.
+            HandleRefused: No rank can read them.
         """
 
     def expect_nan(self) -> None:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     import torch
     import vllm
 
+    from vectorlm.sampling.weights.shared_base import SharedBase
+
 
 WAIT_S = 0.05
 """Longest wait of a rank for its own engine between two exchanges with the other ranks, in seconds."""
@@ -372,6 +374,27 @@ class SamplingEngine:
             with self._refusing_changes():
                 return self._swap.update(model, train_step, in_flight, ready.transports, self._num_in_flight)
 
+    def share_base(self, model: torch.nn.Module) -> SharedBase:
+        """Make the frozen weights of a PEFT model views of this engine's parameters: one base in memory.
+
+        Call it before the model is sharded and its optimizer is made, and pass `parameters` of the result to
+        ``fully_shard`` as ``ignored_params``. Ranks may pass a model without memory (on the meta device) if another
+        rank has the weights. Later updates of this model send its adapters alone. The engine must hold the weights of
+        the model already, from the same folder and in the same dtype.
+
+        When the engine ends, every later forward pass of the model raises `EngineDied`.
+
+        Returns:
+            The parameters that are views, and the bytes that are in memory once or twice.
+
+        Raises:
+            ConfigError: The engine has no LoRA layers, or the model is sharded.
+            WeightMismatch, ChecksumMismatch: The engine holds other weights; the model is as before.
+            HandleRefused: This rank cannot read the engine's weights in place; the model is as before.
+        """
+        self.wait_until_ready()
+        return self._swap.share(model)
+
     @property
     def speculates(self) -> bool:
         """Whether tokens are proposed before the model verifies them (``speculative_config``)."""
@@ -412,6 +435,7 @@ class SamplingEngine:
         self.wait_until_ready()
         require_room_for_sleep(self._num_in_flight())
         if weights:
+            self._swap.require_own_weights()
             self._swap.forget()  # Before the call: it may fail half way.
         self._rest(messages.Sleep(weights, kv_cache), "put the engine to sleep")
 

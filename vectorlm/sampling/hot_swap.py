@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vectorlm.errors import (
     ConfigError,
     EngineDied,
+    EngineError,
     HandleRefused,
     NonFiniteWeights,
     StaleHandle,
@@ -26,6 +27,8 @@ from vectorlm.sampling.weights.plan import BASE, require_same, shortened
 from vectorlm.types import InFlight, UpdateReport
 
 if TYPE_CHECKING:
+    import torch
+
     from vectorlm.ranks.engine_ranks import EngineRanks
     from vectorlm.ranks.topology import Topology
     from vectorlm.sampling.settings import EngineSettings
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from vectorlm.sampling.weights.inspection import Digest
     from vectorlm.sampling.weights.model_tensors import Snapshot
     from vectorlm.sampling.weights.plan import Layout, TensorSpec
+    from vectorlm.sampling.weights.shared_base import SharedBase
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class HotSwap:
         """The last model, a snapshot of it, and its weight sets if later updates may use them."""
         self._sent: Sent | None = None
         """The version that the engines hold; None if it is unknown."""
+        self._shared: SharedBase | None = None
+        """The base that a model shares with the engines; updates then send adapters alone."""
         self.version = -1
         """The training step of the last update that succeeded; -1 before the first."""
 
@@ -150,6 +156,64 @@ class HotSwap:
             verified=self._verify,
         )
 
+    def share(self, model: torch.nn.Module) -> SharedBase:
+        """Make the frozen weights of `model` views of the engines' parameters; see `SamplingEngine.share_base`."""
+        from vectorlm.sampling.weights.model_tensors import trainer_tensors
+        from vectorlm.sampling.weights.module_source import ModuleSource
+        from vectorlm.sampling.weights.shared_base import SharedBase, lent_to, views_of
+
+        if self._settings.lora_mode != "adapter":
+            raise ConfigError(
+                "share_base() needs an engine that holds adapters beside its base. Build it with enable_lora=True."
+            )
+        if any(hasattr(tensor, "device_mesh") for tensor in trainer_tensors(model).values()):
+            raise ConfigError("share_base() must be called before the model is sharded. Call it earlier.")
+        # Every rank that has read the weights has all of them.
+        alone = replace(self._topology, rank=0, local_rank=0, world_size=1, local_world_size=1)
+        source = ModuleSource(model, alone)
+        is_in_arena = not self._topology.is_cuda and self._settings.transport in ("auto", "push")
+        self._connect(WeightSet(BASE, source), None if is_in_arena else 0)
+        # An update must connect again if nothing is shared after all.
+        layout = self._layouts.pop(BASE)
+
+        def sums() -> Sequence[int] | None:
+            if any(tensor.is_meta for tensor in trainer_tensors(model).values()):
+                return None
+            require_sound([source.inspect(layout, True, self._settings.check_finite)])
+            return source.checksums_of(layout, {})
+
+        totals = next(filter(None, self._engine_ranks.on_all_ranks("sum the base", sums)), None)
+        if totals is None:
+            raise WeightMismatch(
+                "share_base() needs the weights on one rank, and every rank's model is empty."
+            )
+        lent = self._ask_engines("lend the base", messages.LendBase(totals))
+        node = self._topology.node
+        near = [
+            of_engine
+            for rank, of_engine in zip(self._engine_ranks.ranks, lent, strict=True)
+            if rank // self._topology.local_world_size == node
+        ]
+        mine: list[Any] = []
+
+        def look() -> set[str]:
+            mine[:] = [lent_to(near, self._topology)]
+            mine.append(views_of(model, mine[0]))
+            return set(mine[1])
+
+        names = set.intersection(*self._engine_ranks.on_all_ranks("open the base", look))
+        lent_here, views = mine
+        self._shared = SharedBase(model, {name: views[name] for name in views if name in names}, lent_here)
+        return self._shared
+
+    def require_own_weights(self) -> None:
+        """Raise `EngineError` if a trainer computes with the engine's weights."""
+        if self._shared is not None and not self._shared.is_over:
+            raise EngineError(
+                "the engine's weights cannot sleep: a trainer computes with them (share_base). Call "
+                "sleep(weights=False)."
+            )
+
     def forget(self) -> None:
         """Note that the engines' weights are lost: the next update sends them, even under the same step."""
         self._sent = None
@@ -212,7 +276,7 @@ class HotSwap:
             on_ranks = [states[index] for _, _, _, states in answers]
             num_held = sum(state.is_held for state in on_ranks)
             if not all(state.fits for state in on_ranks):
-                self._connect(weight_set)
+                self._connect(weight_set, self._chosen_transport.arena_bytes)
             layout = self._layouts[weight_set.name]
             if len(layout.tensors) < len(layout.slots) and not hasattr(weight_set.source, "quantises"):
                 raise ConfigError(
@@ -237,11 +301,20 @@ class HotSwap:
                     warnings.warn(text, stacklevel=5)
                 self._layouts.clear()
                 for weight_set in changed:
-                    self._connect(weight_set)
+                    self._connect(weight_set, self._chosen_transport.arena_bytes)
                 self._open(changed)
         return sets, changed
 
     def _weight_sets_of(self, model: Any) -> Sequence[WeightSet]:
+        """Return the weight sets of `model` to send: all, or the adapters of a model that shares its base."""
+        sets = self._all_weight_sets_of(model)
+        if self._shared is None or self._shared.is_over:
+            self._shared = None
+            return sets
+        self._shared.require_intact(model, sets[0].fingerprint)
+        return sets[1:]
+
+    def _all_weight_sets_of(self, model: Any) -> Sequence[WeightSet]:
         """Return the weight sets of `model`, kept from the last update if nothing was replaced or moved since."""
         from vectorlm.sampling.transport import weight_sets_of
         from vectorlm.sampling.weights.model_tensors import Snapshot, adapter_prefixes
@@ -356,10 +429,9 @@ class HotSwap:
         is_open = fits and name in self._opened and self._chosen_transport.is_current(weight_set)
         return SetState(name, is_held=False, fits=fits, is_open=is_open)
 
-    def _connect(self, weight_set: WeightSet) -> None:
+    def _connect(self, weight_set: WeightSet, arena_bytes: int | None) -> None:
         """Let the first engine of each node create an arena for the set, and the other engines open it."""
         name, manifest = weight_set.name, tuple(weight_set.source.manifest())
-        arena_bytes = self._chosen_transport.arena_bytes
         first = self._engine_ranks.first_of_node
         make = messages.Connect(manifest, None, name, arena_bytes)
         layout: Layout = self._ask_engines(f"connect the {name}", make, first)[self._topology.node]

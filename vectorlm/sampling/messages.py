@@ -97,6 +97,16 @@ class OpenHandles:
 
 
 @dataclass(frozen=True)
+class LendBase:
+    """Give the ranks of this node handles of the base, which is connected. The answer is `Lent`.
+
+    The engine must hold the trainer's tensors, whose checksums these are.
+    """
+
+    checksums: Sequence[int]
+
+
+@dataclass(frozen=True)
 class BeginUpdate:
     """Stop sampling until `FinishUpdate`, because the ranks write weights. The answer is as for `WakeUp`."""
 

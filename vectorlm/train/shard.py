@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -26,15 +26,20 @@ DEFAULTS = ModelSettings()
 
 
 def load_sharded(
-    load: Callable[[bool], nn.Module], topology: Topology, settings: ModelSettings = DEFAULTS
+    load: Callable[[bool], nn.Module],
+    topology: Topology,
+    settings: ModelSettings = DEFAULTS,
+    share: Callable[[nn.Module], Collection[nn.Parameter]] = lambda model: (),
 ) -> nn.Module:
     """Load a model and shard it; all ranks call this.
 
     `load(is_empty)` loads the whole model, or only its structure on the meta device. With `low_cpu_mem_usage` only rank
-    0 reads the weights, and sends the other ranks their shards.
+    0 reads the weights, and sends the other ranks their shards. `share` is called with the whole model, and returns the
+    parameters that all ranks of a node have in memory that they share; these stay whole.
     """
     if not settings.loads_on_main(topology.world_size):
-        return shard_model(load(False), topology, settings)
+        model = load(False)
+        return shard_model(model, topology, settings, share(model))
     model = load(not topology.is_main)
     # A separate group: objects sent over the default group or the engine's cannot be mistaken for weights.
     group = dist.new_group()
@@ -47,14 +52,19 @@ def load_sharded(
             first, shape, dtype, requires_grad = parameter
             new = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
             _set(model, name, new if first == name else model.get_parameter(first))
+    shared = share(model)
     weights = model.state_dict() if topology.is_main else {}
-    shard_model(model, topology, settings)
+    shard_model(model, topology, settings, shared)
     if not topology.is_main:
         buffers = dict(model.named_buffers())
-        model.to_empty(device="cpu" if settings.cpu_offload else topology.device)
+        device = "cpu" if settings.cpu_offload else topology.device
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
         for name, buffer in buffers.items():
             _set(model, name, buffer)
+    places = {weight.data_ptr() for weight in shared}
     for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, DTensor) and tensor.data_ptr() in places:
+            continue
         if topology.is_main:
             whole = weights[name].to(topology.device)
         else:
@@ -83,14 +93,19 @@ def _structure(model: nn.Module) -> dict[str, tuple[str, torch.Size, torch.dtype
     }
 
 
-def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAULTS) -> nn.Module:
+def shard_model(
+    model: Any,
+    topology: Topology,
+    settings: ModelSettings = DEFAULTS,
+    whole: Collection[nn.Parameter] = (),
+) -> nn.Module:
     """Shard `model` in place: one FSDP group per transformer block, and one for the rest.
 
     ``FULL_SHARD`` gathers a block's weights for its forward and again for its backward; ``SHARD_GRAD_OP`` keeps them in
     between; ``NO_SHARD`` replicates them on every rank; ``HYBRID_SHARD`` shards within each node and replicates over
     nodes. Gradients are summed in fp32, also for bf16 weights. Names of parameters do not change. With every strategy,
     `OptimizerStep` keeps a small model gathered for all micro-batches of a step. A model that `stays_plain` is only
-    moved to the device.
+    moved to the device. Parameters in `whole` are not sharded.
     """
     strategy = settings.sharding_strategy
     experts: list[nn.Module] = []
@@ -127,6 +142,7 @@ def shard_model(model: Any, topology: Topology, settings: ModelSettings = DEFAUL
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=RESHARD_AFTER_FORWARD[strategy],
+            ignored_params=set(whole),
         )
     return model
 

@@ -98,6 +98,12 @@ def test_the_training_settings_arrive(path):
     lora = demand(path, "lora_peft_config={r: 2, target_modules: [q_proj]}", "evaluation=null")
     assert lora.num_trainable == 3 * 2 * (64 + 64)
     assert lora.engine is None
+    adapters = "lora_peft_config={r: 2, target_modules: [q_proj]}"
+    assert not lora.shares_base
+    assert demand(path, adapters, is_cpu=True).shares_base
+    assert not demand(path, adapters, "share_base=false", is_cpu=True).shares_base
+    assert demand(path, adapters, "dtype=bfloat16", "engine.data_parallel_size=4").shares_base
+    assert not demand(path, adapters, "dtype=bfloat16", "engine.tensor_parallel_size=2").shares_base
 
 
 def test_the_engines_settings_arrive(path):

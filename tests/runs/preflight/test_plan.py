@@ -49,6 +49,17 @@ def test_one_device_worked_out_by_hand():
     }
 
 
+def test_a_shared_base_is_the_engines_and_not_the_trainers():
+    adapters = replace(DEMAND, num_trainable=100)
+    apart, shared = rows(adapters), rows(replace(adapters, shares_base=True, num_frozen_copies=1))
+    assert (apart["weights"], shared["weights"]) == ((2000, 2000), (200, 200))
+    # Adapters in fp32, and their gradients.
+    assert shared["gathered weights"] == (8 * 100, 0)
+    assert shared["frozen models"] == (2000, 2000), "a reward model is not shared"
+    same = ("gradients", "optimizer state", "activations", "engine weights", "KV cache", "processes")
+    assert all(shared[name] == apart[name] for name in same)
+
+
 def test_on_cuda_what_sleeps_is_not_there_while_training_and_the_optimizer_not_while_sampling():
     kv_cache = rows(with_engine(sleep="kv_cache"))
     assert (kv_cache["engine weights"], kv_cache["KV cache"]) == ((2000, 2000), (0, 4096))

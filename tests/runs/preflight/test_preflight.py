@@ -21,6 +21,7 @@ from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight import files, settings, summary
 from vectorlm.runs.preflight.checked import preflight
 from vectorlm.runs.preflight.settings import LORA_CONFIG
+from vectorlm.runs.preflight.shared_base import shares_base
 from vectorlm.sampling.arguments import require_folder
 
 TRAIN = "train_parameters"
@@ -294,6 +295,62 @@ def test_a_quantised_engine_is_corrected_unless_the_file_says_how(complete, over
     assert not config.engine.quantization or config.engine_dtype(is_cuda=False) == "bfloat16"
     changed = dataclasses.replace(config, model="other")
     assert (changed.rl.correction, changed.notes) == (config.rl.correction, config.notes)
+
+
+SHARED = [SAMPLER, f"{LORA}={{r: 4}}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_cuda", "key"),
+    [
+        ([f"{TRAIN}.sampler=null"], False, f"{TRAIN}.share_base"),
+        ([f"{LORA}=null"], False, LORA),
+        (["engine.sleep=all"], False, "engine.sleep"),
+        (["engine.sleep=kv_cache", BF16], True, "engine.sleep"),
+        (["engine.lora_mode=merged"], False, "engine.lora_mode"),
+        (["engine.inference=transformers"], False, "engine.inference"),
+        (["engine.quantization=int8", BF16], False, "engine.quantization"),
+        ([f"{TRAIN}.quantization=nf4"], False, f"{TRAIN}.quantization"),
+        ([f"{TRAIN}.cpu_offload=true"], False, f"{TRAIN}.cpu_offload"),
+        ([f"{TRAIN}.tensor_parallel=2"], False, f"{TRAIN}.tensor_parallel"),
+        (["engine.tensor_parallel_size=2"], False, "engine.tensor_parallel_size"),
+        (["engine.enable_expert_parallel=true"], False, "engine.enable_expert_parallel"),
+        (["engine.dtype=bfloat16"], False, f"{TRAIN}.dtype"),
+        ([], True, f"{TRAIN}.dtype"),
+        (
+            [RL, f"{TRAIN}.epochs=1", BF16, "rl.async={max_staleness: 1, placement: split}"],
+            True,
+            "rl.async.placement",
+        ),
+    ],
+)
+def test_what_forbids_one_base_in_memory_is_named_and_by_default_leaves_two(
+    complete, monkeypatch, overrides, is_cuda, key
+):
+    monkeypatch.setattr(settings, "has_gpu", lambda: is_cuda)
+    monkeypatch.setattr(summary, "has_gpu", lambda: is_cuda)
+    given = [*SHARED, *overrides]
+    found = settings.setting_problems(load_config(complete, [*given, f"{TRAIN}.share_base=true"]), 2)
+    named = [text for text in found if "share_base" in text]
+    assert [KEY.match(text)[0] for text in named] == [key]
+    config = load_config(complete, given)
+    assert not any("share_base" in text for text in settings.setting_problems(config, 2))
+    assert not shares_base(config, is_cuda)
+    notes = [note for note in summary.notes_of(config) if "in memory" in note]
+    assert all("twice" in note and key in note for note in notes)
+    assert bool(notes) == (key not in (LORA, f"{TRAIN}.share_base"))
+
+
+def test_one_base_is_the_default_where_it_is_possible(complete):
+    assert passes(complete, *SHARED, f"{TRAIN}.share_base=true")
+    for more in ([], ["engine.sleep=kv_cache"], [BF16], ["engine.transport=pull", "engine.receiver=live"]):
+        config = load_config(complete, [*SHARED, *more])
+        assert shares_base(config, is_cuda=False)
+        assert any("in memory once" in note for note in summary.notes_of(config))
+    assert shares_base(load_config(complete, [*SHARED, BF16]), is_cuda=True)
+    off = load_config(complete, [*SHARED, f"{TRAIN}.share_base=false"])
+    assert not shares_base(off, is_cuda=False)
+    assert any("twice" in note and "share_base: false" in note for note in summary.notes_of(off))
 
 
 def test_bfloat16_rounds_as_the_notes_say():

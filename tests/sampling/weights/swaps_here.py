@@ -94,7 +94,7 @@ class Engine:
         self.workers, self.commands = self.make(), []
         self.receivers = receivers_of(*self.workers)
         self.connect, self.copy_round = self.receivers.connect, self.receivers.copy_round
-        self.open_handles = self.receivers.open_handles
+        self.open_handles, self.lend = self.receivers.open_handles, self.receivers.lend
         self.scheduler = Scheduler(self)
 
     def call(self, command, silence_s):

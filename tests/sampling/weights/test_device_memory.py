@@ -1,6 +1,9 @@
 """Handles of device memory, on a driver that is made of this process's memory. Nothing here ran on a device."""
 
 import ctypes
+import gc
+import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import hypothesis
@@ -16,9 +19,10 @@ from vectorlm.sampling import transport as transports
 from vectorlm.sampling.weights import exports
 from vectorlm.sampling.weights import exports as device_memory
 from vectorlm.sampling.weights.copy_list import CopyList
-from vectorlm.sampling.weights.exports import DeviceHandle, Export, FileHandle
+from vectorlm.sampling.weights.exports import DeviceHandle, Export, FileHandle, Lent
 from vectorlm.sampling.weights.plan import Layout, Slot, TensorSpec
 from vectorlm.sampling.weights.record import LoadPlan
+from vectorlm.sampling.weights.shared_base import SharedBase, lent_to, views_of
 
 INVALID_VALUE, MAP_FAILED = 1, 205
 
@@ -191,3 +195,30 @@ def test_auto_pushes_where_a_handle_is_refused_and_the_run_goes_on(monkeypatch):
     pulled, _ = swap_of(Topology(), "pull")
     with pytest.raises(HandleRefused):
         pulled.update(model, 0, "refuse", TRANSPORTS)
+
+
+def test_a_shared_base_is_unmapped_with_its_model_and_stays_on_its_device(install):
+    class Frozen(Model):
+        def get_input_embeddings(self):
+            return self.table
+
+    block, model = torch.arange(64.0), Frozen().requires_grad_(False)
+    driver = install(block)
+    fused = block[8:56].view(12, 4)
+    exports = [
+        Export(f"{name}.weight", (0, 0), DeviceHandle.of(part))
+        for name, part in (("up", fused[:6]), ("gate", fused[6:]))
+    ]
+    lent = Lent(os.getpid(), exports, frozenset())
+    shared = SharedBase(
+        model, views_of(model, lent_to([lent], SimpleNamespace(is_cuda=True, device="cuda:0"))), lent
+    )
+    assert torch.equal(model.gate.weight, fused[6:])
+    assert len(driver.mapped) == len(shared.parameters) == 2
+    del model
+    gc.collect()
+    assert shared.is_over
+    assert driver.mapped == []
+    elsewhere = Lent(1, [replace(exports[0], handle=replace(exports[0].handle, device="GPU-b"))], frozenset())
+    with pytest.raises(HandleRefused, match="no engine computes on cuda:0"):
+        lent_to([elsewhere], SimpleNamespace(is_cuda=True, device="cuda:0"))

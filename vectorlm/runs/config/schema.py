@@ -99,6 +99,10 @@ class TrainSettings:
         False
     )
     """Merge `adapters` into the model first, and train all weights."""
+    share_base: bool | None = None
+    """With LoRA: let the trainer's frozen weights be views of the engine's, so that the base is in memory once. null
+    means where that is possible: the engine is vLLM with `lora_mode: adapter`, has the trainer's `dtype`, is not
+    quantised, and its weights do not sleep."""
     optimizer: OptimizerSettings
     """The arguments of the optimizer."""
     batch_size: int | None = None

@@ -25,6 +25,7 @@ from vectorlm.runs.preflight.memory_plan import (
     sequence_kv_bytes,
 )
 from vectorlm.runs.preflight.settings import setting_problems
+from vectorlm.runs.preflight.shared_base import shares_base
 from vectorlm.sampling.backends.vllm import CPU_KV_CACHE_BYTES, packs_by_itself
 from vectorlm.sampling.settings import BUCKET_BYTES
 from vectorlm.sampling.weights.model_size import (
@@ -92,6 +93,7 @@ def plan_of_config(
     num_trainable = model.num_parameters - num_frozen
     if lora is not None:
         num_trainable = count_adapter_parameters(config.model, lora)
+    engine = _engine_demand(config, model, device_bytes, near) if config.has_engine and is_shared else None
     demand = Demand(
         model=model,
         num_trainable=num_trainable,
@@ -126,7 +128,9 @@ def plan_of_config(
         logit_bytes=_logit_bytes(config),
         learns_distributions=teacher is not None and teacher.kind == "full",
         sequence_tokens=train.max_seq_len,
-        engine=_engine_demand(config, model, device_bytes, near) if config.has_engine and is_shared else None,
+        engine=engine,
+        # Devices of a parallel engine have pieces of tensors.
+        shares_base=engine is not None and engine.tensor_parallel == 1 and shares_base(config, not is_cpu),
         device_bytes=host_memory_bytes() if device_bytes is None else device_bytes,
         is_cpu=is_cpu,
         host_bytes=host_memory_bytes() if device_bytes == device_memory_bytes() else None,

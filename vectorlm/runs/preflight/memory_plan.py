@@ -74,6 +74,8 @@ class Demand:
     """2 or 4; adapters have 4."""
     is_quantized: bool = False
     """Whether the blocks are frozen in NF4; every rank then holds all of them."""
+    shares_base: bool = False
+    """Whether the frozen base is the engine's, so that the trainer has adapters alone."""
     cpu_offload: bool = False
     """Whether weights, gradients and optimizer state stay on the host."""
     loads_on_main: bool = False
@@ -204,6 +206,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         critic: (2 + a) w P / S   reference and reward models: w P / S each, assumed as large as the policy
         teacher: w P_t / S of its own P_t parameters
         engine: its bytes per weight x P / tensor_parallel, and `engine_step_bytes`
+        shared base: weights t T / S, gathered (c + 4) T: the rest is the engine's
         quantised: `NF4_BYTES` of each weight in the blocks, not sharded; the largest matrix of a block is gathered
 
     With `cpu_offload` weights, gradients and optimizer state are on the host, which `host_memory` adds up.
@@ -226,7 +229,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         MemoryUse("images", ranks * image_bytes(demand), ranks * pixel_bytes(demand)),
     ]
     # Weights, gradients and averages; only the policy's optimizer leaves the device, and only the policy is quantised.
-    plain = on_device * sharded_bytes(replace(demand, is_quantized=False))[0]
+    plain = on_device * sharded_bytes(replace(demand, is_quantized=False, shares_base=False))[0]
     critic = int((2 + demand.num_averages) * plain) * demand.num_trained_copies
     frozen = int(plain * demand.num_frozen_copies)
     rows += [MemoryUse("critic", critic, critic), MemoryUse("frozen models", frozen, frozen)]
@@ -258,9 +261,8 @@ def sharded_bytes(demand: Demand) -> tuple[int, int]:
         demand.bytes_per_weight * (demand.model.num_parameters - quantized + copied) // demand.num_shards
     )
     weights += int(NF4_BYTES * quantized)
-    return weights, per_trained * (
-        demand.num_trainable + (copied if demand.is_whole else 0)
-    ) // demand.num_shards
+    trained = per_trained * (demand.num_trainable + (copied if demand.is_whole else 0)) // demand.num_shards
+    return trained if demand.shares_base else weights, trained
 
 
 def host_memory(demand: Demand) -> tuple[HostUse, ...]:
@@ -296,6 +298,8 @@ def gathered_bytes(demand: Demand) -> int:
     matrix = (demand.bytes_per_weight + number) * model.hidden_size * model.intermediate_size
     if demand.is_plain:
         return matrix if demand.is_quantized else 0
+    if demand.shares_base:
+        return (number + 4) * demand.num_trainable
     if demand.is_quantized:
         return number * outside + matrix + 4 * demand.num_trainable
     block, trained_share = demand.num_gathered_block, demand.num_trainable / model.num_parameters

@@ -20,6 +20,7 @@ from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_p
 from vectorlm.runs.config.value import describe_refusal, show
 from vectorlm.runs.preflight.local_model import EXPERTS, HEADS, description_of, number_in, vocab_size
 from vectorlm.runs.preflight.sampling import sampling_problems
+from vectorlm.runs.preflight.shared_base import sharing_problems
 from vectorlm.sampling.contract import BACKENDS
 from vectorlm.sampling.settings import EngineSettings, has_experts, why_not_exact
 from vectorlm.sampling.weights.lora_factors import (
@@ -425,6 +426,9 @@ def _kernel_problems(config: Config) -> Iterator[str]:
 
 
 def _lora_problems(config: Config) -> Iterator[str]:
+    # Costs more than a minute: the engine starts, and the model is read, first.
+    if config.train_parameters.share_base:
+        yield from (refusal for _, refusal in sharing_problems(config, has_gpu()))
     options = config.train_parameters.lora_peft_config
     if options is None:
         return

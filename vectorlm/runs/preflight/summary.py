@@ -12,6 +12,7 @@ from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import all_settings
 from vectorlm.runs.preflight.checked import CheckedConfig
 from vectorlm.runs.preflight.resume import say_finished
+from vectorlm.runs.preflight.shared_base import sharing_notes
 from vectorlm.train.settings import WITH_CHECKPOINTS
 from vectorlm.types import ENVIRONMENT
 
@@ -66,6 +67,7 @@ def notes_of(config: Config) -> Iterator[str]:
                 f"dtype bfloat16: with betas[1]={train.optimizer.betas[1]:g} the average of squared gradients cannot "
                 "fall, since what a step takes off is rounded away; betas [0.9, 0.95] let it"
             )
+    yield from sharing_notes(config, is_cuda)
     made = config.dataset_preprocess
     if made is not None and made.truncate and made.packing_type in ("full", "partial"):
         yield f"truncate: not used with packing_type {made.packing_type}, which cuts texts into rows and drops nothing"

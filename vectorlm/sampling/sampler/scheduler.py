@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vectorlm.data.images import pictures_of
-from vectorlm.errors import EngineError, VectorLMError
+from vectorlm.errors import EngineError, HandleRefused, VectorLMError
 from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.ranks.engine_ranks import CallResult, capture, portable
 from vectorlm.sampling import messages
@@ -220,6 +220,10 @@ class Scheduler:
                 return backend.connect(command.manifest, command.arena_path, command.weight_set, **more)
             case messages.OpenHandles():
                 backend.open_handles(command.weight_set, command.exports)
+            case messages.LendBase():
+                if not hasattr(backend, "lend"):
+                    raise HandleRefused(f"the backend {type(backend).__name__} lends no weights.")
+                return backend.lend(command.checksums)
             case messages.CopyRound():
                 assert self._update is not None, "begin_update comes first"
                 backend.copy_round(command.rounds)

@@ -160,7 +160,7 @@ def place_slots(manifest: Sequence[TensorSpec], load_plan: LoadPlan) -> tuple[in
     placed: dict[str, int] = {}
     end = 0
     for name, parts in _by_parameter(load_plan).items():
-        if all(_is_one_run(part, numel[part.source]) and part.source not in placed for part in parts):
+        if all(is_one_run(part, numel[part.source]) and part.source not in placed for part in parts):
             size = dtype_of(load_plan.dtypes[name]).itemsize
             placed.update({part.source: end + part.parameter_view.offset * size for part in parts})
             end = _aligned(end + load_plan.sizes[name] * size)
@@ -219,7 +219,7 @@ def find_aliases(load_plan: LoadPlan, slots: Sequence[Slot], num_bytes: int) -> 
         start, end = min(starts), min(starts) + load_plan.sizes[name] * size
         one_block = len(starts) == 1 and start >= 0 and end <= num_bytes
         if not one_block or not all(
-            _is_one_run(part) and by_name[part.source].dtype == dtype for part in parts
+            is_one_run(part) and by_name[part.source].dtype == dtype for part in parts
         ):
             continue
         # The padding rows of a vocabulary table must not overlap another tensor.
@@ -239,7 +239,7 @@ def _by_parameter(load_plan: LoadPlan) -> dict[str, list[Copy]]:
     return copies
 
 
-def _is_one_run(copy: Copy, whole: int | None = None) -> bool:
+def is_one_run(copy: Copy, whole: int | None = None) -> bool:
     """Whether a copy maps one run of the source, or all its `whole` elements, to one run of the parameter."""
     in_order = copy.source_view.is_whole and copy.parameter_view.is_whole
     return in_order and whole in (None, copy.source_view.count)

@@ -12,7 +12,7 @@ import torch
 
 from vectorlm.errors import ChecksumMismatch, EngineError, WeightMismatch
 from vectorlm.sampling.weights.arena import Arena, find_aliases, plain_slots
-from vectorlm.sampling.weights.exports import Export, Handle
+from vectorlm.sampling.weights.exports import Export, FileHandle, Handle
 from vectorlm.sampling.weights.inspection import checksum
 from vectorlm.sampling.weights.plan import Layout, Slot, TensorSpec, dtype_name, shortened
 from vectorlm.sampling.weights.record import Copy, LoadPlan, View
@@ -99,6 +99,13 @@ class CopyList:
         if self._arena is None or num_users(self._arena.bytes) != self._num_users:
             return None
         return self._arena.bytes.untyped_storage()._cdata
+
+    def handle_of(self, tensor: torch.Tensor) -> FileHandle | None:
+        """Return the handle of a view of the arena; None for other tensors."""
+        arena = self._arena
+        if arena is None or tensor.untyped_storage()._cdata != arena.bytes.untyped_storage()._cdata:
+            return None
+        return FileHandle.in_arena(arena, tensor)
 
     def copy_round(self, number: int | None = None) -> None:
         """Copy the tensors of one round, of the last round if omitted; raises `StaleHandle`."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vectorlm.errors import HandleRefused, StaleHandle
-from vectorlm.sampling.weights.arena import path_of
+from vectorlm.sampling.weights.arena import Arena, path_of
 from vectorlm.sampling.weights.inspection import row_sums
 from vectorlm.sampling.weights.module_source import HeldBox, ModuleSource
 from vectorlm.sampling.weights.plan import Layout, dtype_name, dtype_of
@@ -41,17 +41,20 @@ class FileHandle:
         All tensors on that storage keep their values, at another address. torch keeps one descriptor per storage.
         """
         descriptor, num_bytes = tensor.untyped_storage()._share_fd_cpu_()
-        status = os.fstat(descriptor)
+        return cls._at(path_of(descriptor), num_bytes, tensor)
+
+    @classmethod
+    def in_arena(cls, arena: Arena, tensor: torch.Tensor) -> FileHandle:
+        """Return the handle of a view of `arena`, which is in shared memory already."""
+        return cls._at(arena.path, arena.bytes.nbytes, tensor)
+
+    @classmethod
+    def _at(cls, path: str, num_bytes: int, tensor: torch.Tensor) -> FileHandle:
+        status = os.stat(path)
         start = int(tensor.storage_offset()) * tensor.element_size()
-        return cls(
-            path_of(descriptor),
-            (status.st_dev, status.st_ino),
-            num_bytes,
-            start,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            dtype_name(tensor.dtype),
-        )
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        identity = status.st_dev, status.st_ino
+        return cls(path, identity, num_bytes, start, shape, stride, dtype_name(tensor.dtype))
 
     def check(self) -> None:
         """Raise `StaleHandle` if the process has ended or its descriptor is another file's."""
@@ -64,13 +67,23 @@ class FileHandle:
 
     def open(self) -> torch.Tensor:
         """Map and return the tensor of the other process; raise `StaleHandle` as `check` does."""
+        return self.view(self.map())
+
+    def map(self, is_shared: bool = True) -> torch.Tensor:
+        """Map the whole file as uint8 [num_bytes]; raise `StaleHandle` as `check` does.
+
+        Unless `is_shared`, what this process writes there is its own, and the other process never sees it.
+        """
         self.check()
         with open(self.path, "rb+", buffering=0) as file:
             # Checks the open file, which cannot be exchanged any more.
             mine = replace(self, path=f"/proc/self/fd/{file.fileno()}")
             mine.check()
-            storage = torch.UntypedStorage.from_file(mine.path, True, self.num_bytes)
-        raw = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+            storage = torch.UntypedStorage.from_file(mine.path, is_shared, self.num_bytes)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+
+    def view(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in `raw`, the result of `map`."""
         dtype = dtype_of(self.dtype)
         whole = raw[: self.num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
         return whole.as_strided(self.shape, self.stride, self.offset_bytes // dtype.itemsize)
@@ -98,6 +111,10 @@ class DeviceHandle:
         allocation, offset_bytes = export_memory(tensor.data_ptr())
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         return cls(_uuid(tensor.device), allocation, offset_bytes, shape, stride, dtype_name(tensor.dtype))
+
+    def is_on(self, device: torch.device) -> bool:
+        """Whether the tensor is on this device of the calling process."""
+        return self.device == _uuid(device)
 
     def check(self) -> None:
         """Do nothing: CUDA cannot check, and ranks export tensors again after they move."""
@@ -153,6 +170,18 @@ class Export:
     """Index of its first element in the whole tensor, by dimension."""
     handle: Handle
     """The handle of the block, in the trainer's dtype."""
+
+
+@dataclass(frozen=True)
+class Lent:
+    """The tensors of an engine's base that ranks may read in place."""
+
+    pid: int
+    """The process that owns the memory."""
+    exports: Sequence[Export]
+    """One export of a whole tensor for each that is one contiguous run of a parameter."""
+    computed: frozenset[str]
+    """Tensors of which the engine keeps only results that its loader computed."""
 
 
 class ExportedRows:

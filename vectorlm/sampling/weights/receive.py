@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import time
 from collections import defaultdict
@@ -14,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vectorlm.errors import ChecksumMismatch, WeightMismatch
+from vectorlm.errors import ChecksumMismatch, HandleRefused, WeightMismatch
 from vectorlm.ranks.engine_ranks import CallResult, results_or_first_error
-from vectorlm.sampling.weights.arena import in_rounds, path_of, place_slots, reserve
+from vectorlm.ranks.topology import return_freed_memory
+from vectorlm.sampling.weights.arena import in_rounds, is_one_run, path_of, place_slots, reserve
 from vectorlm.sampling.weights.copy_list import CopyList
-from vectorlm.sampling.weights.exports import Export
+from vectorlm.sampling.weights.exports import DeviceHandle, Export, FileHandle, Handle, Lent
 from vectorlm.sampling.weights.inspection import Reading, bits_of, checksum, checksums, row_sums, widest_word
 from vectorlm.sampling.weights.model_tensors import Snapshot, persistent_buffers
 from vectorlm.sampling.weights.plan import BASE, Layout, Slot, TensorSpec, dtype_name, dtype_of, shortened
@@ -97,6 +99,30 @@ class EngineReceiver:
     def open_handles(self, weight_set: str, exports: Sequence[Export]) -> None:
         """Let every worker open the rows that the ranks of this node export; they replace earlier exports."""
         self._call("vectorlm_attach", weight_set, self._layouts[weight_set], tuple(exports))
+
+    def lend(self, checksums: Sequence[int]) -> Lent:
+        """Return handles of the base's tensors in the engine's parameters, for ranks that only read them.
+
+        `checksums` has one entry for each tensor of the trainer's base.
+
+        Raises:
+            ChecksumMismatch: The engine holds other weights.
+            HandleRefused: Several workers hold pieces of the tensors.
+        """
+        pieces = self._pieces[BASE]
+        (lent, sums), *others = self._call("vectorlm_lend", self._layouts[BASE])
+        if others:
+            raise HandleRefused(
+                f"the engine's {len(others) + 1} workers have pieces of its weights, and a trainer needs whole tensors."
+            )
+        # The loader computes these from the same files; only its results exist.
+        computed = lent.computed
+        if wrong := [name for name in pieces.mismatched(checksums, [sums]) if name not in computed]:
+            raise ChecksumMismatch(
+                f"{len(wrong)} of {len(pieces.manifest)} tensors in the engine differ from the trainer's base: "
+                f"{shortened(wrong)}."
+            )
+        return lent
 
     def copy_round(self, rounds: Mapping[str, int]) -> None:
         """Copy one round of each weight set out of the arenas, before the next round overwrites it."""
@@ -284,6 +310,30 @@ class WorkerReceiver:
         if earlier is not None:
             earlier.close()
         return self.copies.num_bytes
+
+    def lend(self, layout: Layout) -> tuple[Lent, list[int]]:
+        """Return handles of the sources that are one contiguous run of a parameter, and the sum of every copy.
+
+        On CPU this moves parameters that are not in an arena into shared memory.
+        """
+        self._slots = {slot.name: slot for slot in layout.slots}
+        parameters, exports = loaded_tensors(self._model), dict[str, Export]()
+        for copy in self._load_plan.copies:
+            slot, is_plain = self._slots[copy.source], copy.source not in self._load_plan.computed
+            if is_plain and is_one_run(copy, math.prod(slot.shape)):
+                held = copy.parameter_view.on(parameters[copy.parameter].data).view(slot.shape)
+                if (handle := self._handle_of(held)) is not None:
+                    exports[copy.source] = Export(copy.source, (0,) * len(slot.shape), handle)
+        # The parameters left the memory that they were loaded into.
+        return_freed_memory()
+        lent = Lent(os.getpid(), tuple(exports.values()), frozenset(self._load_plan.computed))
+        return lent, self.checksums()
+
+    def _handle_of(self, held: torch.Tensor) -> Handle | None:
+        if held.is_cuda:
+            return DeviceHandle.of(held)
+        # With an arena, moving a parameter out of it would take the memory twice.
+        return FileHandle.of(held) if self.copies is None else self.copies.handle_of(held)
 
     def load(self) -> None:
         """Copy the last round into the parameters, and run the loader on the sources that it computes with."""

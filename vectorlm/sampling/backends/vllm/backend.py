@@ -80,7 +80,7 @@ class VLLM:
             self._workers = Workers(self._engine.vllm_config.parallel_config.world_size)
             self._receiver = EngineReceiver(self._engine.collective_rpc, receiver)
             self.connect, self.open_handles = self._receiver.connect, self._receiver.open_handles
-            self.copy_round = self._receiver.copy_round
+            self.copy_round, self.lend = self._receiver.copy_round, self._receiver.lend
             # From the start (as zeros), because the first adapter must also reach requests in flight.
             self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None
             warm_up(self._engine)

@@ -115,6 +115,13 @@ class WeightExtension:
         return self._vectorlm_receivers[weight_set].attach(layout, exports)
 
     @as_call_result
+    def vectorlm_lend(self, layout: Layout) -> Any:
+        """Return handles of the base's tensors and their checksums; packed copies are compared with them."""
+        if self._vectorlm_packs:
+            check_packed(self.model_runner.get_model())
+        return self._vectorlm_receivers[BASE].lend(layout)
+
+    @as_call_result
     def vectorlm_copy(self, weight_set: str, number: int) -> Any:
         """Copy one round out of the arena."""
         return self._vectorlm_receivers[weight_set].copies.copy_round(number)
