@@ -62,6 +62,10 @@ class EngineTimeout(EngineError, TimeoutError):
     """The sampler process has been silent for longer than the deadline."""
 
 
+class UnknownAdapter(EngineError, LookupError):
+    """The engine has no adapter of this name; the text lists those that it has."""
+
+
 class StaleHandle(EngineError, LookupError):
     """The memory that a rank exported for its weights has moved or was freed."""
 

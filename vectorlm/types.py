@@ -19,6 +19,9 @@ SamplingRequest = tuple[Sequence[Prompt] | str, Any]
 """Prompts, and their sampling parameters: the arguments of `Engine.sample` and `Engine.submit`."""
 
 
+POLICY = "policy"
+"""The name of the adapter that is trained, and of a model without adapters."""
+
 InFlight = Literal["refuse", "keep", "recompute", "drain"]
 """How an update treats requests in flight. `refuse` raises; `keep` continues with the KV cache of the old weights;
 `recompute` computes the cache again with the new weights; `drain` waits until they end."""

@@ -23,8 +23,9 @@ from vectorlm.sampling.settings import (
     Transports,
 )
 from vectorlm.sampling.weights.model_size import read_model_size, two_sets_of_weights
+from vectorlm.sampling.weights.plan import BASE
 from vectorlm.settings import nearest, require_choice
-from vectorlm.types import InFlight
+from vectorlm.types import POLICY, InFlight
 
 PLACES = ("url", "token", "download_dir")
 """Arguments of engines that may differ between machines."""
@@ -234,6 +235,19 @@ def require_update(model: Any, train_step: Any, in_flight: Any) -> None:
     if not 0 <= train_step < 2**31:
         raise ValueError(f"train_step={train_step} must be at least 0 and below 2^31.")
     require_choice("in_flight", in_flight, InFlight)
+
+
+def require_adapter(name: Any, lora_mode: str) -> None:
+    """Raise TypeError or ValueError for a name under which `SamplingEngine.update` cannot send weights."""
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r} must be a text.")
+    if name in ("", BASE):
+        raise ValueError(f"name={name!r} cannot be an adapter's: {BASE!r} is the model without one.")
+    if name != POLICY and lora_mode != "adapter":
+        raise ValueError(
+            f"name={name!r} needs an engine with LoRA layers: pass enable_lora=True, max_lora_rank and max_loras to "
+            "SamplingEngine, or leave the name out."
+        )
 
 
 def one_each(params: Any, count: int) -> list[Any]:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from vectorlm.errors import EngineError
-from vectorlm.types import Completion
+from vectorlm.sampling.weights.plan import BASE
+from vectorlm.types import POLICY, Completion
 
 if TYPE_CHECKING:
     from vectorlm.sampling.weights.exports import Export, Lent
@@ -178,6 +179,14 @@ class Backend(Protocol):
         """
 
     @property
+    def adapters(self) -> Mapping[str, int]:
+        """Optional: the adapters that the engine holds, with their versions; `base` is the model without one.
+
+        With it, `submit` and its variants and `load` take the name as `adapter` if it is another than `policy`, and
+        there are `require_slot(name)`, which raises `EngineError` if no slot is free, and ``remove_adapter(name)``.
+        """
+
+    @property
     def takes_images(self) -> bool:
         """Optional: whether a prompt may be `vectorlm.data.images.PicturedIds`; without it they are refused.
 
@@ -289,8 +298,14 @@ class AnswerRules:
         """Read the backend's first version, and the vocabulary size of the backend or of the folder `model`."""
         self._name = type(backend).__name__
         self._vocab_size = backend.vocab_size if hasattr(backend, "vocab_size") else _vocab_size(model)
-        self.loaded: list[int] = [backend.version]
-        """The version of each load, in order."""
+        adapters = getattr(backend, "adapters", {POLICY: backend.version})
+        self.loaded: dict[str, list[int]] = {name: [version] for name, version in adapters.items()}
+        """By adapter: the version of each load, in order."""
+
+    def note_load(self, version: int, adapter: str, weight_sets: Sequence[str]) -> None:
+        """Note that an update has brought these weights."""
+        for name in {adapter} | ({BASE} & {*weight_sets} & self.loaded.keys()):
+            self.loaded.setdefault(name, []).append(version)
 
     def error(self, index: int, what: str) -> EngineError:
         """Return the error of the prompt with this index."""
@@ -316,12 +331,13 @@ class AnswerRules:
         params: Sequence[Any],
         outputs: Sequence[RequestOutput],
         num_loads: int,
+        adapter: str = POLICY,
     ) -> None:
         """Raise EngineError for an answer that breaks a rule of `Backend`.
 
-        Valid versions are those of the loads from number `num_loads` on, the last load before the submission.
+        Valid versions are those of the adapter's loads from number `num_loads` on, the last one before the submission.
         """
-        held = self.loaded[num_loads - 1 :]
+        held = self.loaded[adapter][num_loads - 1 :]
         for index, (prompt, asked, output) in enumerate(zip(prompts, params, outputs, strict=True)):
             what = _wrong_record(prompt, asked, output.completions)
             for completion in output.completions:

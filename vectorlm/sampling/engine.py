@@ -29,7 +29,7 @@ from vectorlm.sampling.inline_channel import InlineChannel
 from vectorlm.sampling.process_channel import ProcessChannel, let_go_of_last_error
 from vectorlm.sampling.sampler.scheduler import require_room_for_sleep
 from vectorlm.sampling.settings import Channels, EngineSettings
-from vectorlm.types import Completion, InFlight, Prompt, SamplingRequest, UpdateReport
+from vectorlm.types import POLICY, Completion, InFlight, Prompt, SamplingRequest, UpdateReport
 
 if TYPE_CHECKING:
     import torch
@@ -165,8 +165,17 @@ class SamplingEngine:
 
     @property
     def version(self) -> int:
-        """The training step of the engine's weights; -1 for the checkpoint that it was started from."""
+        """The training step of the policy's weights; -1 for the checkpoint that the engine was started from."""
         return self._swap.version
+
+    @property
+    def adapters(self) -> dict[str, int]:
+        """The names that `sample` takes as `adapter`, with the training step of each one's weights.
+
+        Without LoRA layers it is `policy` alone. `base` is the model without an adapter; its step is of the last update
+        that brought the base's own weights.
+        """
+        return dict(self._swap.adapters)
 
     @property
     def sampling_params(self) -> Any:
@@ -219,20 +228,24 @@ class SamplingEngine:
                 print(f"the engine is ready: {self._ready.runner}", file=sys.stderr, flush=True)
         return self._ready
 
-    def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
+    def sample(
+        self, prompts: Sequence[Prompt] | str, sampling_params: Any = None, adapter: str = POLICY
+    ) -> list[list[Completion]]:
         """Return the completions of each prompt, in the order of the prompts.
 
         Args:
             prompts: Text, chat messages or token ids; the same on every rank.
             sampling_params: A mapping, ``vllm.SamplingParams``, or one of these per prompt; the engine's own when
                 omitted. Log-probabilities are reported if it asks for them (``logprobs=0``: the sampled token's).
+            adapter: The adapter to sample with, by the name of its `update`; `base` is the model without one.
 
         Raises:
+            UnknownAdapter: The engine has no such adapter; the text lists those that it has.
             RankMismatch: A rank passed other prompts or parameters than rank 0.
             EngineError: The engine raised (the text holds its traceback), died, or fell silent.
             HandoffTimeout: A rank did not make this call within the deadline.
         """
-        return self._submit("sample", [(prompts, sampling_params)])[0].complete()
+        return self._submit("sample", [(prompts, sampling_params)], adapter=adapter)[0].complete()
 
     def sample_sharded(
         self, local_prompts: Sequence[Prompt], sampling_params: Any = None
@@ -248,7 +261,11 @@ class SamplingEngine:
         return self._submit_sharded(local_prompts, sampling_params).complete()
 
     def generate(
-        self, prompts: Sequence[Prompt] | str, sampling_params: Any = None, use_tqdm: bool = False
+        self,
+        prompts: Sequence[Prompt] | str,
+        sampling_params: Any = None,
+        use_tqdm: bool = False,
+        adapter: str = POLICY,
     ) -> list[vllm.RequestOutput]:
         """Do what ``vllm.LLM.generate`` does, on every rank; arguments and errors are the same as for `sample`.
 
@@ -260,7 +277,7 @@ class SamplingEngine:
         """
         start = time.perf_counter()
         prompts = as_list(prompts)
-        (batch,) = self._submit("generate", [(prompts, sampling_params)], as_request_outputs=True)
+        (batch,) = self._submit("generate", [(prompts, sampling_params)], True, adapter)
         outputs = _with_texts(batch.complete(), prompts)
         if use_tqdm and self._topology.is_main:
             print(f"generated in {time.perf_counter() - start:.1f} s", flush=True)
@@ -283,7 +300,9 @@ class SamplingEngine:
         warnings.warn("generate_text_only is now generate_text.", DeprecationWarning, stacklevel=2)
         return self.generate_text(prompts, sampling_params)
 
-    def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> BatchHandle:
+    def submit(
+        self, prompts: Sequence[Prompt] | str, sampling_params: Any = None, adapter: str = POLICY
+    ) -> BatchHandle:
         """Start sampling and return at once; the engine samples while the ranks do something else.
 
         Takes the arguments of `sample`, and returns the batch: `done()`, `result(timeout_s)` and `cancel()`. Keep it on
@@ -293,11 +312,11 @@ class SamplingEngine:
         Raises:
             RankMismatch, HandoffTimeout: As for `sample`. Errors of the engine are raised by `result`.
         """
-        return self.submit_many([(prompts, sampling_params)])[0]
+        return self.submit_many([(prompts, sampling_params)], adapter)[0]
 
-    def submit_many(self, requests: Sequence[SamplingRequest]) -> list[BatchHandle]:
+    def submit_many(self, requests: Sequence[SamplingRequest], adapter: str = POLICY) -> list[BatchHandle]:
         """Do what `submit` does for several pairs of prompts and sampling parameters, in one exchange between ranks."""
-        batches = self._submit("submit", requests)
+        batches = self._submit("submit", requests, adapter=adapter)
         self._open.update((batch.name, batch) for batch in batches)
         return batches
 
@@ -343,7 +362,11 @@ class SamplingEngine:
         return finished
 
     def update(
-        self, model: torch.nn.Module | WeightSource, train_step: int, in_flight: InFlight = "refuse"
+        self,
+        model: torch.nn.Module | WeightSource,
+        train_step: int,
+        in_flight: InFlight = "refuse",
+        name: str = POLICY,
     ) -> UpdateReport:
         """Hot-swap the weights of `model` into the running engine, unless it holds them under `train_step` already.
 
@@ -357,6 +380,10 @@ class SamplingEngine:
             in_flight: What happens to requests in flight. `refuse`: the update raises. `keep`: they go on at once with
                 a KV cache of both weights. `recompute`: they go on once their KV cache is recomputed with the new
                 weights. `drain`: the update waits until they end.
+            name: The adapter that the engine replaces or adds, beside the others that it holds. Any name but `policy`
+                needs an engine with LoRA layers (``enable_lora=True``) and a free slot of its ``max_loras``. All
+                adapters share one base: the weights that the last update brought. A model whose adapters are off or
+                missing is the base and takes no slot.
 
         Raises:
             WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
@@ -367,12 +394,36 @@ class SamplingEngine:
             EngineError, HandoffTimeout: As for `sample`.
         """
         arguments.require_update(model, train_step, in_flight)
+        arguments.require_adapter(name, self._settings.lora_mode)
         ready = self.wait_until_ready()
         with nullcontext() if self.local is None else self.local.held():
             while in_flight == "drain" and not self._is_drained():
                 pass
             with self._refusing_changes():
-                return self._swap.update(model, train_step, in_flight, ready.transports, self._num_in_flight)
+                return self._swap.update(
+                    model, train_step, in_flight, ready.transports, self._num_in_flight, name
+                )
+
+    def remove_adapter(self, name: str) -> None:
+        """Free the slot of an adapter, after its last request; new requests for it are refused at once.
+
+        Raises:
+            UnknownAdapter: The engine has no such adapter.
+            EngineError: `name` is `policy` or `base`.
+        """
+        self.wait_until_ready()
+        self.engine_ranks.check_same_args("remove an adapter", name, repr(name))
+        command = messages.RemoveAdapter(name)
+        # The requests may end one after the other on several engines.
+        busy = self.engine_ranks.ranks
+        while busy:
+            removed = self.engine_ranks.on_engine_ranks(
+                "remove an adapter", lambda: self._channel.call(command, self._settings.timeout_s), busy
+            )
+            busy = tuple(rank for rank, is_gone in zip(busy, removed, strict=True) if not is_gone)
+            if busy:
+                self._look("remove an adapter", lambda: None, lambda: False, WAIT_S)
+        self._swap.remove(name)
 
     def share_base(self, model: torch.nn.Module) -> SharedBase:
         """Make the frozen weights of a PEFT model views of this engine's parameters: one base in memory.
@@ -492,7 +543,11 @@ class SamplingEngine:
             pass
 
     def _submit(
-        self, place: str, requests: Sequence[SamplingRequest], as_request_outputs: bool = False
+        self,
+        place: str,
+        requests: Sequence[SamplingRequest],
+        as_request_outputs: bool = False,
+        adapter: str = POLICY,
     ) -> list[BatchHandle]:
         """Queue prompts that are the same on every rank, a batch for each request."""
         pairs = [
@@ -505,10 +560,14 @@ class SamplingEngine:
         encoded, error = capture(lambda: [(self._encode(prompts), params) for prompts, params in pairs])
         asked = [prompt for prompts, _ in pairs for prompt in prompts]
         first = f", the first {str(asked[0])[:60]!r}" if asked else ""
-        self.engine_ranks.check_same_args(place, (encoded, repr(error)), f"{len(asked)} prompts{first}")
+        self.engine_ranks.check_same_args(
+            place, (encoded, repr(error), adapter), f"{len(asked)} prompts{first}"
+        )
         if error is not None:
             raise error
-        commands = [messages.Generate(ids, params, as_request_outputs) for ids, params in encoded]
+        commands = [
+            messages.Generate(ids, params, as_request_outputs, adapter=adapter) for ids, params in encoded
+        ]
         return [self._begin(command) for command in commands]
 
     def _submit_sharded(

@@ -19,7 +19,7 @@ from vectorlm.ranks.engine_ranks import CallResult, capture
 from vectorlm.sampling import messages
 from vectorlm.sampling.inline_channel import InlineChannel
 from vectorlm.sampling.messages import unpack
-from vectorlm.types import Completion
+from vectorlm.types import POLICY, Completion
 
 if TYPE_CHECKING:
     import numpy as np
@@ -298,13 +298,17 @@ class LocalRequests:
         return len(self._sent)
 
     def ask(
-        self, prompt: Sequence[int], sampling_params: Any, hear: Hear | None = None
+        self,
+        prompt: Sequence[int],
+        sampling_params: Any,
+        hear: Hear | None = None,
+        adapter: str = POLICY,
     ) -> Future[list[Completion]]:
         """Request the completions of one prompt; `flush` sends the request, and the future raises the engine's error.
 
         `hear` receives the tokens of a single completion as they are sampled, in the thread that receives answers.
         """
-        command = messages.Generate([prompt], [sampling_params], False, is_streamed=hear is not None)
+        command = messages.Generate([prompt], [sampling_params], False, hear is not None, adapter)
         request = _Request(command, hear)
         with self._lock:
             self._new.append(request)

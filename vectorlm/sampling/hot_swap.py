@@ -17,14 +17,15 @@ from vectorlm.errors import (
     HandleRefused,
     NonFiniteWeights,
     StaleHandle,
+    VectorLMError,
     WeightMismatch,
 )
 from vectorlm.sampling import messages
 from vectorlm.sampling.contract import WeightSet, WeightSource
 from vectorlm.sampling.sampler.scheduler import require_room_for_update
 from vectorlm.sampling.weights.inspection import Inspection, ranks_agree, require_sound
-from vectorlm.sampling.weights.plan import BASE, require_same, shortened
-from vectorlm.types import InFlight, UpdateReport
+from vectorlm.sampling.weights.plan import ADAPTER, BASE, require_same, shortened
+from vectorlm.types import POLICY, InFlight, UpdateReport
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """The weights of the last update that succeeded."""
+    """The weights of an adapter's last update that succeeded."""
 
     train_step: int
     model: Callable[[], Any]
@@ -88,12 +89,17 @@ class HotSwap:
         """The last manifest of the base that fits its layout."""
         self._kept: tuple[Callable[[], Any], Snapshot, Sequence[Any]] | None = None
         """The last model, a snapshot of it, and its weight sets if later updates may use them."""
-        self._sent: Sent | None = None
-        """The version that the engines hold; None if it is unknown."""
         self._shared: SharedBase | None = None
         """The base that a model shares with the engines; updates then send adapters alone."""
-        self.version = -1
-        """The training step of the last update that succeeded; -1 before the first."""
+        self._sent: dict[str, Sent] = {}
+        """By adapter, if known: what the engines hold on the base that they hold now."""
+        self.adapters = {BASE: -1, POLICY: -1} if settings.lora_mode == "adapter" else {POLICY: -1}
+        """The training step of each adapter's last update that succeeded; -1 before the first."""
+
+    @property
+    def version(self) -> int:
+        """The training step of the policy's last update that succeeded; -1 before the first."""
+        return self.adapters[POLICY]
 
     def update(
         self,
@@ -102,6 +108,7 @@ class HotSwap:
         in_flight: InFlight,
         offered: Sequence[str] = ("push",),
         num_in_flight: Callable[[], int] = lambda: 0,
+        adapter: str = POLICY,
     ) -> UpdateReport:
         """Update engines that are ready and support the transports `offered`; see `SamplingEngine.update`.
 
@@ -110,7 +117,7 @@ class HotSwap:
         from vectorlm.sampling.transport import changes_of
 
         start = time.perf_counter()
-        sets, changed = self._prepare(model, train_step, offered)
+        sets, changed = self._prepare(model, train_step, offered, adapter)
         if changed is None:
             self._ask_engines("update", messages.RequireWhole())
             total_s = time.perf_counter() - start
@@ -120,29 +127,34 @@ class HotSwap:
         inspected_from = time.perf_counter()
         inspections = self._inspect(changed)
         publish_s = time.perf_counter() - inspected_from
-        earlier, self._sent = self._sent, None
-        woken = self._ask_engines("begin the update", messages.BeginUpdate(in_flight))
+        earlier, self._sent = self._sent, {}
+        names = tuple(weight_set.name for weight_set in changed)
+        needs_slot = adapter != POLICY and ADAPTER in names
+        begin = messages.BeginUpdate(in_flight, adapter if needs_slot else None)
+        woken = self._ask_engines("begin the update", begin)
         published_from = time.perf_counter()
         totals = self._publish_rounds(changed)
         publish_s += time.perf_counter() - published_from
-        names = tuple(weight_set.name for weight_set in changed)
         checksums = totals if self._verify else None
-        finish = messages.FinishUpdate(
-            train_step, checksums, names, may_hold_nan=not self._settings.check_finite
-        )
+        may_hold_nan = not self._settings.check_finite
+        finish = messages.FinishUpdate(train_step, checksums, names, may_hold_nan, adapter)
         try:
             updated = self._ask_engines("finish the update", finish)
-        except StaleHandle:
-            self._opened.clear()
+        except VectorLMError as error:
+            if isinstance(error, StaleHandle):
+                self._opened.clear()
+            if adapter != POLICY:
+                self.adapters.pop(adapter, None)  # The engines have removed it.
             raise
         # Not earlier: if the warning is an error, this rank would leave the others alone in a collective.
         warn_of_restored(woken, self._topology, stacklevel=4)
-        self.version = train_step
+        self.adapters |= dict.fromkeys({adapter} | ({BASE} & {*names} & self.adapters.keys()), train_step)
         fingerprints = {weight_set.name: weight_set.fingerprint for weight_set in sets}
-        sums = {} if earlier is None else dict(earlier.sums)
+        sums = dict(next((sent.sums for sent in earlier.values()), {}))
         sums |= {name: inspection.sums for name, inspection in inspections.items()}
         changes = None if self._verify else changes_of(model)
-        self._sent = Sent(train_step, _reference(model), changes, fingerprints, sums)
+        sent = Sent(train_step, _reference(model), changes, fingerprints, sums)
+        self._sent = {**({} if BASE in names else earlier), adapter: sent}
         return UpdateReport(
             train_step,
             skipped=False,
@@ -216,7 +228,13 @@ class HotSwap:
 
     def forget(self) -> None:
         """Note that the engines' weights are lost: the next update sends them, even under the same step."""
-        self._sent = None
+        self._sent = {}
+        self.adapters = {name: step for name, step in self.adapters.items() if name in (BASE, POLICY)}
+
+    def remove(self, adapter: str) -> None:
+        """Note that the engines do not hold this adapter any more."""
+        self._sent.pop(adapter, None)
+        self.adapters.pop(adapter, None)
 
     def close(self) -> None:
         """Close the arenas and the exports."""
@@ -237,7 +255,7 @@ class HotSwap:
         return self._transport
 
     def _prepare(
-        self, model: Any, train_step: int, offered: Sequence[str]
+        self, model: Any, train_step: int, offered: Sequence[str], adapter: str
     ) -> tuple[list[WeightSet], list[WeightSet] | None]:
         """Return the model's weight sets, and those to send, after every rank has checked that it can send its shards.
 
@@ -249,17 +267,19 @@ class HotSwap:
 
         sets: list[WeightSet] = []
 
-        def look() -> tuple[int, bool, str | None, list[SetState]]:
+        what = adapter, train_step
+
+        def look() -> tuple[tuple[str, int], bool, str | None, list[SetState]]:
             sets.extend(self._weight_sets_of(model))
-            is_as_sent = self._is_as_sent(model, train_step, sets)
+            is_as_sent = self._is_as_sent(model, train_step, sets, adapter)
             obstacle = pull_obstacle(sets, offered, self._topology) if self._transport is None else None
             if self._settings.quantization is not None:
                 obstacle = "the engine is quantised, and the ranks compute the rows that they send"
-            return train_step, is_as_sent, obstacle, [self._state(weight_set) for weight_set in sets]
+            return what, is_as_sent, obstacle, [self._state(weight_set) for weight_set in sets]
 
         answers = self._engine_ranks.on_all_ranks("update", look)
-        if any(step != train_step for step, _, _, _ in answers):
-            self._engine_ranks.check_same_args("update", train_step, f"train_step={train_step}")
+        if any(of_rank != what for of_rank, _, _, _ in answers):
+            self._engine_ranks.check_same_args("update", what, f"name={adapter!r}, train_step={train_step}")
         if all(is_as_sent for _, is_as_sent, _, _ in answers):
             return sets, None
         names = [weight_set.name for weight_set in sets]
@@ -347,11 +367,11 @@ class HotSwap:
         if swap is not None:
             swap._kept = None
 
-    def _is_as_sent(self, model: Any, train_step: int, sets: Sequence[WeightSet]) -> bool:
-        """Return whether the engines hold this rank's `model`, unchanged, under this step."""
+    def _is_as_sent(self, model: Any, train_step: int, sets: Sequence[WeightSet], adapter: str) -> bool:
+        """Return whether the engines hold this rank's `model`, unchanged, under this name and step."""
         from vectorlm.sampling.transport import changes_of
 
-        sent = self._sent
+        sent = self._sent.get(adapter)
         if sent is None or sent.train_step != train_step or sent.model() is not model:
             return False
         if isinstance(model, WeightSource) and not (self._verify and hasattr(model, "inspect")):
@@ -366,7 +386,8 @@ class HotSwap:
                 for weight_set in sets
                 if self._inspection(weight_set, check_finite=False).sums != sent.sums.get(weight_set.name)
             ]
-            sent.fingerprints.update(dict.fromkeys(changed))
+            for known in self._sent.values():
+                known.fingerprints.update(dict.fromkeys(changed))
             is_as_sent = not changed
         else:
             is_as_sent = sent.changes is not None and sent.changes == changes_of(model)
@@ -422,7 +443,8 @@ class HotSwap:
 
     def _state(self, weight_set: WeightSet) -> SetState:
         name = weight_set.name
-        held = None if self._sent is None else self._sent.fingerprints.get(name)
+        # The base is the same for all adapters, and an adapter always crosses.
+        held = next((sent.fingerprints.get(name) for sent in self._sent.values()), None)
         if held is not None and held == weight_set.fingerprint:
             return SetState(name, is_held=True, fits=True, is_open=True)
         fits = self._fits(weight_set)

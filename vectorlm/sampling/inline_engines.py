@@ -12,7 +12,7 @@ from vectorlm.data.settings import PLAIN_CHAT, ChatSettings
 from vectorlm.ranks.topology import Topology
 from vectorlm.sampling.contract import WeightSource
 from vectorlm.sampling.engine import SamplingEngine
-from vectorlm.types import InFlight, UpdateReport
+from vectorlm.types import POLICY, InFlight, UpdateReport
 
 
 class FakeEngine(SamplingEngine):
@@ -64,10 +64,14 @@ class FakeEngine(SamplingEngine):
         self._failures[call] = error
 
     def update(
-        self, model: torch.nn.Module | WeightSource, train_step: int, in_flight: InFlight = "refuse"
+        self,
+        model: torch.nn.Module | WeightSource,
+        train_step: int,
+        in_flight: InFlight = "refuse",
+        name: str = POLICY,
     ) -> UpdateReport:
         """Do what `SamplingEngine.update` does, and append the version to `updates`."""
-        report = super().update(model, train_step, in_flight)
+        report = super().update(model, train_step, in_flight, name)
         if not report.skipped:
             self.updates.append(train_step)
         return report

@@ -22,7 +22,7 @@ from vectorlm.errors import EngineError
 from vectorlm.ranks.engine_ranks import CallResult
 from vectorlm.sampling.contract import RequestOutput
 from vectorlm.sampling.weights.plan import TensorSpec
-from vectorlm.types import Completion, InFlight
+from vectorlm.types import POLICY, Completion, InFlight
 
 if TYPE_CHECKING:
     from vectorlm.sampling.weights.exports import Export
@@ -67,6 +67,8 @@ class Generate:
     """Whether to answer with vLLM's own objects instead of Completions."""
     is_streamed: bool = False
     """Whether to send a `Part` whenever tokens were sampled, if the backend supports it."""
+    adapter: str = POLICY
+    """The adapter to sample with."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,15 @@ class BeginUpdate:
     """Stop sampling until `FinishUpdate`, because the ranks write weights. The answer is as for `WakeUp`."""
 
     in_flight: InFlight = "refuse"
+    new_slot_for: str | None = None
+    """The adapter that the update brings, if it may need a slot that it does not have."""
+
+
+@dataclass(frozen=True)
+class RemoveAdapter:
+    """Free the slot of an adapter. The answer is False while requests still use it; new ones are refused."""
+
+    adapter: str
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,8 @@ class FinishUpdate:
     """The written sets, `base` before `adapter`."""
     may_hold_nan: bool = False
     """Whether the weights were not checked for NaN and infinity."""
+    adapter: str = POLICY
+    """The adapter that the update is about."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from receivers_here import send
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.sampling.backends.vllm.extension import WeightExtension
-from vectorlm.sampling.weights.lora_receive import ADAPTER_ID
+from vectorlm.sampling.weights.lora_receive import POLICY_ID
 from vectorlm.sampling.weights.plan import TensorSpec
 from vectorlm.sampling.weights.receive import EngineReceiver
 
@@ -30,7 +30,7 @@ class Manager:
     def __init__(self):
         self.modules = {"mlp.gate_up_proj": Layer()}
         self.packed_modules = {"mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"]}
-        self.lora_index_to_id = [ADAPTER_ID]
+        self.lora_index_to_id = [POLICY_ID]
         self.ignores_new_ones = self.keeps_old_numbers = False
 
     def remove_adapter(self, number): ...

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 
 from vectorlm.data.images import pictures_of
-from vectorlm.errors import EngineError, HandleRefused, VectorLMError
+from vectorlm.errors import EngineError, HandleRefused, UnknownAdapter, VectorLMError
 from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.ranks.engine_ranks import CallResult, capture, portable
 from vectorlm.sampling import messages
 from vectorlm.sampling.arguments import one_each
 from vectorlm.sampling.contract import BACKENDS, AnswerRules, Backend, RequestOutput
 from vectorlm.sampling.messages import pack
+from vectorlm.sampling.weights.plan import BASE
 from vectorlm.settings import nearest
-from vectorlm.types import InFlight
+from vectorlm.types import POLICY, InFlight
 
 BREAK_S = 0.01
 """Steps with a shorter break between them count as one busy span."""
@@ -132,7 +133,7 @@ class SleepState:
         return restored
 
     def finish_update(self) -> None:
-        """Note that the weights were loaded."""
+        """Note that the policy's weights were loaded."""
         self._weights_are_lost = False
 
     def check_sampling(self) -> None:
@@ -189,6 +190,10 @@ class Scheduler:
         self._obstacle: Exception | None = None
         """The error that blocks sampling: of the last update, or of a step."""
         self._is_broken = False
+        self._failed_adapter = POLICY
+        """The adapter of the last update that failed."""
+        self._leaving: set[str] = set()
+        """Adapters that are removed once their last request has ended."""
         self._lost: list[Numbered] = []
 
     @property
@@ -232,6 +237,8 @@ class Scheduler:
             case messages.BeginUpdate():
                 self._begin_update(command)
                 return self._sleep_state.take_restored()
+            case messages.RemoveAdapter():
+                return self._remove_adapter(command.adapter)
             case messages.TakeAccepted():
                 return backend.take_accepted()
             case messages.RequireWhole():
@@ -301,14 +308,18 @@ class Scheduler:
                 "an update() is in progress or did not finish: wait for it, or call update() again, before sampling."
             )
         self._sleep_state.check_sampling()
+        self._require_adapter(command.adapter)
         params = one_each(command.sampling_params, len(command.prompts))
-        batch = self._batches[number] = _Batch(command, params, len(self._rules.loaded))
+        num_loads = len(self._rules.loaded[command.adapter])
+        batch = self._batches[number] = _Batch(command, params, num_loads)
         self._newest = number
-        submit = self._backend.submit
+        submit: Any = self._backend.submit
         if command.as_request_outputs:
             submit = getattr(self._backend, "submit_raw", submit)
         elif command.is_streamed:
             submit = getattr(self._backend, "submit_streamed", submit)
+        if command.adapter != POLICY:
+            submit = partial(submit, adapter=command.adapter)
         try:
             for index, (prompt, own_params) in enumerate(zip(command.prompts, params, strict=True)):
                 name = f"{number}-{index}"
@@ -328,6 +339,29 @@ class Scheduler:
             self._abort(number)
             raise
 
+    def _require_adapter(self, name: str) -> None:
+        known = getattr(self._backend, "adapters", {POLICY: 0}).keys() - self._leaving
+        if name not in known:
+            raise UnknownAdapter(
+                f"adapter={name!r}: the engine must hold it, and holds {', '.join(sorted(known))}. Send it with "
+                "update(model, step, name=…) to an engine with LoRA layers."
+            )
+
+    def _remove_adapter(self, name: str) -> bool:
+        """Free the slot of an adapter; return False while requests use it."""
+        if name in (POLICY, BASE):
+            raise EngineError(f"adapter={name!r} cannot be removed. Name another adapter.")
+        if name not in self._leaving:
+            self._require_adapter(name)
+            self._leaving.add(name)
+        if any(batch.command.adapter == name for batch in self._batches.values()):
+            return False
+        backend: Any = self._backend
+        backend.remove_adapter(name)
+        self._leaving.remove(name)
+        del self._rules.loaded[name]
+        return True
+
     def _abort(self, number: int) -> None:
         if batch := self._batches.pop(number, None):
             self._backend.cancel(batch.unfinished)
@@ -346,6 +380,9 @@ class Scheduler:
         """Pause: the ranks are about to write into memory that the engine computes with."""
         self._require_whole()
         require_room_for_update(len(self._batches), command.in_flight)
+        backend: Any = self._backend
+        if command.new_slot_for is not None:
+            backend.require_slot(command.new_slot_for)
         self._sleep_state.wake_up(frozenset({"weights"}))
         self._paused_at = time.perf_counter()
         self._backend.pause()
@@ -356,26 +393,34 @@ class Scheduler:
         assert self._update is not None, "begin_update comes first"
         recompute = self._update.in_flight == "recompute"
         num_running = len(self._batches)
+        backend: Any = self._backend
+        more = {} if command.adapter == POLICY else {"adapter": command.adapter}
         try:
-            load_s = self._backend.load(command.version, command.checksums, command.weight_sets, recompute)
+            load_s: float = backend.load(
+                command.version, command.checksums, command.weight_sets, recompute, **more
+            )
             if command.may_hold_nan and hasattr(self._backend, "expect_nan"):
                 self._backend.expect_nan()
         except BaseException as error:
-            self._fail_update(error)
+            self._fail_update(error, command.adapter)
             raise
         finally:
             self._update = None
             self._backend.resume()
-        if not self._is_broken:
+        # After a failed update the next one sends the base again, but the factors of its own adapter alone.
+        if not self._is_broken and (command.adapter == POLICY or self._failed_adapter != POLICY):
             self._obstacle = None
-        self._sleep_state.finish_update()
-        self._rules.loaded.append(command.version)
+        if command.adapter == POLICY:
+            self._sleep_state.finish_update()
+        self._rules.note_load(command.version, command.adapter, command.weight_sets)
         stall_s = time.perf_counter() - self._paused_at if num_running else 0.0
         busy, self._busy = tuple(self._busy), []
         return messages.Updated(load_s, stall_s, busy)
 
-    def _fail_update(self, error: BaseException) -> None:
+    def _fail_update(self, error: BaseException, adapter: str) -> None:
         """Fail the requests in flight: the weights that they would go on with are unknown."""
+        if self._obstacle is None or adapter == POLICY:
+            self._failed_adapter = adapter
         if not self._is_broken:
             interrupted = EngineError("an update() was interrupted: call update() again before sampling.")
             self._obstacle = error if isinstance(error, Exception) else interrupted
@@ -388,7 +433,8 @@ class Scheduler:
             self._backend.cancel(batch.unfinished)
             raise batch.error
         outputs = [output for output in batch.outputs.values() if output is not None]
-        self._rules.check(batch.command.prompts, batch.sampling_params, outputs, batch.num_loads)
+        adapter = batch.command.adapter
+        self._rules.check(batch.command.prompts, batch.sampling_params, outputs, batch.num_loads, adapter)
         return pack(outputs, batch.command.as_request_outputs)
 
 

@@ -16,8 +16,8 @@ from vectorlm.sampling.weights.plan import Layout, TensorSpec, dtype_name, dtype
 from vectorlm.sampling.weights.record import Copy, LoadPlan, View
 from vectorlm.sampling.weights.unlisted import held_tensors
 
-ADAPTER_ID = 1
-ADAPTER_NAME = "vectorlm"
+POLICY_ID = 1
+"""vLLM's number of the adapter that is trained."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LoraSlot:
 
 
 class AdapterReceiver:
-    """The receiver of an engine's only adapter, which all requests use; it is zero until the first update."""
+    """The receiver of an engine's adapters, one at a time; the policy's is zero until its first update."""
 
     def __init__(self, worker_manager: Any, model: Any) -> None:
         """Use the LoRA layers of `model`, which vLLM's ``LRUCacheWorkerLoRAManager`` manages."""
@@ -64,7 +64,7 @@ class AdapterReceiver:
         self._tensors: Mapping[str, torch.Tensor] = {}
         self.copies: CopyList | None = None
         """The copies of each update; None before `attach`."""
-        self.clear()
+        self.clear(POLICY_ID)
 
     def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
         """Find the places of ``<layer>.lora_A`` and ``<layer>.lora_B`` of every layer with an adapter.
@@ -124,8 +124,8 @@ class AdapterReceiver:
             earlier.close()
         return self.copies.num_bytes
 
-    def load(self) -> None:
-        """Copy the last round and activate the adapter for all requests."""
+    def load(self, adapter_id: int) -> None:
+        """Copy the last round into the slot of this adapter, or into a free one."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
@@ -138,21 +138,21 @@ class AdapterReceiver:
             a, b = tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"]
             own = self._engine_name(name)
             layers[own] = LoRALayerWeights(own, len(a), len(a), a, b, scaling=1.0)
-        self._manager.remove_adapter(ADAPTER_ID)
-        self._manager.add_adapter(LoRAModel(ADAPTER_ID, max(len(a) for a in tensors.values()), layers))
-        self._manager.activate_adapter(ADAPTER_ID)
+        self._manager.remove_adapter(adapter_id)
+        self._manager.add_adapter(LoRAModel(adapter_id, max(len(a) for a in tensors.values()), layers))
+        self._manager.activate_adapter(adapter_id)
         # vllm before 0.33: sleep drops the rows of the batch's adapters too, and vLLM writes only changes of them.
         self._manager._last_mapping = None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def checksums(self) -> list[int]:
-        """Sum the pieces of all tensors in the buffers of the LoRA layers.
+    def checksums(self, adapter_id: int) -> list[int]:
+        """Sum the pieces of all tensors in the slot of this adapter.
 
         Raises:
             ChecksumMismatch: The buffers contain more than this adapter.
         """
-        slot = self._manager.lora_index_to_id.index(ADAPTER_ID)
+        slot = self._manager.lora_index_to_id.index(adapter_id)
         sums, filled = [], []
         for name, view in self._pieces.items():
             buffer = self._lora_slots[name].buffers(slot)[not name.endswith(".lora_A")]
@@ -168,11 +168,21 @@ class AdapterReceiver:
             )
         return checksums(sums)
 
-    def clear(self) -> None:
+    def clear(self, adapter_id: int) -> None:
         """Set the adapter to zero."""
-        self._manager.remove_adapter(ADAPTER_ID)
-        self._worker_manager.add_dummy_lora(adapter_request(), rank=1)
-        self._manager.activate_adapter(ADAPTER_ID)
+        self._manager.remove_adapter(adapter_id)
+        self._worker_manager.add_dummy_lora(adapter_request("dummy", adapter_id), rank=1)
+        self._manager.activate_adapter(adapter_id)
+
+    def remove(self, adapter_id: int) -> None:
+        """Free the adapter's slot, if it has one."""
+        self._manager.remove_adapter(adapter_id)
+
+    def reset(self) -> None:
+        """Remove all adapters except for the policy's, which becomes zero."""
+        for adapter_id in list(filter(None, self._manager.lora_index_to_id)):
+            self.remove(adapter_id)
+        self.clear(POLICY_ID)
 
     def stacked(self) -> dict[str, list[torch.Tensor]]:
         """Return the buffers of all LoRA layers, which `clear` and `load` fill, by layer and attribute."""
@@ -196,9 +206,9 @@ class AdapterReceiver:
         return layer if renamed is None else renamed.removesuffix(".weight")
 
 
-def adapter_request() -> Any:
-    """Return vLLM's ``LoRARequest`` for the engine's adapter."""
+def adapter_request(name: str, adapter_id: int) -> Any:
+    """Return vLLM's ``LoRARequest`` for an adapter."""
     from vllm.lora.request import LoRARequest
 
     # vLLM reads the path only if the adapter is not loaded, which never happens.
-    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, "/in/memory/only")
+    return LoRARequest(name, adapter_id, "/in/memory/only")

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 BASE = "base"
-"""The weight set with the model's own tensors; adapters are sets of their own."""
+"""The weight set with the model's own tensors, and the name of the model without an adapter."""
+ADAPTER = "adapter"
+"""The weight set with the factors of one adapter; an update says of which."""
 
 
 HEAD = "lm_head.weight"

@@ -22,8 +22,17 @@ from vectorlm.sampling.weights.arena import in_rounds, is_one_run, path_of, plac
 from vectorlm.sampling.weights.copy_list import CopyList
 from vectorlm.sampling.weights.exports import DeviceHandle, Export, FileHandle, Handle, Lent
 from vectorlm.sampling.weights.inspection import Reading, bits_of, checksum, checksums, row_sums, widest_word
+from vectorlm.sampling.weights.lora_receive import POLICY_ID
 from vectorlm.sampling.weights.model_tensors import Snapshot, persistent_buffers
-from vectorlm.sampling.weights.plan import BASE, Layout, Slot, TensorSpec, dtype_name, dtype_of, shortened
+from vectorlm.sampling.weights.plan import (
+    ADAPTER,
+    Layout,
+    Slot,
+    TensorSpec,
+    dtype_name,
+    dtype_of,
+    shortened,
+)
 from vectorlm.sampling.weights.quantise import loadable, scale_specs, scales_to_load
 from vectorlm.sampling.weights.reader import Reader
 from vectorlm.sampling.weights.record import (
@@ -129,11 +138,17 @@ class EngineReceiver:
         for weight_set, number in rounds.items():
             self._call("vectorlm_copy", weight_set, number)
 
-    def load(self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str]) -> float:
+    def load(
+        self,
+        version: int,
+        checksums: Sequence[int] | None,
+        weight_sets: Sequence[str],
+        adapter_id: int = POLICY_ID,
+    ) -> float:
         """Copy the last round and switch the engine to the new weights; return the seconds it took.
 
-        `checksums` has one entry per tensor of all sets; None skips the proof. Adapter sets that `weight_sets` does not
-        name are cleared.
+        `checksums` has one entry per tensor of all sets; None skips the proof. `adapter_id` is vLLM's number of the
+        adapter that is updated; without factors among `weight_sets`, the policy's becomes zero.
 
         Raises:
             ChecksumMismatch: The engine's parameters are not what was sent; the text names the tensors.
@@ -141,7 +156,8 @@ class EngineReceiver:
         start = time.perf_counter()
         expected = None if checksums is None else iter(checksums)
         for name in weight_sets:
-            sums = self._call("vectorlm_load", name, version, expected is not None)
+            of_adapter = (adapter_id,) if name == ADAPTER else ()
+            sums = self._call("vectorlm_load", name, version, expected is not None, *of_adapter)
             if expected is None:
                 continue
             pieces = self._pieces[name]
@@ -151,9 +167,13 @@ class EngineReceiver:
                     f"that the trainer sent: {shortened(wrong)}. Trainer or engine changed them during the update. "
                     "Update again; until then the engine samples nothing."
                 )
-        for name in self._pieces.keys() - {BASE, *weight_sets}:
-            self._call("vectorlm_clear", name)
+        if adapter_id == POLICY_ID and ADAPTER in self._pieces.keys() - {*weight_sets}:
+            self._call("vectorlm_clear", adapter_id)
         return time.perf_counter() - start
+
+    def remove(self, adapter_id: int) -> None:
+        """Free the slot of an adapter, if it has one."""
+        self._call("vectorlm_remove", adapter_id)
 
     def before_sleep(self) -> None:
         """Let all workers list the tensors that a sleep of the weights may lose; see `UnlistedTensors`."""

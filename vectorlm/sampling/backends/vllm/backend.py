@@ -14,6 +14,7 @@ import numpy as np
 from vectorlm.data.images import pictures_of
 from vectorlm.errors import ChangedBySleep, EngineError
 from vectorlm.ranks.engine_ranks import results_or_first_error
+from vectorlm.sampling.backends.vllm.adapters import Adapters
 from vectorlm.sampling.backends.vllm.shim import (
     CudaSleep,
     adapt_to_cpu,
@@ -28,9 +29,9 @@ from vectorlm.sampling.backends.vllm.shim import (
 from vectorlm.sampling.backends.vllm.workers import Workers, shorten_socket_paths, start_worker
 from vectorlm.sampling.contract import RequestOutput
 from vectorlm.sampling.settings import CHECKED_SLEEPS
-from vectorlm.sampling.weights.lora_receive import adapter_request
+from vectorlm.sampling.weights.plan import BASE
 from vectorlm.sampling.weights.receive import EngineReceiver
-from vectorlm.types import Completion
+from vectorlm.types import POLICY, Completion
 
 prepare_process = shorten_socket_paths
 __all__ = ["VLLM", "prepare_process", "start_worker"]
@@ -81,8 +82,9 @@ class VLLM:
             self._receiver = EngineReceiver(self._engine.collective_rpc, receiver)
             self.connect, self.open_handles = self._receiver.connect, self._receiver.open_handles
             self.copy_round, self.lend = self._receiver.copy_round, self._receiver.lend
-            # From the start (as zeros), because the first adapter must also reach requests in flight.
-            self._adapter_request = adapter_request() if engine_args.get("enable_lora") else None
+            lora = self._engine.vllm_config.lora_config
+            self._adapters = Adapters(0 if lora is None else lora.max_loras, self._receiver.remove)
+            self.require_slot, self.remove_adapter = self._adapters.require_slot, self._adapters.remove
             warm_up(self._engine)
         self.receiver = self._receiver.kind
         self._captures_routes = False
@@ -100,8 +102,6 @@ class VLLM:
         self._accepted = count_accepted(self._engine) if speculates else [0, 0]
         self._device_sleep = None if on_cpu else CudaSleep(self._engine)
         self.progress = 0
-        self.version = -1
-        self._num_loads = 0
         self._asleep: frozenset[str] = frozenset()
         self._has_weights = True
         """Whether the engine holds all weights of the checkpoint, or all weights of one update."""
@@ -117,32 +117,52 @@ class VLLM:
         self._finished: list[RequestOutput] = []
         """Outputs found by `pause`; the next `poll` returns them."""
 
-    def submit(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
+    @property
+    def version(self) -> int:
+        """The version of the policy's last load; -1 before."""
+        return self._adapters.versions[POLICY]
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        """The version of each adapter's last load."""
+        return self._adapters.versions
+
+    def submit(self, name: str, prompt: Sequence[int], sampling_params: Any, adapter: str = POLICY) -> None:
         """Add one request; its text is decoded when it ends."""
         params = make_sampling_params(sampling_params)
         self._texts.defer(name, params)
-        self._add(name, prompt, params)
+        self._add(name, prompt, params, adapter)
 
-    def submit_streamed(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
+    def submit_streamed(
+        self, name: str, prompt: Sequence[int], sampling_params: Any, adapter: str = POLICY
+    ) -> None:
         """Add one request; vLLM decodes its text during sampling, to the same text."""
         params = make_sampling_params(sampling_params, is_streamed=True)
         self._told[name] = 0, 0
-        self._add(name, prompt, params)
+        self._add(name, prompt, params, adapter)
 
-    def submit_raw(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
+    def submit_raw(
+        self, name: str, prompt: Sequence[int], sampling_params: Any, adapter: str = POLICY
+    ) -> None:
         """Add one request; the `raw` of its output holds vLLM's own record, with the strings of single tokens."""
-        self._add(name, prompt, make_sampling_params(sampling_params))
+        self._add(name, prompt, make_sampling_params(sampling_params), adapter)
 
-    def _add(self, name: str, prompt: Sequence[int], params: Any) -> None:
-        # The salt hides the cached blocks of other weights.
+    def _add(self, name: str, prompt: Sequence[int], params: Any, adapter: str) -> None:
         request: dict[str, Any] = {
             "prompt_token_ids": list(prompt),
-            "cache_salt": f"weights {self._num_loads}",
+            "cache_salt": self._adapters.begin(name, adapter),
         }
         if pictures := pictures_of(prompt):
             request["multi_modal_data"] = {"image": [picture.open() for picture in pictures]}
             self._pictured[name] = tuple(prompt)
-        self._engine.add_request(name, request, params, lora_request=self._adapter_request)
+        # With ``scheduling_policy="priority"`` other adapters, such as a judge, wait for the policy's requests.
+        self._engine.add_request(
+            name,
+            request,
+            params,
+            lora_request=self._adapters.requests.get(adapter),
+            priority=int(adapter != POLICY),
+        )
         if self._captures_routes:
             self._requests[name] = tuple(self._engine.output_processor.external_req_ids[name])
 
@@ -174,8 +194,8 @@ class VLLM:
         self._texts.forget(names)
         self._take_routes(names, is_wanted=False)
         for name in names:
-            self._told.pop(name, None)
-            self._pictured.pop(name, None)
+            for record in (self._told, self._pictured, self._adapters.adapter_of):
+                record.pop(name, None)
 
     def pause(self) -> None:
         """Wait until no step runs on the device; only `poll` starts steps."""
@@ -189,21 +209,32 @@ class VLLM:
             self._finished += self._finished_of(finish_steps(self._engine))
 
     def load(
-        self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
+        self,
+        version: int,
+        checksums: Sequence[int] | None,
+        weight_sets: Sequence[str],
+        recompute: bool,
+        adapter: str = POLICY,
     ) -> float:
         """Load the new weights and drop the cache of the old ones."""
-        load_s = self._receiver.load(version, checksums, weight_sets)
+        adapter_id = self._adapters.id_for(adapter, weight_sets)
+        try:
+            load_s = self._receiver.load(version, checksums, weight_sets, adapter_id)
+        except BaseException:
+            if adapter != POLICY:
+                self.remove_adapter(adapter)
+            raise
         if not self._engine.has_unfinished_requests():
-            if not self._engine.reset_prefix_cache():
+            must_reset = not self._adapters.keep_blocks or self._may_hold_nan or BASE in weight_sets
+            if must_reset and not self._engine.reset_prefix_cache():
                 raise EngineError("vLLM did not empty its prefix cache, which has blocks of the old weights.")
         elif recompute or self._may_hold_nan:
             self._engine.reset_prefix_cache(reset_running_requests=True)
         # vLLM finds image embeddings by the image alone. A half-computed prompt computes them again.
         self._engine.reset_encoder_cache()
         self._empty_kv_cache()
-        self._spans.close(self._engine, self.version)
-        self.version = version
-        self._num_loads += 1
+        self._spans.close(self._engine, self._adapters.version_of)
+        self._adapters.loaded(adapter, version, weight_sets)
         self._has_weights = True
         self._sleep_check.after_update()
         self._compare()
@@ -233,6 +264,8 @@ class VLLM:
             self._device_sleep.sleep(parts, asleep)
         elif not self._engine.reset_prefix_cache():
             raise EngineError("the prefix cache cannot be emptied: requests are running.")
+        if "weights" in parts:
+            self._adapters.keep_policy()
         self._asleep = parts | asleep
         self._has_weights &= "weights" not in parts
 
@@ -269,7 +302,7 @@ class VLLM:
         length = min(SCORED_TOKENS, self._engine.vllm_config.model_config.max_model_len - 1)
         text = [first + 7 * place % span for place in range(length)]
         prompts = [text[:end] for end in range(length, 0, -SCORED_EVERY)]
-        return next_tokens(self._engine, prompts, salt, self._adapter_request)
+        return next_tokens(self._engine, prompts, salt, self._adapters.requests.get(POLICY))
 
     def _finished_of(self, outputs: Iterable[Any]) -> list[RequestOutput]:
         found, outputs = [], list(outputs)
@@ -284,7 +317,9 @@ class VLLM:
                 if names := own[output.request_id]:
                     for sample in output.outputs:
                         sample.routed_experts = captured[names[sample.index]]
-                found.append(finished(output, self._spans.of(output, self.version), prompt))
+                versions = self._spans.of(output, self._adapters.version_of(output.request_id))
+                self._adapters.adapter_of.pop(output.request_id, None)
+                found.append(finished(output, versions, prompt))
             elif output.request_id in self._told:
                 found.append(self._part_of(output))
         self._may_hold_nan |= any(
@@ -298,7 +333,7 @@ class VLLM:
         self._told[output.request_id] = len(whole.token_ids), len(whole.text)
         token_ids = tuple(whole.token_ids[num_tokens:])
         logprobs = _sampled_logprobs(token_ids, whole.logprobs and whole.logprobs[num_tokens:])
-        versions = (self.version,) * len(token_ids)
+        versions = (self._adapters.version_of(output.request_id),) * len(token_ids)
         part = Completion((), token_ids, logprobs, versions, whole.text[num_characters:], None)
         return RequestOutput(output.request_id, [part], is_part=True)
 
@@ -410,17 +445,19 @@ class VersionSpans:
         self._closed: dict[str, dict[int, list[tuple[int, int]]]] = {}
         """By request and completion, in order: (number of tokens, version that sampled the last of them)."""
 
-    def close(self, engine: Any, version: int) -> None:
-        """Mark all tokens so far as sampled by `version`; called between two engine steps."""
+    def close(self, engine: Any, version_of: Callable[[str], int]) -> None:
+        """Mark all tokens so far as sampled by `version_of(request)`; called between two engine steps."""
         processor = engine.output_processor
         for state in processor.request_states.values():
             owner = state.external_req_id if state.parent_req is None else state.parent_req.external_req_id
-            self._note(owner, state.request_index, state.detokenizer.num_output_tokens(), version)
+            num_tokens = state.detokenizer.num_output_tokens()
+            self._note(owner, state.request_index, num_tokens, version_of(owner))
         # Completions that ended before the others of their prompt.
         for parent in processor.parent_requests.values():
             for ended in parent.output_aggregator:
                 if ended is not None:
-                    self._note(parent.external_req_id, ended.index, len(ended.token_ids), version)
+                    owner = parent.external_req_id
+                    self._note(owner, ended.index, len(ended.token_ids), version_of(owner))
 
     def _note(self, owner: str, index: int, num_tokens: int, version: int) -> None:
         spans = self._closed.setdefault(owner, {}).setdefault(index, [])

@@ -25,8 +25,8 @@ from vectorlm.sampling.backends.vllm.quantised import check_quantised, renew_pro
 from vectorlm.sampling.backends.vllm.routes import RouteCapture
 from vectorlm.sampling.weights.exports import Export
 from vectorlm.sampling.weights.inspection import checksums, row_sums
-from vectorlm.sampling.weights.lora_receive import AdapterReceiver
-from vectorlm.sampling.weights.plan import BASE, Layout, TensorSpec
+from vectorlm.sampling.weights.lora_receive import POLICY_ID, AdapterReceiver
+from vectorlm.sampling.weights.plan import ADAPTER, BASE, Layout, TensorSpec
 from vectorlm.sampling.weights.receive import WorkerReceiver, parameter_sums
 from vectorlm.sampling.weights.unlisted import UnlistedTensors
 
@@ -80,7 +80,7 @@ class WeightExtension:
         self._vectorlm_derives = bool(derived)
         self._vectorlm_receivers: dict[str, Any] = {BASE: WorkerReceiver(model, derived)}
         if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
-            self._vectorlm_receivers["adapter"] = AdapterReceiver(manager, model)
+            self._vectorlm_receivers[ADAPTER] = AdapterReceiver(manager, model)
         return kind
 
     @as_call_result
@@ -127,14 +127,19 @@ class WeightExtension:
         return self._vectorlm_receivers[weight_set].copies.copy_round(number)
 
     @as_call_result
-    def vectorlm_load(self, weight_set: str, version: int, with_checksums: bool) -> Any:
+    def vectorlm_load(
+        self, weight_set: str, version: int, with_checksums: bool, adapter_id: int = POLICY_ID
+    ) -> Any:
         """Load the last round and pack it; return checksums if `with_checksums`."""
         receiver = self._vectorlm_receivers[weight_set]
-        receiver.load()
+        if weight_set == ADAPTER:
+            receiver.load(adapter_id)
+        else:
+            receiver.load()
         if self._vectorlm_routes is not None:
             self._vectorlm_routes.begin_generation()
         if weight_set != BASE:
-            return receiver.checksums() if with_checksums else []
+            return receiver.checksums(adapter_id) if with_checksums else []
         model, dtype = self.model_runner.get_model(), self.model_runner.model_config.dtype
         if self._vectorlm_derives:
             derive(model, dtype)
@@ -159,7 +164,7 @@ class WeightExtension:
         # The KV cache comes back empty and may be asleep already; reading it would crash.
         caches = [getattr(module, "kv_cache", None) for module in model.modules()]
         brought = [self.model_runner.kv_caches, caches, packed_experts(model)]
-        if (adapter := self._vectorlm_receivers.get("adapter")) is not None:
+        if (adapter := self._vectorlm_receivers.get(ADAPTER)) is not None:
             brought.append(adapter.stacked())
         self._vectorlm_unlisted = UnlistedTensors(model, brought)
 
@@ -168,16 +173,16 @@ class WeightExtension:
         """Compare the listed tensors; return the names of those that were restored."""
         restored = [] if self._vectorlm_unlisted is None else self._vectorlm_unlisted.restore()
         self._vectorlm_unlisted = None
-        if (adapter := self._vectorlm_receivers.get("adapter")) is not None:
+        if (adapter := self._vectorlm_receivers.get(ADAPTER)) is not None:
             # The next update may send the base alone.
-            adapter.clear()
+            adapter.reset()
         return restored
 
     @as_call_result
     def vectorlm_weight_sums(self) -> Any:
         """Return the checksums of everything that updates fill, the LoRA layers included."""
         sums = self._vectorlm_receivers[BASE].weight_sums()
-        if (adapter := self._vectorlm_receivers.get("adapter")) is not None:
+        if (adapter := self._vectorlm_receivers.get(ADAPTER)) is not None:
             for name, tensors in adapter.stacked().items():
                 sums[name] = sum(checksums([(row_sums(tensor), 0) for tensor in tensors]))
         return sums
@@ -200,6 +205,11 @@ class WeightExtension:
         return parameter_sums(model, manifest, derived_names(model))
 
     @as_call_result
-    def vectorlm_clear(self, weight_set: str) -> Any:
-        """Set the adapters of this weight set to zero."""
-        return self._vectorlm_receivers[weight_set].clear()
+    def vectorlm_clear(self, adapter_id: int) -> Any:
+        """Set an adapter to zero."""
+        return self._vectorlm_receivers[ADAPTER].clear(adapter_id)
+
+    @as_call_result
+    def vectorlm_remove(self, adapter_id: int) -> Any:
+        """Free the slot of an adapter."""
+        return self._vectorlm_receivers[ADAPTER].remove(adapter_id)

@@ -69,6 +69,35 @@ def adapt_to_cpu() -> None:
         expand_for_drafts()
         rotate_every_head()
         convolve_dense_tokens()
+        keep_base_rows()
+
+
+def keep_base_rows() -> None:
+    """Keep vLLM on CPU from adding an adapter to requests for the base; call before the engine is built.
+
+    vllm 0.32: in a batch with requests for adapters, a request without one has the index -1, which torch takes for the
+    last slot. Log-probabilities were 0.67 off. Delete when ``bgmv_expand`` leaves such rows alone.
+    """
+    from vllm.lora.ops import torch_ops
+    from vllm.lora.ops.torch_ops import lora_ops
+
+    if hasattr(lora_ops.bgmv_expand, "keeps_base"):
+        return
+
+    def keeping_base(expand: Any) -> Any:
+        def call(inputs: Any, weights: Any, outputs: Any, indices: Any, *args: Any, **options: Any) -> Any:
+            is_base = indices < 0
+            if is_base.any():
+                inputs = inputs.masked_fill(is_base[:, None], 0)
+            return expand(inputs, weights, outputs, indices, *args, **options)
+
+        call.keeps_base = True  # type: ignore[attr-defined]
+        return call
+
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
+        patched = keeping_base(getattr(lora_ops, name))
+        setattr(lora_ops, name, patched)
+        setattr(torch_ops, name, patched)
 
 
 def convolve_dense_tokens() -> None:
