@@ -11,6 +11,7 @@ from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
+from vectorlm.rl.adapters import OtherAdapters
 from vectorlm.rl.metrics import SpeedMeter, accepted_tokens, batch_metrics, rollout_metrics
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.prepare import prepare_batch
@@ -21,7 +22,7 @@ from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.update import Updater
 from vectorlm.train.handover import DeviceTurn
 from vectorlm.train.recorder import Recorder, Timer
-from vectorlm.types import PromptRecord
+from vectorlm.types import PromptRecord, TrainedModel
 
 UNSCORED_STEPS = 3
 """A run ends after this many steps without any reward."""
@@ -68,12 +69,17 @@ class RLLoop:
         demonstrations: Demonstrations | None = None,
         overlaps_evaluation: bool = False,
         teacher_prompt: Callable[[PromptRecord], Sequence[int]] | None = None,
+        adapters: OtherAdapters | None = None,
     ) -> None:
         """Build the loop; `turn` hands the devices to the engine and back.
 
         With `overlaps_evaluation`, the next step is trained while the engine answers the held-out prompts.
-        `teacher_prompt` returns the token ids of the prompt that a teacher reads in place of the policy's.
+        `teacher_prompt` returns the token ids of the prompt that a teacher reads in place of the policy's. `adapters`
+        are of a LoRA run whose other models may be asked.
         """
+        self._adapters = adapters
+        if adapters is not None:
+            turn.before_update = adapters.send
         self.overlaps_evaluation, self._teacher_prompt = overlaps_evaluation, teacher_prompt
         self.models, self.spec, self.source, self.settings = models, spec, source, settings
         self.turn, self.recorder, self.topology = turn, recorder, topology
@@ -101,8 +107,7 @@ class RLLoop:
             RewardError: A reward function failed and `rl.on_reward_error` is ``stop``; or the functions returned None
                 for every completion of the first `UNSCORED_STEPS` steps.
         """
-        models = self.models.trained(with_reference=self.settings.kl.reference_sync_every is not None)
-        saved = self.recorder.resume(models)
+        saved = self.recorder.resume(self._models(self.recorder.resume_step or 0))
         if saved is None:
             self.recorder.write(0, self._evaluate())
         else:
@@ -129,8 +134,14 @@ class RLLoop:
                 )
             if self.step == UNSCORED_STEPS and any(self._unscored.values()):
                 self.recorder.say(f"warning: {self.why_unscored}")
-            self.recorder.save_if_due(self.step, models, self._state)
+            if self.recorder.is_save_due(self.step):
+                self.recorder.save_if_due(self.step, self._models(self.step), self._state)
         self.recorder.flush()
+
+    def _models(self, step: int) -> dict[str, TrainedModel]:
+        """Return the models for a checkpoint after `step`."""
+        models = self.models.trained(with_reference=self.settings.kl.reference_sync_every is not None)
+        return models | ({} if self._adapters is None else self._adapters.trained(step))
 
     def _refuse_images(self, groups: Sequence[RolloutGroup]) -> None:
         """Raise ConfigError if an environment has returned an image that a model of the run would not see."""

@@ -241,6 +241,16 @@ class TeacherSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptAdapters:
+    """Settings for older policies that the engine keeps as adapters: opponents, judges and evaluations use them."""
+
+    every: PositiveInt
+    """Steps between two kept policies; `policy@S` is the policy after step S."""
+    last: PositiveInt = 1
+    """Number of kept policies; the newest ones are kept, each in a LoRA slot of the engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SFTSettings:
     """Settings for learning texts of a dataset in the same optimizer steps as completions."""
 

@@ -28,6 +28,7 @@ from vectorlm.report.runs import save_start
 from vectorlm.rl.evaluation.evaluator import Evaluator, Play
 from vectorlm.rl.rewards.function import RewardFunction
 from vectorlm.rl.rewards.registry import short_name
+from vectorlm.rl.rewards.runner import Reward
 from vectorlm.runs.config.load import save_config
 from vectorlm.runs.config.setting import to_plain
 from vectorlm.runs.preflight.resume import Resumption, find_resumption, identity_of
@@ -54,11 +55,13 @@ def open_recorder(
     play: Mapping[str, Play] | None = None,
     callbacks: Sequence[Any] = (),
     schedule: Schedule,
+    rewards: Mapping[str, Reward] | None = None,
 ) -> Recorder:
     """Open metrics, checkpoints, the evaluation and the callbacks; `schedule` is the one that callbacks control.
 
     `num_examples` is the size of a training dataset, which a resumed run must have again. `play` has a function per
-    source of held-out prompts with an environment, which samples their rollouts.
+    source of held-out prompts with an environment, which samples their rollouts. `rewards` are functions that replace
+    rewards of these names.
     """
     settings = run.config.train_parameters
     if settings.checkpointing_enabled:
@@ -103,7 +106,7 @@ def open_recorder(
         num_steps=num_steps,
         sink=sink,
         say=say,
-        evaluation=_make_evaluator(run, turn, resume_step, say, play or {}, stopping.falling),
+        evaluation=_make_evaluator(run, turn, resume_step, say, play or {}, stopping.falling, rewards or {}),
         evaluate_every=run.config.evaluation.every or num_steps,
         checkpoints=store,
         save_every=save_every,
@@ -135,6 +138,7 @@ def _make_evaluator(
     say: Callable[[str], None],
     play: Mapping[str, Play],
     falling: dict[str, bool],
+    rewards: Mapping[str, Reward],
 ) -> Evaluator | None:
     """Return the evaluator of held-out prompts and tasks; None if there are none."""
     if turn is None:
@@ -163,7 +167,11 @@ def _make_evaluator(
     def function(name: str) -> RewardFunction:
         right_from = run.config.threshold_of(name)
         return RewardFunction(
-            name, run.reward_workers, timeout_s=timeout_s, stops_at_error=True, right_from=right_from
+            rewards.get(name, name),
+            run.reward_workers,
+            timeout_s=timeout_s,
+            stops_at_error=True,
+            right_from=right_from,
         )
 
     return Evaluator(

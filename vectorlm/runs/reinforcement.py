@@ -16,6 +16,7 @@ from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
+from vectorlm.rl.adapters import OtherAdapters
 from vectorlm.rl.loop import RLLoop, Source
 from vectorlm.rl.models import (
     Critic,
@@ -32,7 +33,8 @@ from vectorlm.rl.models import (
 )
 from vectorlm.rl.prepare import correction_of
 from vectorlm.rl.prompts import Curriculum, Demonstrations, PromptMixture
-from vectorlm.rl.rewards.registry import COMPLETIONS, RewardSignature, get_reward, short_name
+from vectorlm.rl.rewards.judge import OwnJudge
+from vectorlm.rl.rewards.registry import COMPLETIONS, RewardSignature, get_reward, given_of, short_name
 from vectorlm.rl.rewards.reward_model import RewardModel
 from vectorlm.rl.rewards.scorer import RewardScorer
 from vectorlm.rl.rollouts.builder import SamplerBuilder
@@ -54,7 +56,7 @@ from vectorlm.train.lora import start_alone
 from vectorlm.train.objective import NextTokens
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.routes import weigh_balance
-from vectorlm.types import ENVIRONMENT, PromptRecord
+from vectorlm.types import ENVIRONMENT, InFlight, PromptRecord
 
 
 def reinforce(
@@ -122,7 +124,9 @@ def _build(
         timeout_s=rl.collect.environment_timeout_s,
         stack=run.stack,
         log_path=run.output / "rewards.log",
+        asks_adapters=run.config.asks_adapters,
     )
+    judges = _judges(run, environments)
     play = environments.player(rl.collect, run.config.evaluation.sampling_params, settings.seed)
     recorder = open_recorder(
         run,
@@ -133,6 +137,7 @@ def _build(
         play=dict.fromkeys(environments.names, play),
         callbacks=callbacks,
         schedule=models.schedules[0],
+        rewards=judges,
     )
     recorder.say_padded(models.why_padded)
     rollout_log = RolloutLogger(
@@ -147,7 +152,7 @@ def _build(
     return RLLoop(
         models,
         spec,
-        recorded or _source(run, rl, spec, environments),
+        recorded or _source(run, rl, spec, environments, judges),
         _step_settings(run, rl, spec),
         turn,
         recorder,
@@ -157,7 +162,17 @@ def _build(
         demonstrations=_demonstrations(run, rl, models.policy),
         overlaps_evaluation=rl.async_ is not None and rl.async_.max_staleness > 0,
         teacher_prompt=_teacher_prompt(run, rl),
+        adapters=_adapters(run, rl, models),
     )
+
+
+def _adapters(run: Run, rl: RLSettings, models: RLModels) -> OtherAdapters | None:
+    """Return what sends the reference and older policies to the engine; None if nobody may ask them."""
+    if not run.config.asks_adapters:
+        return None
+    assert run.engine is not None
+    in_flight: InFlight = "refuse" if rl.async_ is None else rl.async_.update
+    return OtherAdapters(run.engine, models.policy.model, rl.keep_adapters, in_flight)
 
 
 def _teacher_prompt(run: Run, rl: RLSettings) -> Callable[[PromptRecord], Sequence[int]] | None:
@@ -205,7 +220,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
 
     # Losses that accept completions of any policy read probabilities among all tokens.
     support = Support.of(sampling) if spec.samples_from_policy else WHOLE
-    model = disable_dropout(run.load_model(keeps_start=rl.has_reference))
+    model = disable_dropout(run.load_model(keeps_start=rl.has_reference or run.config.asks_adapters))
     if sampling.get("structured_outputs") and spec.samples_from_policy:
         ends = end_tokens(run.tokenizer) | set(sampling.get("stop_token_ids") or ())
         grammar = Grammar(sampling["structured_outputs"], run.tokenizer, num_logits(model), ends)
@@ -280,7 +295,30 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
     )
 
 
-def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: SamplerBuilder) -> RolloutSource:
+def _judges(run: Run, environments: SamplerBuilder) -> dict[str, OwnJudge]:
+    """Return the rewards that ask the run's own engine, by name; called on all ranks."""
+    if not run.config.judges:
+        return {}
+    gateway, ranks = environments.gateway, environments.engine.engine_ranks
+    found = ranks.on_all_ranks(
+        "find the gateways", lambda: ("", "") if gateway is None else (gateway.url, gateway.key)
+    )
+    url, key = found[run.topology.rank // ranks.ranks_per_engine * ranks.ranks_per_engine]
+    # Without a template, the model continues texts.
+    is_chat = run.tokenizer.chat_template is not None
+    return {
+        name: OwnJudge(given_of(name), adapter, url, key, is_chat)
+        for name, adapter in run.config.judges.items()
+    }
+
+
+def _source(
+    run: Run,
+    rl: RLSettings,
+    spec: AlgorithmSpec,
+    environments: SamplerBuilder,
+    judges: Mapping[str, OwnJudge],
+) -> RolloutSource:
     seed = run.config.train_parameters.seed
     assert run.engine is not None
     replay = None
@@ -297,7 +335,7 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Sampler
                 "none. Use old_policy or off, or write them with a run whose engine returns them (docs/moe.md)."
             )
         replay = replay_order(stored, rl.collect.group_size, seed)
-    scorer = _scorer(run, rl, spec)
+    scorer = _scorer(run, rl, spec, judges)
     sampler = environments.sampler(rl.collect, seed, needs_greedy=spec.needs_greedy, score=scorer.score_group)
     prompts, sources = run.checked.prompts, rl.by_source
     curricula = {
@@ -320,8 +358,18 @@ def _source(run: Run, rl: RLSettings, spec: AlgorithmSpec, environments: Sampler
     )
 
 
-def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RewardScorer:
-    train = run.config.train_parameters
+def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec, judges: Mapping[str, OwnJudge]) -> RewardScorer:
+    train, engine = run.config.train_parameters, run.engine
+    asked = {name: judges[name].adapter for name in rl.all_rewards if name in judges}
+    assert engine is not None
+
+    def require() -> None:
+        for name, adapter in asked.items():
+            if adapter not in (known := engine.adapters):
+                raise RewardError(
+                    f"rl.rewards.{name}: the engine must hold the adapter {adapter!r}, and holds "
+                    f"{', '.join(sorted(known))}. Name one of these, or keep it by rl.keep_adapters."
+                )
 
     def weights_of(rewards: Mapping[str, Any], environment: str | None) -> dict[str, float]:
         both = {**rewards, **rl.reward.reward_models}
@@ -330,7 +378,8 @@ def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RewardScorer:
 
     return RewardScorer(
         settings=rl.collect,
-        functions={short_name(name): name for name in rl.all_rewards},
+        functions={short_name(name): judges.get(name, name) for name in rl.all_rewards},
+        require=require,
         weights=weights_of(rl.reward.rewards, rl.collect.environment_of("")),
         of_source={
             name: weights_of(source.rewards, source.environment)

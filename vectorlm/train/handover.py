@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -92,6 +92,8 @@ class DeviceTurn:
         self._topology = topology
         self._offload = Offload(optimizer, topology.device) if optimizer and offload_optimizer else None
         self._step: int | None = None
+        self.before_update: Callable[[int], None] = lambda step: None
+        """Sends further weights to the engine, which is awake, before the update to the weights of a step."""
         self.swapped_at: float | None = None
         """Time of the engine's last new weights, in seconds of ``time.perf_counter``."""
         self.busy: list[tuple[float, float]] = []
@@ -128,6 +130,7 @@ class DeviceTurn:
             self._empty_cache()
             if self._sleep == "all":
                 self.engine.wake_up(weights=True, kv_cache=False)
+            self.before_update(step)
             report = self.engine.update(self._model, step, in_flight=self._in_flight)
             if not report.skipped:
                 self.swapped_at = time.perf_counter()

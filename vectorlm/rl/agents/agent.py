@@ -139,7 +139,8 @@ class AgentRollouts:
         agents = {}
         if engine.local is not None:
             pool = self._stack.enter_context(WorkerPool(num_workers))
-            gateway = self._stack.enter_context(Gateway(copy.deepcopy(engine.tokenizer), max_model_len))
+            tokenizer = copy.deepcopy(engine.tokenizer)
+            gateway = self._stack.enter_context(Gateway(tokenizer, max_model_len, engine))
             host = AgentHost(agent, gateway, pool, sampling=settings.sampling, timeout_s=timeout_s)
             agents[""] = host.rollout
         self._queue = GroupQueue(

@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -19,15 +22,18 @@ from starlette.routing import Route
 from uvicorn import Config, Server
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from vectorlm.errors import VectorLMError
+from vectorlm.data.encoding import encode
+from vectorlm.errors import UnknownAdapter, VectorLMError
 from vectorlm.ranks.topology import LOOPBACK
 from vectorlm.rl.agents.forms import ChatRequest, Form, TextRequest, TokenRequest, explained
 from vectorlm.rl.agents.messages import MessagesRequest
 from vectorlm.rl.agents.session import RequestError, Session, Turn
-from vectorlm.types import Completion
+from vectorlm.rl.environments.environment import ACCESS
+from vectorlm.sampling.engine import SamplingEngine
+from vectorlm.sampling.handle import Hear
+from vectorlm.types import POLICY, Completion, Prompt
 
-MODEL = "policy"
-"""The name of the model in requests."""
+NOT_FOUND = "model_not_found"
 MAX_BODY_BYTES = 16 * 2**20
 ARRIVES_WITHIN_S = 30.0
 """Seconds in which a request must arrive completely, and in which its answer must be read."""
@@ -46,13 +52,15 @@ class Gateway:
     """Serves sessions from a background thread; a context manager.
 
     Every session has a key. ``/v1/chat/completions``, ``/v1/completions``, ``/v1/messages``, ``/inference/v1/generate``
-    and ``/v1/models`` need ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; ``/health`` does not.
+    and ``/v1/models`` need ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; ``/health`` does not. Requests name a
+    model: the policy, whose answers are part of the session's rollout, or another adapter of the engine.
     """
 
-    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
-        """Listen on a free port of 127.0.0.1."""
-        self.tokenizer, self.max_model_len = tokenizer, max_model_len
-        self._form = Form(MODEL, tokenizer)
+    def __init__(self, tokenizer: Any, max_model_len: int, engine: SamplingEngine | None = None) -> None:
+        """Listen on a free port of 127.0.0.1; other models than the policy are adapters of this rank's `engine`."""
+        self.tokenizer, self.max_model_len, self._engine = tokenizer, max_model_len, engine
+        self.key = secrets.token_urlsafe(32)
+        """A key for requests that belong to no rollout, such as a judge's."""
         self._sessions: dict[bytes, Session] = {}
         self._socket = socket.create_server((LOOPBACK, 0), backlog=1024)
         self.url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}/v1"
@@ -111,10 +119,63 @@ class Gateway:
     def session_of(self, request: Request) -> Session:
         """Return the session of a request's key; raise `RequestError` if there is none."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        session = self._sessions.get(_digest(request.headers.get("x-api-key", bearer)))
+        key = _digest(request.headers.get("x-api-key", bearer))
+        session = self._sessions.get(key)
+        if session is None and key == _digest(self.key):
+            return self._free_session()
         if session is None:
             raise RequestError("the key must belong to an open session.", status=401, code="invalid_api_key")
         return session
+
+    def _free_session(
+        self, seed_of: Callable[[int], int] | None = None, sampling: Mapping[str, Any] | None = None
+    ) -> Session:
+        """Return a session whose answers are part of no rollout."""
+        return Session(
+            partial(self._ask, POLICY),
+            self.tokenizer,
+            sampling=sampling or {},
+            max_model_len=self.max_model_len,
+            seed_of=seed_of,
+            is_free=True,
+        )
+
+    @contextmanager
+    def access(
+        self, seed_of: Callable[[int], int], *, sampling: Mapping[str, Any]
+    ) -> Iterator[dict[str, str]]:
+        """Answer the requests of an environment for a block; yield address and key, by its parameters' names.
+
+        `sampling` are the parameters of requests that set none.
+        """
+        session = self._free_session(seed_of, sampling)
+        self.open(session)
+        try:
+            yield dict(zip(ACCESS, (self.url, session.key), strict=True))
+        finally:
+            self.end(session)
+            session.close()
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the models that requests may ask: the policy first."""
+        others = () if self._engine is None else self._engine.adapters
+        return [POLICY, *(name for name in others if name != POLICY)]
+
+    async def _ask(
+        self, adapter: str, prompt: Prompt, params: dict[str, Any], hear: Hear | None = None
+    ) -> Sequence[Completion]:
+        """Request completions of an adapter from this rank's engine."""
+        assert self._engine is not None
+        assert self._engine.local is not None
+        requests = self._engine.local
+        future = requests.ask(encode(prompt, lambda: self.tokenizer), params, hear, adapter)
+        requests.flush()
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            requests.take_back(future)
+            raise
 
     async def respond(
         self, request: Request, form: type[Asked]
@@ -122,23 +183,23 @@ class Gateway:
         """Return the answer to a request, and the turns in it."""
         session = self.session_of(request)
         asked = form.model_validate_json(await _body(request))
-        if asked.model not in (None, MODEL):
-            raise RequestError(
-                f"model={asked.model!r}: the model must be {MODEL!r}.",
-                "model",
-                404,
-                "model_not_found",
-            )
+        name = asked.model or POLICY
+        if name not in self.models:
+            rule = f"the model must be one of {', '.join(self.models)}."
+            raise RequestError(f"model={name!r}: {rule}", "model", 404, NOT_FOUND)
+        if session.is_free or name != POLICY:
+            session = session.beside(partial(self._ask, name))
+        answer_form = Form(name, self.tokenizer)
         if not isinstance(asked, TokenRequest) and asked.is_streamed:
-            return await self._streamed(request, session, asked)
+            return await self._streamed(request, session, asked, answer_form)
         turns = await _unless_gone(request, asked.answer(session))
         if not isinstance(asked, TokenRequest) and asked.stream:
-            text = "".join(asked.events(self._form).rest(turns))
+            text = "".join(asked.events(answer_form).rest(turns))
             return Response(text, media_type="text/event-stream"), turns
-        return JSONResponse(asked.shown(turns, self._form)), turns
+        return JSONResponse(asked.shown(turns, answer_form)), turns
 
     async def _streamed(
-        self, request: Request, session: Session, asked: Streamable
+        self, request: Request, session: Session, asked: Streamable, form: Form
     ) -> tuple[_EventStream, list[Turn]]:
         """Return a stream that sends an answer while it is sampled, and a list that receives its turn at the end."""
         loop, parts, turns = asyncio.get_running_loop(), asyncio.Queue[Completion | None](), list[Turn]()
@@ -159,7 +220,7 @@ class Gateway:
             raise
 
         async def events() -> AsyncIterator[str]:
-            found, part = asked.events(self._form), first
+            found, part = asked.events(form), first
             try:
                 while part is not None:
                     yield found.part(part)
@@ -180,13 +241,8 @@ class Gateway:
             self.session_of(request)
         except RequestError as error:
             return _refusal(error, ChatRequest)
-        card = {
-            "id": MODEL,
-            "object": "model",
-            "owned_by": "vectorlm",
-            "max_model_len": self.max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [card]})
+        shared = {"object": "model", "owned_by": "vectorlm", "max_model_len": self.max_model_len}
+        return JSONResponse({"object": "list", "data": [{"id": name, **shared} for name in self.models]})
 
 
 class _Endpoint:
@@ -289,6 +345,9 @@ def _refused(error: Exception) -> RequestError:
         return error
     if isinstance(error, ValidationError):
         return explained(error)
+    if isinstance(error, UnknownAdapter):
+        # It was removed between two steps.
+        return RequestError(str(error), "model", 404, NOT_FOUND)
     if isinstance(error, VectorLMError):
         # The engine refused the request. An engine that is broken itself fails elsewhere too.
         return RequestError(str(error))

@@ -83,11 +83,14 @@ class Session:
         max_model_len: int,
         seed_of: Callable[[int], int] | None = None,
         is_trained_on: bool = True,
+        is_free: bool = False,
     ) -> None:
         """Sample with `ask` and the parameters `sampling`; `seed_of` returns the seed of a request by its number.
 
-        If the rollout is not trained on, `sampling` replaces the parameters of a request.
+        If the rollout is not trained on, `sampling` replaces the parameters of a request. If `is_free`, the answers are
+        no part of a rollout, and a request may change all parameters.
         """
+        self.is_free = is_free
         self.key = secrets.token_urlsafe(32)
         """The key that requests of this session must carry."""
         self._ask, self._loop, self._tokenizer = ask, asyncio.get_running_loop(), tokenizer
@@ -97,6 +100,8 @@ class Session:
         self._num_requests = 0
         self.refusal = ""
         """The reason why the last request was refused; "" if it was answered."""
+        self._parent: Session = self
+        """The session of the rollout."""
         self._in_flight: set[Future[Sequence[Completion]]] = set()
         self._idle_since = math.inf
         self.is_full = False
@@ -117,6 +122,28 @@ class Session:
         """Cancel the requests without an answer."""
         for sampled in list(self._in_flight):
             sampled.cancel()
+
+    def beside(self, ask: Ask) -> Session:
+        """Return a session for one request to another model by `ask`; its answer is no part of this rollout."""
+        number, seed_of = self._count_request(), self._seed_of
+        seed = None if seed_of is None else seed_of(number)
+        made = Session(
+            ask,
+            self._tokenizer,
+            sampling=self._sampling,
+            max_model_len=self.max_model_len,
+            seed_of=None if seed is None else lambda _: seed,
+            is_free=True,
+        )
+        made._in_flight, made._parent = self._in_flight, self
+        return made
+
+    def _count_request(self) -> int:
+        """Return the number of a new request."""
+        if self._num_requests == MAX_REQUESTS:
+            raise RequestError(f"This session has made its {MAX_REQUESTS} requests.", status=429)
+        self._num_requests += 1
+        return self._num_requests - 1
 
     async def chat(
         self,
@@ -254,11 +281,9 @@ class Session:
             )
         goes_on = self.is_full
         asked = self._params(params)
-        if self._num_requests == MAX_REQUESTS:
-            raise RequestError(f"This session has made its {MAX_REQUESTS} requests.", status=429)
+        number = self._count_request()
         if self._seed_of is not None:
-            asked["seed"] = self._seed_of(self._num_requests)
-        self._num_requests += 1
+            asked["seed"] = self._seed_of(number)
         if before is not None:
             before.is_read = True
         sampled = asyncio.run_coroutine_threadsafe(self._ask(prompt, asked, hear), self._loop)
@@ -272,7 +297,7 @@ class Session:
                 self.is_full = False
         finally:
             self._in_flight.discard(sampled)
-            self._idle_since = time.monotonic()
+            self._parent._idle_since = time.monotonic()
         turns = [
             Turn(
                 completion,
@@ -291,6 +316,8 @@ class Session:
     def _params(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters of a request: the session's, with those that the agent may choose."""
         given = {name: value for name, value in asked.items() if value is not None}
+        if self.is_free:
+            return {**self._sampling, "logprobs": 0, "n": 1, **given}
         params = {**self._sampling, "logprobs": 0, "n": given.pop("n", 1)}
         for name, default in FOLLOWED.items():
             fixed = self._sampling.get(name, default)

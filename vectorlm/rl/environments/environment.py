@@ -15,6 +15,8 @@ from vectorlm.types import MAX_REWARD
 
 AGENT = "openai:"
 """Prefix of ``rl.environment`` if it names an agent, which sends requests over HTTP."""
+ACCESS = ("client_url", "key")
+"""Parameters of environments that ask the engine's adapters over HTTP."""
 Message = Mapping[str, Any]
 """A chat message: ``{"role", "content"}``, and ``tool_calls`` if the policy called tools."""
 

@@ -21,6 +21,8 @@ See `vectorlm.rl.rewards.runner` for the other forms.
 """
 
 _HOME = "vectorlm.rl.rewards"
+JUDGE, SELF, BASE = "judge", "self", "base"
+"""The judge, and its names for the run's own engine and for the model without an adapter."""
 _REWARDS = {
     "boxed": f"{_HOME}.mathematics:boxed",
     "code": f"{_HOME}.code:code",
@@ -28,7 +30,7 @@ _REWARDS = {
     "format": f"{_HOME}.shape:format",
     "ifeval": f"{_HOME}.shape:ifeval",
     "json_schema": f"{_HOME}.shape:json_schema",
-    "judge": f"{_HOME}.judge:judge",
+    JUDGE: f"{_HOME}.judge:judge",
     "length": f"{_HOME}.shape:length",
     "math": f"{_HOME}.mathematics:math",
     "reasoning_gym": f"{_HOME}.mathematics:reasoning_gym",
@@ -70,13 +72,30 @@ def get_reward(name: str) -> Reward:
         return reward
     try:
         call: Any = ast.parse(f"call{name[len(bare) :]}", mode="eval").body
-        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        names = getattr(reward, "also_written", {})
+        arguments = {
+            names.get(keyword.arg, keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords
+        }
         if call.args or None in arguments:
             raise TypeError("every argument needs a name")
         inspect.signature(reward).bind_partial(**arguments)
     except (SyntaxError, ValueError, TypeError) as error:
         raise ConfigError(f"the arguments of the reward {name!r} must fit it: {error}.") from error
     return partial(reward, **arguments)
+
+
+def given_of(name: str) -> Mapping[str, Any]:
+    """Return the arguments in a reward's name."""
+    found: Mapping[str, Any] = getattr(get_reward(name), "keywords", {})
+    return found
+
+
+def adapter_of_judge(name: str) -> str | None:
+    """Return the adapter that ``judge(model="self", …)`` asks; None for any other reward."""
+    if without_arguments(name) != JUDGE:
+        return None
+    given = given_of(name)
+    return str(given.get("adapter") or BASE) if given.get("model") == SELF else None
 
 
 COMPLETION, COMPLETIONS, PROMPTS = "completion", "completions", "prompts"

@@ -51,6 +51,8 @@ class RewardScorer:
     by_turn: bool = True
     """Whether a group with equal sums is kept if the rewards of its turns differ."""
     topology: Topology
+    require: Callable[[], None] = lambda: None
+    """Raises before scoring if what a function asks is missing."""
 
     def __post_init__(self) -> None:
         # Created now, because both the pool's thread and the rank's main thread read them.
@@ -65,6 +67,7 @@ class RewardScorer:
             RewardError: A function failed and `on_error` is ``stop``. The run ends at once: other groups may hang as
                 long.
         """
+        self.require()
         if self.pool is None:
             return {}
         unscored = [RewardResult(math.nan)] * len(rollouts)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from vectorlm.rl.settings import CollectSettings
 from vectorlm.types import PromptRecord
 
 if TYPE_CHECKING:
+    from vectorlm.rl.agents.gateway import Gateway
     from vectorlm.sampling.engine import SamplingEngine
 
 MAX_ENVIRONMENTS = 64
@@ -39,14 +40,28 @@ class SamplerBuilder:
         timeout_s: float | None,
         stack: ExitStack,
         log_path: Path | None = None,
+        asks_adapters: bool = False,
     ) -> None:
-        """Take the environments' names by prompt source; `stack` closes the workers, and they print to `log_path`."""
+        """Take the environments' names by prompt source; `stack` closes the workers, and they print to `log_path`.
+
+        With `asks_adapters`, environments and rewards may ask the engine's adapters through the gateway.
+        """
         self.names, self.engine, self.stack = names, engine, stack
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self._timeout_s = timeout_s
         self._agents: dict[str, str] = {}
         self._hosts: dict[str, EnvironmentWorkers] = {}
-        if not names or engine.local is None:
+        self.gateway: Gateway | None = None
+        """The gateway; None on ranks without an engine, and if nobody asks it."""
+        self._gives_access = asks_adapters
+        if engine.local is None:
+            return
+        if asks_adapters or any(name.startswith(AGENT) for name in names.values()):
+            from vectorlm.rl.agents.gateway import Gateway
+
+            gateway = Gateway(copy.deepcopy(tokenizer), max_model_len, engine)
+            self.gateway = stack.enter_context(gateway)
+        if not names:
             return
         self._pool = stack.enter_context(WorkerPool(MAX_ENVIRONMENTS, log_path))
         for source, name in names.items():
@@ -54,10 +69,6 @@ class SamplerBuilder:
                 self._agents[source] = name.removeprefix(AGENT)
             else:
                 self._hosts[source] = EnvironmentWorkers(name, self._pool, timeout_s)
-        if self._agents:
-            from vectorlm.rl.agents.gateway import Gateway
-
-            self._gateway = stack.enter_context(Gateway(copy.deepcopy(tokenizer), max_model_len))
 
     def sampler(
         self,
@@ -73,9 +84,10 @@ class SamplerBuilder:
         for source, name in self._agents.items():
             from vectorlm.rl.agents.agent import AgentHost
 
+            assert self.gateway is not None
             host = AgentHost(
                 name,
-                self._gateway,
+                self.gateway,
                 self._pool,
                 sampling=settings.sampling,
                 timeout_s=self._timeout_s,
@@ -88,10 +100,16 @@ class SamplerBuilder:
             max_model_len=self.max_model_len,
             tokenizer=self.tokenizer,
             open_environment=self._open if self._hosts else None,
+            open_access=self._open_access(settings),
             agents=agents,
             needs_greedy=needs_greedy,
             score=score,
         )
+
+    def _open_access(self, settings: CollectSettings) -> Any:
+        if self.gateway is None or not self._gives_access:
+            return None
+        return partial(self.gateway.access, sampling=settings.sampling)
 
     def _open(self, record: PromptRecord) -> RemoteEnvironment | None:
         host = self._hosts.get(record.source)

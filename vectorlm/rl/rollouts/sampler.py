@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -74,6 +75,9 @@ class GroupSampler:
     """Tokenizer for the replies of environments."""
     open_environment: Callable[[PromptRecord], RemoteEnvironment | None] | None = None
     """Opens the environment of a rollout. If it is None, or returns None for a prompt, rollouts have a single turn."""
+    open_access: Callable[[Callable[[int], int]], AbstractContextManager[Mapping[str, Any]]] | None = None
+    """Gives an environment access to the engine's adapters for a block: columns, from the seeds of its requests. None
+    gives none."""
     agents: Mapping[str, Agent] = field(default_factory=dict)
     """Agents by the source of the prompts; an agent replaces the environment."""
     needs_greedy: bool = False
@@ -105,12 +109,15 @@ class GroupSampler:
         if task.stored is not None:
             return task.stored
         size, record = self.settings.group_size, task.prompt_record
-        opened = [self.open_environment(record) for _ in range(size)] if self.open_environment else []
-        if environments := [environment for environment in opened if environment is not None]:
-            return await together(
-                self._interact(task, index, environment, ask)
-                for index, environment in enumerate(environments)
-            )
+        if self.open_environment is not None:
+            with contextlib.ExitStack() as stack:
+                records = [stack.enter_context(self._with_access(task, index)) for index in range(size)]
+                opened = list(map(self.open_environment, records))
+                if environments := [environment for environment in opened if environment is not None]:
+                    return await together(
+                        self._interact(task, index, environment, ask)
+                        for index, environment in enumerate(environments)
+                    )
         if (agent := self.agents.get(record.source)) is not None:
             return await together(
                 agent(record, ask, functools.partial(self._seed_of_turn, task.position, index))
@@ -130,6 +137,17 @@ class GroupSampler:
                 await environment.close()
             raise
         return rollout.rewarded(await environment.close())
+
+    @contextlib.contextmanager
+    def _with_access(self, task: Task, index: int) -> Iterator[PromptRecord]:
+        """Add what an environment needs to ask the engine's adapters to its columns."""
+        record = task.prompt_record
+        if self.open_access is None:
+            yield record
+            return
+        # Other seeds than the turns of the policy have.
+        with self.open_access(functools.partial(self._draw_seed, task.position, index, 0)) as access:
+            yield replace(record, columns={**access, **record.columns})
 
     async def _turns(self, task: Task, index: int, environment: RemoteEnvironment, ask: Ask) -> Rollout:
         prompt = await environment.reset()

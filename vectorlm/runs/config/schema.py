@@ -16,13 +16,14 @@ from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.algorithms.settings import AlgorithmSettings, PreferenceSettings
 from vectorlm.data.settings import ChatSettings, DatasetSettings, PreprocessSettings
 from vectorlm.errors import ConfigError
-from vectorlm.rl.rewards.registry import short_name
+from vectorlm.rl.rewards.registry import adapter_of_judge, short_name
 from vectorlm.rl.settings import (
     SELF,
     AsyncSettings,
     CollectSettings,
     CorrectionSettings,
     CriticSettings,
+    KeptAdapters,
     KLSettings,
     RewardSettings,
     RolloutSettings,
@@ -145,6 +146,8 @@ class RLSettings:
     """How the critic is trained."""
     teacher: TeacherSettings | None = None
     """A teacher to learn from, beside rewards or alone; null learns from rewards."""
+    keep_adapters: KeptAdapters | None = None
+    """Older policies that the engine keeps as LoRA adapters, for opponents, judges and evaluations; null keeps none."""
     sft: SFTSettings | None = None
     """A dataset of texts to learn as well; null learns from completions alone."""
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
@@ -320,6 +323,9 @@ class Config:
                 found["structured_outputs_config"] = {"backend": "xgrammar"}
             if train.lora_peft_config is not None and engine.lora_mode_of_run == "adapter":
                 found |= engine_arguments(train.lora_peft_config)
+                if (num := self.num_other_slots) or self.judges:
+                    # Otherwise requests of a judge would wait in one queue with the policy's.
+                    found |= {"max_loras": 1 + num, "scheduling_policy": "priority"}
         elif engine.dtype != "auto":
             found["dtype"] = engine.dtype
         if self.trust_remote_code and engine.inference == "transformers":
@@ -329,6 +335,35 @@ class Config:
         if self.rl is not None:
             found["max_model_len"] = self.longest_rollout
         return {**found, **engine.engine_args}
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the engine holds the policy as a LoRA adapter on the base."""
+        is_lora = self.train_parameters.lora_peft_config is not None
+        return is_lora and self.engine.inference == "vllm" and self.engine.lora_mode_of_run == "adapter"
+
+    @property
+    def judges(self) -> Mapping[str, str]:
+        """The rewards that ask an adapter of the run's own engine, with its name."""
+        names = [*self.evaluation_rewards, *self.held_out_rewards.values()]
+        names += [] if self.rl is None else self.rl.all_rewards
+        return {name: asked for name in names if (asked := adapter_of_judge(name)) is not None}
+
+    @property
+    def asks_adapters(self) -> bool:
+        """Whether rewards, environments or agents may ask other models than the policy."""
+        rl = self.rl
+        if rl is None or not self.has_adapters:
+            return False
+        return bool(self.judges or rl.keep_adapters or any(map(rl.collect.environment_of, rl.by_source)))
+
+    @property
+    def num_other_slots(self) -> int:
+        """LoRA slots for other adapters than the policy's: older policies, and a reference that is not the base."""
+        if not self.asks_adapters or self.rl is None:
+            return 0
+        keep = self.rl.keep_adapters
+        return (0 if keep is None else keep.last) + int(self.train_parameters.adapters is not None)
 
     @property
     def overlap(self) -> AsyncSettings | None:

@@ -99,7 +99,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
             teacher_prompt_problems,
         )
 
-        problems += [*rl_problems(config, rl), *environment_problems(rl, prompts)]
+        problems += [*rl_problems(config, rl), *environment_problems(rl, prompts, config.asks_adapters)]
         problems += image_problems(config, rl, prompts)
         problems += teacher_prompt_problems(config, rl, prompts)
         raise_problems(problems)

@@ -24,7 +24,7 @@ from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.prepare import correction_of
 from vectorlm.rl.prompts import SCORE
-from vectorlm.rl.rewards.registry import short_name
+from vectorlm.rl.rewards.registry import JUDGE, given_of, short_name, without_arguments
 from vectorlm.rl.settings import NO_CORRECTION, SELF, Correction, CorrectionSettings, CriticSettings
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
@@ -63,6 +63,7 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     yield from _kl_problems(config, rl, spec)
     yield from _length_problems(config, rl, spec)
     yield from _router_problems(config, rl)
+    yield from _adapter_problems(config, rl)
 
 
 def image_problems(config: Config, rl: RLSettings, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
@@ -409,9 +410,37 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
         rule = "cannot be used with LoRA, whose reference is the base without adapters"
         yield refuse(config, "rl.reference_sync_every", rule, "Leave it out.")
     # Silent: the reference would not be the policy before training.
-    if lora is not None and rl.has_reference:
+    if lora is not None and (rl.has_reference or config.asks_adapters):
         for option, value, rule, fix in moving_references(lora):
             yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
+
+
+def _adapter_problems(config: Config, rl: RLSettings) -> Iterator[str]:
+    # All of these cost more than a minute: models are loaded, and an engine is started, first.
+    needs = "needs adapters that the engine holds beside its base"
+    fix = "Set train_parameters.lora_peft_config, with engine.inference: vllm and engine.lora_mode: adapter."
+    if rl.keep_adapters is not None and not config.has_adapters:
+        yield refuse(config, "rl.keep_adapters", needs, fix, to_plain(rl.keep_adapters))
+    for name in config.judges if not config.has_adapters else ():
+        yield refuse(config, f"rl.rewards.{name}", needs, fix, "…")
+    # Silent: an adapter of nobody, or an answer of an engine that sleeps.
+    names = [*config.evaluation_rewards, *config.held_out_rewards.values()]
+    for name in dict.fromkeys([*rl.all_rewards, *names]):
+        given = given_of(name) if without_arguments(name) == JUDGE else {}
+        if given and (given.get("model") == SELF) == ("url" in given):
+            rule = "must have the url of a server, or model='self', and not both"
+            yield refuse(config, f"rl.rewards.{name}", rule, "Add the url.", "…")
+        elif given.get("adapter") and given.get("model") != SELF:
+            yield refuse(config, f"rl.rewards.{name}", "has no adapter", "Use model='self'.", "…")
+        elif name in names and name in config.judges and config.engine.turn.sleep != "none":
+            rule = (
+                f"asks the run's engine after an evaluation, and engine.sleep is {config.engine.turn.sleep}"
+            )
+            yield refuse(config, f"evaluation.rewards.{name}", rule, "Use engine.sleep: none.", "…")
+    num_slots = config.engine.engine_args.get("max_loras")
+    if config.num_other_slots and num_slots is not None and num_slots <= config.num_other_slots:
+        rule = f"must be at least {config.num_other_slots + 1}, for the policy and the adapters beside it"
+        yield refuse(config, "engine.max_loras", rule, "Leave it out.", num_slots)
 
 
 def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:

@@ -19,7 +19,7 @@ from vectorlm.data.encoding import (
 )
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import load_plugin
-from vectorlm.rl.environments.environment import AGENT, kind_of, tools_of
+from vectorlm.rl.environments.environment import ACCESS, AGENT, kind_of, tools_of
 from vectorlm.rl.environments.tools import (
     CALL_ID_LENGTH,
     ToolCall,
@@ -66,7 +66,9 @@ def setting_of(source: str, is_held_out: bool) -> str:
     return "evaluation.prompts" if is_held_out else "rl.prompts"
 
 
-def environment_problems(rl: RLSettings, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
+def environment_problems(
+    rl: RLSettings, prompts: Sequence[SourcePrompts], asks_adapters: bool = False
+) -> Iterator[str]:
     """Yield the problems of environments and agents."""
     # Costs more than a minute: it is first called after models are loaded.
     columns: dict[str, set[str] | None] = {}
@@ -76,7 +78,8 @@ def environment_problems(rl: RLSettings, prompts: Sequence[SourcePrompts]) -> It
         common = columns.setdefault(environment, None)
         # An agent gets whole rows.
         for record in () if environment.startswith(AGENT) else source.shown:
-            common = set(record.columns) if common is None else common & record.columns.keys()
+            own = {*record.columns, *(ACCESS if asks_adapters else ())}
+            common = own if common is None else common & own
         columns[environment] = common
     for environment, common in columns.items():
         try:
