@@ -31,6 +31,7 @@ def checkout(tmp_path_factory):
     made = {
         "make_countdown": ["--num_train", "1024", "--num_eval", "256", "--num_questions", "16"],
         "make_chats": ["--num_chats", "40", "--num_questions", "40"],
+        "make_nim": ["--num_chats", "40", "--num_games", "40", "--num_held_out", "12"],
         "make_pictures": ["--num_train", "16", "--num_eval", "4"],
     }
     # In this process, which has imported what three others would have to.
@@ -74,10 +75,12 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
         stand_ins["dataset.eval_ds"] = "data/countdown/train_pairs"
     if "\nreward_model:" in text:
         del stand_ins["evaluation.prompts"]
-    if "data/chats" in text:
+    if "data/chats" in text or "data/nim" in text:
         stand_ins = {"dataset.train_ds": "data/countdown/train", "dataset.eval_ds": "data/countdown/eval"}
     if "data/chats" in text and "rl:" in text:
         stand_ins = {"model": "data/chats/model"}
+    if "data/nim" in text and "rl:" in text:
+        stand_ins = {"model": "data/nim/model"}
     if "data/pictures" in text:
         stand_ins = {}
     if "  teacher:" in text:
@@ -122,6 +125,21 @@ def test_the_examples_with_turns_run(checkout, run_here, name):
     assert [row["train_step"] for row in rollouts] == [1] * 16 + [2] * 16
     # Who does not call the calculator has answered.
     assert name == "calculator_grpo" or max(row["num_turns"] for row in rollouts) == 5
+
+
+@pytest.mark.slow
+def test_the_self_play_example_plays_against_older_selves_and_logs_its_win_rate(checkout, run_here):
+    few = ["model=data/nim/model", "rl.max_steps=2", "rl.prompts_per_step=4", "rl.group_size=4"]
+    few += ["rl.keep_adapters={every: 1, last: 1}", "evaluation.every=2"]
+    # The model has not learned to move, so most games end with its first turn.
+    few.append(f"rl.sampling_params={{max_tokens: 1, stop_token_ids: {list(range(4, 200))}}}")
+    settings = [word for each in few for word in ("--set", each)]
+    run_here(checkout, "-m", "vectorlm", "run", "configs/selfplay_grpo.yaml", "--world_size", "1", *settings)
+    metrics = lines(checkout / "runs/selfplay_grpo" / "metrics.jsonl")
+    rated = [line for line in metrics if "eval/win_rate" in line]
+    assert [line["step"] for line in rated] == [0, 2]
+    assert all(line["eval/win_rate"] == line["eval/accuracy/environment"] for line in rated)
+    assert len(lines(checkout / "runs/selfplay_grpo" / "rollouts.jsonl")) == 32
 
 
 @pytest.mark.slow

@@ -43,3 +43,46 @@ def test_the_calculator_has_a_tool_and_the_answer_is_in_the_last_message():
     is_right = example("calculator_chat.py:is_right")
     messages = [{"role": "tool", "content": "60"}, {"role": "assistant", "content": "42"}]
     assert [is_right("", messages, answer) for answer in (42, 60)] == [1.0, 0.0]
+
+
+def nim(sticks, answers=(), **more):
+    """Return a game, with what its opponent answers in place of an engine, and the requests to it."""
+    game, asked = example("nim.py:Nim")(sticks, more.pop("opponent", "self"), game=1, **more), []
+    answers = iter(answers)
+
+    async def ask(path, **request):
+        asked.append((path, json.loads(json.dumps(request))))
+        if path == "/models":
+            return {"data": [{"id": name} for name in ("policy", "base", "policy@10")]}
+        return {"choices": [{"message": {"role": "assistant", "content": next(answers)}}]}
+
+    game.ask = ask
+    return game, asked
+
+
+@pytest.mark.parametrize(
+    ("moves", "answers", "has_won"),
+    [
+        (("4", "0"), ("2",), True),
+        (("4", "1"), ("2", "0"), False),
+        (("3",), (), False),
+        (("6",), ("7",), True),
+    ],
+)
+def test_who_takes_the_last_stick_wins_and_an_illegal_move_loses(moves, answers, has_won):
+    game, asked = nim(7, answers)
+    replies = [asyncio.run(game.step({"content": move})) for move in moves]
+    assert [reply.done for reply in replies] == [False] * (len(moves) - 1) + [True]
+    assert replies[-1].reward == replies[-1].metrics["acc"] == has_won
+    assert all(request["model"] == "policy@10" for path, request in asked if path != "/models")
+    # The opponent sees its own game.
+    roles = [
+        [message["role"] for message in request["messages"]] for path, request in asked if path != "/models"
+    ]
+    assert roles == [["user"], ["user", "assistant", "user"]][: len(roles)]
+
+
+def test_the_fixed_opponent_never_misses_a_win():
+    games = [nim(5, opponent="fixed")[0] for _ in range(3)]
+    replies = [asyncio.run(game.step({"content": left})) for left, game in zip("323", games, strict=True)]
+    assert [(reply.done, reply.reward) for reply in replies] == [(True, 0.0)] * 3
