@@ -1,6 +1,7 @@
 """Calls and answers of a scheduler, on a clock that only its backend moves."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -16,6 +17,7 @@ class Recording:
     """A backend that notes its calls; a step takes a second, and finishes what `finished` names."""
 
     version, vocab_size = -1, None
+    adapters: ClassVar = {"policy": -1}
 
     def __init__(self):
         self.now, self.calls, self.finished, self.error = 100.0, [], [], None

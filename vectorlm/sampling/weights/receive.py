@@ -26,6 +26,7 @@ from vectorlm.sampling.weights.lora_receive import POLICY_ID
 from vectorlm.sampling.weights.model_tensors import Snapshot, persistent_buffers
 from vectorlm.sampling.weights.plan import (
     ADAPTER,
+    BASE,
     Layout,
     Slot,
     TensorSpec,
