@@ -104,7 +104,7 @@ Separator = Annotated[str, Field(min_length=1, description="a text", examples=['
 def as_path(value: str, setting: str) -> str:
     """Return a path with ~ expanded; raise `ConfigError` if it holds a variable."""
     if VARIABLE.search(value):
-        raise ConfigError(f"{setting}={value!r} must be a path without variables. Write the folder itself.")
+        raise ConfigError(f"{setting}={value!r} must be a path without variables. Write the full path.")
     return os.path.expanduser(value)
 
 

@@ -202,7 +202,7 @@ def test_what_cannot_be_exported_is_one_line_that_says_what_to_do(full, adapters
     shutil.copytree(full / "checkpoints/step-00000003", tmp_path / "lost/checkpoints/step-00000003")
     shutil.copytree(full / "final-model", tmp_path / "unsaved" / "final-model")
     for arguments, text in (
-        ([tmp_path / "unsaved"], "is a model folder already"),
+        ([tmp_path / "unsaved"], "is already a model folder"),
         ([tmp_path / "nowhere"], "nowhere is not a folder"),
         ([tmp_path], "neither a checkpoint"),
         ([tmp_path / "new"], "no complete checkpoint"),

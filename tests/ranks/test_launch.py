@@ -234,7 +234,8 @@ def test_a_rank_ends_with_a_thread_that_has_no_memory(is_begun):
 )
 def test_a_rank_that_misses_a_collective_is_named_and_where_it_was(how, where):
     with pytest.raises(
-        RankFailed, match=rf"(?s)rank 0 of 2 raised .*rank 1 of 2 raised nothing and did not come: it {where}"
+        RankFailed,
+        match=rf"(?s)rank 0 of 2 raised .*rank 1 of 2 raised no error and did not reach the collective: it {where}",
     ):
         vectorlm.launch(leave_rank_0_alone, how, world_size=2, timeout_s=3.0)
 

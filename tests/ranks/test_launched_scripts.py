@@ -152,7 +152,7 @@ def test_an_error_that_all_ranks_raise_is_of_the_rank_that_it_came_from(tmp_path
         results_or_first_error([pickle.loads(posted)])
     leave(tmp_path, 1, raised.value)
     assert first_fault(tmp_path)[0] == 0
-    assert absent_ranks(tmp_path, 2).startswith("\nrank 0 of 2 raised nothing")
+    assert absent_ranks(tmp_path, 2).startswith("\nrank 0 of 2 raised no error")
 
 
 CHILD = """

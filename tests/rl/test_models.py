@@ -174,7 +174,7 @@ def test_a_critic_with_more_recurrent_layers_than_the_policy_pads_its_rows(tmp_p
     assert policy.packs
     same, other = (Critic(load_critic(str(folder), lambda load: load(False)), policy) for folder in folders)
     assert same.why_padded is None
-    assert "other layers than the policy" in other.why_padded
+    assert "layers differ from the policy" in other.why_padded
 
 
 @pytest.mark.parametrize("packs", [True, False])

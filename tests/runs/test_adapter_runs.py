@@ -215,7 +215,7 @@ def test_a_judge_and_an_agent_ask_the_runs_other_models_by_name(counting, tmp_pa
 @pytest.mark.slow
 def test_a_judge_that_does_not_exist_ends_the_run_with_those_that_do(counting, tmp_path):
     config = judging(counting, tmp_path / "run", "policy@7", "rl.on_reward_error=skip")
-    with pytest.raises(RewardError, match=r"'policy@7', and holds base, policy, reference"):
+    with pytest.raises(RewardError, match=r"'policy@7', only base, policy, reference"):
         reinforce(config)
 
 

@@ -185,7 +185,7 @@ def test_a_text_model_takes_no_pictures(folder, tmp_path, tokenizer):
     plain = load_tokenizer(folder / "model")
     (tmp_path / "model").mkdir()
     plain.name_or_path = str(tmp_path / "model")
-    with pytest.raises((ConfigError, DatasetError, EngineError), match="takes none"):
+    with pytest.raises((ConfigError, DatasetError, EngineError), match="takes only text"):
         made_of(folder, plain)
 
 

@@ -105,7 +105,7 @@ def test_names_that_no_update_may_have_are_refused(engine, folder):
     with HFEngine(folder) as plain:
         with pytest.raises(ValueError, match="enable_lora"):
             plain.update(model, 1, name="judge")
-        with pytest.raises(UnknownAdapter, match="holds policy"):
+        with pytest.raises(UnknownAdapter, match="only policy"):
             plain.sample([[2, 3]], adapter="base")
 
 
@@ -190,7 +190,7 @@ def two_ranks(folder):
         left = dict(engine.adapters)
         engine.wake_up()
         engine.update(model, 2)
-        with pytest.raises(UnknownAdapter, match="holds base, policy"):
+        with pytest.raises(UnknownAdapter, match="only base, policy"):
             engine.sample(PROMPTS, adapter="one")
         return gaps, left, gap_of(engine, references["policy"], "policy")
 

@@ -111,5 +111,5 @@ def test_an_engine_that_computes_something_else_after_an_update_is_noticed(folde
             return super().update(model, step, **options)
 
     assert "6 answers" in verify_updates(str(folder), HFEngine)
-    with pytest.raises(WeightMismatch, match="not those of an engine that starts"):
+    with pytest.raises(WeightMismatch, match="differ from the answers of a fresh engine"):
         verify_updates(str(folder), Stale)

@@ -199,11 +199,11 @@ def judge_torch(torch: Mapping[str, Any], driver: str | None) -> Iterator[Verdic
         fix = "See who uses it: nvidia-smi. Or choose other devices: CUDA_VISIBLE_DEVICES."
         yield Verdict(OK if free >= total // 2 else WARN, "device", text, fix)
     level, text = (STOP, errors["store"]) if "store" in errors else (OK, "a store opens on 127.0.0.1")
-    fix = "Ranks meet on 127.0.0.1: bring the loopback interface up (ip link set lo up), and allow its ports."
+    fix = "Ranks connect on 127.0.0.1: bring the loopback interface up (ip link set lo up), and allow its ports."
     yield Verdict(level, "loopback", text, fix)
     if "torchvision" in errors:
-        text = f"does not import beside this torch: {errors['torchvision']}"
-        fix = "vectorlm does not need it, but transformers imports it where it is: pip uninstall torchvision"
+        text = f"cannot be imported with this torch: {errors['torchvision']}"
+        fix = "vectorlm does not need it, but transformers imports it if it is installed: pip uninstall torchvision"
         yield Verdict(STOP, "torchvision", text, fix)
 
 

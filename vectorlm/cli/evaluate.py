@@ -161,7 +161,7 @@ def _require_sense(args: argparse.Namespace) -> None:
         )
     if args.prompts and not Path(args.prompts).is_file():
         raise ConfigError(
-            f"--prompts {args.prompts}: it must be a JSONL file with a prompt in every line. Correct the path."
+            f"--prompts {args.prompts}: it must be a JSONL file with a prompt on every line. Correct the path."
         )
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit {args.limit}: it must be at least 1. Use a larger number.")

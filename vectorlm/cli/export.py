@@ -90,33 +90,31 @@ def find_source(path: Path, *, best: bool = False) -> Source:
     if checkpoints.is_dir():
         newest = folder.newest(checkpoints)
         if newest is None:
-            raise ConfigError(f"{checkpoints} holds no complete checkpoint: there is nothing to export yet.")
+            raise ConfigError(f"{checkpoints} has no complete checkpoint, so there is nothing to export yet.")
         step = newest.identity.get("best_step") if best else newest.step
         if step is None:
             raise ConfigError(
-                f"{checkpoints} has no best checkpoint: its run was not set to train_parameters.keep_best=True, or was "
-                "not evaluated. Leave --best out, or name a checkpoint."
+                f"{checkpoints} has no best checkpoint, because its run did not set train_parameters.keep_best=True "
+                "or had no evaluation. Leave --best out, or name a checkpoint."
             )
         path = folder.folder_of(checkpoints, step)
     if (path / "shards").is_dir():
         number = path.resolve().name.removeprefix("step-")
         if not number.isdigit():
-            raise ConfigError(
-                f"{path} is not a complete checkpoint: these are called step-00000040, for example."
-            )
+            raise ConfigError(f"{path} is not a complete checkpoint. Name a folder such as step-00000040.")
         found = Source(path, path.resolve().parent.parent, int(number))
         if not (found.run / "config.yaml").is_file():
             raise ConfigError(
-                f"{found.run} has no config.yaml, which says what the weights in {path} are of. Export a checkpoint "
-                "where its run left it."
+                f"{found.run} has no config.yaml, which export needs for the weights in {path}. Move the checkpoint "
+                "back into its run's folder."
             )
         return found
     if (path / "config.json").is_file() or is_adapter_folder(path):
         return Source(path, path.resolve().parent, None)
     if (path / "final-model").is_dir():
         raise ConfigError(
-            f"{path} has no checkpoints, but its {path / 'final-model'} is a model folder already: use it as it is, or "
-            "name it here to merge or convert it."
+            f"{path} has no checkpoints, but {path / 'final-model'} is already a model folder. Use it directly, or "
+            "pass it to this command to merge or convert it."
         )
     raise ConfigError(
         f"{path} is neither a checkpoint (runs/x/checkpoints/step-00000040), nor a run's folder with checkpoints, nor "

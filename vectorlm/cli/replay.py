@@ -109,7 +109,7 @@ def _replay(run: Path, step: int) -> int:
         raise ConfigError(f"{run} must be a run of reinforcement learning. Name another folder.")
     if logged[step][-1].get("rollout/groups") == 0:
         raise ConfigError(
-            f"--step {step}: the step must have trained on a group, but it kept none. Choose another step."
+            f"--step {step}: this step trained on no group, so it cannot be repeated. Choose another step."
         )
     spec = get_algorithm(rl.algorithm.name)
     if spec.needs_greedy or spec.needs_parts:

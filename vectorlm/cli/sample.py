@@ -135,7 +135,7 @@ def sample_command(args: argparse.Namespace) -> int:
 def _require_readable(images: Sequence[str], is_chat: bool, inference: str) -> None:
     """Raise `ConfigError` for images that cannot be shown, before the engine starts."""
     if images and not is_chat:
-        raise ConfigError("--image needs a chat, whose template says where images are. Add --chat.")
+        raise ConfigError("--image needs a chat, because the chat template places the images. Add --chat.")
     if images and inference != "vllm":
         raise ConfigError("--engine hf reads text alone, and --image needs a model with images. Use vllm.")
     for image in images:

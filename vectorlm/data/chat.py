@@ -262,7 +262,7 @@ def messages_behind(name: str, prompt: Sequence[Message], messages: list[Message
     restarts = {"system", "developer"} | ({"user"} & {prompt[-1]["role"]})
     if first and (first["role"] in restarts or first == prompt[0]):
         raise DatasetError(
-            f"{name}: the messages must begin with those in 'prompt' or continue them, but the first is "
+            f"{name}: the messages must begin with the messages in 'prompt' or continue them, but the first is "
             f"{str(first)[:60]!r}. Remove the prompt, or the messages that repeat it."
         )
     return messages

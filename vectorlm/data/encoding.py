@@ -102,7 +102,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: An
     how = {**getattr(tokenizer, VARIABLES, {}), **how}
     if images_of(messages) and not takes_images(tokenizer):
         raise EngineError(
-            f"the messages have images, but the model in {tokenizer.name_or_path!r} takes none: its folder has no "
+            f"the messages have images, but the model in {tokenizer.name_or_path!r} takes only text: its folder has no "
             "processor_config.json or preprocessor_config.json. Use a vision-language model, or prompts of text."
         )
     return _rendered(lambda plain: tokenizer.apply_chat_template(plain, **how), messages)
@@ -137,7 +137,7 @@ def _require_shown(
         others = [{**one, "content": OTHER} if one.get("role") == role else one for one in messages]
         if render(others) == shown:
             raise EngineError(
-                f"the tokenizer's chat template leaves out messages of the role {role!r}. Use another role, or a "
+                f"the tokenizer's chat template omits messages with the role {role!r}. Use another role, or a "
                 "template (chat_template.jinja) that renders it."
             )
 
@@ -243,7 +243,7 @@ def require_json(value: Any) -> None:
     try:
         json.dumps(value, allow_nan=False, default=str)
     except ValueError:
-        raise ValueError(f"{str(value)[:60]!r} holds a number that JSON cannot write") from None
+        raise ValueError(f"{str(value)[:60]!r} contains a number that JSON cannot represent") from None
 
 
 def without_nulls(value: Any) -> Any:
@@ -446,7 +446,9 @@ def encode_reply(
         )
         _, found, rest = text.rpartition(SPOKEN)
         if not found:
-            raise EngineError("the tokenizer's chat template leaves out the assistant's turn before a reply.")
+            raise EngineError(
+                "the tokenizer's chat template omits the assistant's turn before a reply. Use another template."
+            )
         return str(rest)
 
     _require_shown(replies, text_after, rest := text_after(replies))

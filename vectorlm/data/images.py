@@ -97,7 +97,7 @@ def picture_of(value: Any) -> Picture:
     if isinstance(value, Mapping):  # {"bytes", "path"} of datasets.Image(decode=False), {"url"} of OpenAI
         given = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
         if given is None:
-            raise ValueError(f"{str(value)[:60]!r} is no image: give `bytes`, a `path` or a `url`")
+            raise ValueError(f"{str(value)[:60]!r} is not an image: give `bytes`, a `path` or a `url`")
         return picture_of(given)
     if isinstance(value, bytes | bytearray):
         return Picture.of_bytes(bytes(value))
@@ -119,7 +119,7 @@ def picture_of(value: Any) -> Picture:
         buffer = io.BytesIO()
         ImageOps.exif_transpose(value).convert("RGB").save(buffer, format="PNG")
         return Picture.of_bytes(buffer.getvalue())
-    raise ValueError(f"{str(value)[:60]!r} is no image: give a path, a URL, bytes or a PIL.Image")
+    raise ValueError(f"{str(value)[:60]!r} is not an image: give a path, a URL, bytes or a PIL.Image")
 
 
 def is_image(part: Any) -> bool:

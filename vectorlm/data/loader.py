@@ -218,7 +218,7 @@ def load_dataset(path: str | Path, tokenizer: Any = None) -> Dataset:
     made = Summary.read(dataset)
     if tokenizer is not None and made is not None and made.vocabulary not in ("", vocabulary_of(tokenizer)):
         raise DatasetError(
-            f"'{path}' was made with the tokenizer of {made.tokenizer!r}, whose vocabulary differs from that of "
-            f"{tokenizer.name_or_path!r}. Preprocess it again with this model."
+            f"'{path}' was made with the tokenizer of {made.tokenizer!r}, whose vocabulary differs from the vocabulary "
+            f"of {tokenizer.name_or_path!r}. Preprocess it again with this model."
         )
     return dataset

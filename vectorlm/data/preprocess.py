@@ -140,8 +140,8 @@ def _require_replaceable(path: Path, settings: PreprocessSettings) -> None:
     other = [file for file in files if not (path.is_dir() and any(map(file.match, _OWN_FILES)))]
     if other:
         raise ConfigError(
-            f"dataset_preprocess.save_path={settings.save_path!r} must hold nothing but a dataset, which is replaced, "
-            f"but holds {other[0].name}. Name another folder."
+            f"dataset_preprocess.save_path={settings.save_path!r} must be a new folder or an older dataset, which is "
+            f"replaced, but it contains {other[0].name}. Name another folder."
         )
 
 

@@ -154,7 +154,7 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
         if isinstance(error, DatasetError):
             raise
         raise DatasetError(
-            f"{named} must be a Parquet file, or a folder of one dataset of save_to_disk ({type(error).__name__}: "
+            f"{named} must be a Parquet file, or a folder with one dataset from save_to_disk ({type(error).__name__}: "
             f"{error})"
         ) from error
     lazy = LazyPrompts(len(table), functools.partial(_record_in_table, table, str(source.path)))

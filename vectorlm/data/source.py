@@ -92,7 +92,7 @@ def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
     is_local = has_magic(path) or folder.exists()
     if not (is_local or is_hub_name(path)):
         raise DatasetError(
-            f"{named} does not exist: it must be a folder of save_to_disk, a file or a folder of {', '.join(FORMS)}, "
+            f"{named} does not exist: it must be a folder from save_to_disk, a file or folder of {', '.join(FORMS)}, "
             "or the name of a dataset on the hub. Correct the path."
         )
     if not is_local:
@@ -106,9 +106,9 @@ def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
     files, unread = _files(path)
     forms = {_form(name) for names in files.values() for name in names}
     if len(forms) != 1:
-        found = f"files of several forms: {', '.join(sorted(forms))}" if forms else "no such file"
+        found = f"files of several formats: {', '.join(sorted(forms))}" if forms else "no such file"
         raise DatasetError(
-            f"{named} holds {found}. It must be a folder of save_to_disk, or files of one form: {', '.join(FORMS)}. "
+            f"{named} has {found}. It must be a folder from save_to_disk, or files of one format: {', '.join(FORMS)}. "
             "Name the files with a glob, such as 'data/*.jsonl'."
         )
     (form,) = forms
@@ -158,7 +158,7 @@ def load_saved(folder: Path, name: str) -> Dataset | DatasetDict:
     # IndexError: datasets (5.2) cannot load a folder without rows.
     except (OSError, ValueError, KeyError, TypeError, IndexError, pyarrow.ArrowException) as error:
         raise DatasetError(
-            f"{name} must hold a dataset of save_to_disk with at least one row ({error}). Make it again."
+            f"{name} must be a dataset from save_to_disk with at least one row ({error}). Save it again."
         ) from error
 
 
@@ -215,7 +215,7 @@ def _splits_of_names(files: Sequence[str], path: str) -> dict[str, list[str]]:
     read = {name for some in splits.values() for name in some}
     if left := [name for name in files if name not in read]:
         raise DatasetError(
-            f"load_path={path!r} holds files that belong to no split: {', '.join(left[:3])}, beside files of the "
+            f"load_path={path!r} has files that belong to no split: {', '.join(left[:3])}, next to files of the "
             f"splits {' and '.join(splits)}, such as {next(iter(read))}. Rename the files, or select files with a "
             "glob, such as 'data/*.jsonl'."
         )
@@ -274,7 +274,7 @@ def _json_rows(name: str, file: Any) -> Iterator[tuple[int, str]]:
         rows = json.loads(file.read().decode("utf-8-sig"))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DatasetError(
-            f"{name} must hold a list of objects, one per row. Write it as such, or write one JSON object per line to "
+            f"{name} must hold a list of objects, one per row. Write such a list, or write one JSON object per line to "
             "a .jsonl file."
         )
     yield from enumerate(map(json.dumps, rows), start=1)
@@ -346,7 +346,7 @@ def _read_parquet(files: dict[str, list[str]], path: str, scratch: Path) -> Mapp
             cause = error.__cause__ or error
             raise DatasetError(
                 f"load_path={path!r} cannot be read as parquet ({type(cause).__name__}: {cause}). Correct the file, "
-                "or write a .jsonl file, for which errors name the line."
+                "or write a .jsonl file, whose errors have line numbers."
             ) from error
 
 

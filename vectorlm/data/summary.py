@@ -149,8 +149,8 @@ class Summary:
             f"skipped of {_count_of(self.rows_in, 'row')} {self.why_skipped()}": self.skipped,
             f"cut off at max_seq_len: {_count_of(self.truncated, 'text')}, which lost {self.lost_tokens:,} tokens, "
             f"{self.lost_loss_tokens:,} of them counted in the loss": self.truncated,
-            f"cut in the middle of a text: {self.goes_on:,} times. The rest is in another row, which does not see what "
-            "came before (an EOS at such a cut does not count in the loss). Raise max_seq_len, or use packing_type: "
+            f"cut in the middle of a text: {self.goes_on:,} times. The rest is in another row, which does not see the "
+            "beginning (an EOS at such a cut does not count in the loss). Raise max_seq_len, or use packing_type: "
             "best_fit with truncate: True": self.goes_on,
             "BOS begins each row, not each text in it, because packing_type: full joins texts. Use best_fit for a "
             "model whose prompts begin with BOS": self.begins_rows_alone,

@@ -85,7 +85,7 @@ def require_equal(texts: Sequence[Mapping[str, str]]) -> None:
     ranks_with.pop("")
     if ranks_with:
         others = "; ".join(
-            f"{ranks_text(ranks)} started with other settings than rank 0: {text}"
+            f"{ranks_text(ranks)} started with settings that differ from rank 0's: {text}"
             for text, ranks in ranks_with.items()
         )
         raise RankMismatch(f"{others}. Start every rank with the same settings, files and versions.")

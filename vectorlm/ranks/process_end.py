@@ -140,7 +140,7 @@ def absent_ranks(folder: str | Path, world_size: int) -> str:
         where = (
             f"it was here when it was ended:\n{stack}" if stack else "it was stopped, or hung outside Python."
         )
-        text += f"\nrank {rank} of {world_size} raised nothing and did not come: {where}"
+        text += f"\nrank {rank} of {world_size} raised no error and did not reach the collective: {where}"
     return text
 
 

@@ -56,7 +56,9 @@ class Topology:
         local_rank = int(variables.get("LOCAL_RANK", rank))
         local_world_size = int(variables.get("LOCAL_WORLD_SIZE", world_size))
         if not 0 <= rank < world_size:
-            raise LaunchError(f"RANK={rank} lies outside WORLD_SIZE={world_size}: use 0 to {world_size - 1}.")
+            raise LaunchError(
+                f"RANK={rank} must be below WORLD_SIZE={world_size}: use 0 to {world_size - 1}."
+            )
         num_nodes = int(variables.get("GROUP_WORLD_SIZE", world_size // local_world_size))
         if world_size != num_nodes * local_world_size or rank % local_world_size != local_rank:
             raise LaunchError(
@@ -179,7 +181,7 @@ def srun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST"):
         if name not in environment:
             raise LaunchError(
-                f"srun started {num_tasks} tasks, but {name} is not set. Pass SLURM's variables on."
+                f"srun started {num_tasks} tasks, but {name} is not set. Pass SLURM's variables to all tasks."
             )
     if num_tasks % num_nodes:
         rule = "every node must run equally many. Use srun --ntasks-per-node."

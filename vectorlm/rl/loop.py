@@ -130,7 +130,7 @@ class RLLoop:
             self.recorder.write(self.step, metrics, pending)
             if self.is_unscored and self._num_unscored == UNSCORED_STEPS:
                 raise RewardError(
-                    f"no completion of {UNSCORED_STEPS} steps had a reward. {self.why_unscored}"
+                    f"no completion in {UNSCORED_STEPS} steps had a reward. {self.why_unscored}"
                 )
             if self.step == UNSCORED_STEPS and any(self._unscored.values()):
                 self.recorder.say(f"warning: {self.why_unscored}")

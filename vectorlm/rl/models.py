@@ -101,11 +101,13 @@ class Critic:
         inner = inner_model(model)
         leader = inner_model(policy.model)
         is_alike = type(inner.base_model) is type(leader.base_model)
-        self.why_padded = policy.why_padded if is_alike else "it is of another family than the policy"
+        self.why_padded = (
+            policy.why_padded if is_alike else "it belongs to a different model family than the policy"
+        )
         """Why its rows are padded; None if they are packed."""
         is_recurrent = any(hasattr(module, "row_by_row") for module in leader.modules())
         if self.why_padded is None and is_recurrent and _layers(inner) != _layers(leader):
-            self.why_padded = "it has other layers than the policy, and some are recurrent"
+            self.why_padded = "its layers differ from the policy's, and some are recurrent"
         require_packed(self._context, self.why_padded)
         if self.why_padded is None:
             inner.set_attn_implementation(PACKED)

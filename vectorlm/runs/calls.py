@@ -150,7 +150,7 @@ def _tokens_needed(config: Config) -> int:
         )
     if type(max_tokens) is not int:
         raise ConfigError(
-            f"max_tokens={max_tokens!r}: max_seq_len has a default only if max_tokens is an integer."
+            f"max_tokens={max_tokens!r}: max_seq_len has a default only if max_tokens is an integer. Set it."
         )
     from vectorlm.train.load import load_tokenizer
 
@@ -332,7 +332,7 @@ def _rows_of(given: Any, argument: str, text_name: str, list_name: str) -> Any:
         return os.fspath(given)
     if isinstance(given, Mapping) and hasattr(given, "save_to_disk"):
         raise DatasetError(
-            f"{argument} must be one split, not the splits {', '.join(given)}. Pass [{next(iter(given))!r}], say."
+            f"{argument} must be one split, not the splits {', '.join(given)}. Pass {argument}[{next(iter(given))!r}]."
         )
     if hasattr(given, "to_dict") and hasattr(
         given, "columns"

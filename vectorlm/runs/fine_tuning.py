@@ -98,7 +98,7 @@ def _make_loop(run: Run, callbacks: Sequence[Any]) -> FineTuningLoop:
         objective, why_padded = _objective(run, model, loaders, read)
     if why_padded is not None and run.config.examples == "texts" and train_loader.has_texts_in_rows:
         # Packed without padding, each text would attend to itself alone.
-        why_padded = f"{why_padded}; the texts that were packed into a row see those before them"
+        why_padded = f"{why_padded}; texts that were packed into one row attend to the texts before them"
     recorder.say_padded(why_padded)
     if run.config.reward_model is None:
         causal = inner_model(model)

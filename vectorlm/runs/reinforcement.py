@@ -367,8 +367,8 @@ def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec, judges: Mapping[str, 
         for name, adapter in asked.items():
             if adapter not in (known := engine.adapters):
                 raise RewardError(
-                    f"rl.rewards.{name}: the engine must hold the adapter {adapter!r}, and holds "
-                    f"{', '.join(sorted(known))}. Name one of these, or keep it by rl.keep_adapters."
+                    f"rl.rewards.{name}: the engine does not hold the adapter {adapter!r}, only "
+                    f"{', '.join(sorted(known))}. Name one of these, or keep it with rl.keep_adapters."
                 )
 
     def weights_of(rewards: Mapping[str, Any], environment: str | None) -> dict[str, float]:

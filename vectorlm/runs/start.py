@@ -164,7 +164,7 @@ class Run:
             return_freed_memory()  # The weights that were read.
             text = f"{amount(shared.num_bytes)} of the base are in memory once"
             if shared.num_private_bytes:
-                text += f", and {amount(shared.num_private_bytes)}, which the engine stores otherwise, twice"
+                text += f", and {amount(shared.num_private_bytes)}, in another layout, twice"
         if self.topology.is_main:
             print(f"share_base: {text}", file=sys.stderr, flush=True)
         return parameters

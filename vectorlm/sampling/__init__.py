@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 GONE = {
     "AbstractSamplingEngine": "annotate with vectorlm.types.Engine, or subclass vectorlm.sampling.contract.Backend",
-    "ManagedLLM": "SamplingEngine starts vLLM in a process of its own",
-    "ManagedMultiProcGPUExecutor": "SamplingEngine starts vLLM in a process of its own",
+    "ManagedLLM": "SamplingEngine starts vLLM in a separate process",
+    "ManagedMultiProcGPUExecutor": "SamplingEngine starts vLLM in a separate process",
     "SampleOutput": "SamplingEngine.sample returns completions, vectorlm.types.Completion",
     "SamplingEngineProvider": "vectorlm.launch(loop, path, world_size=2) starts ranks; each builds a SamplingEngine",
-    "SynchronizationBarriers": "every call of SamplingEngine keeps the ranks in step",
-    "batch_process": "SamplingEngine.sample takes all prompts at once",
+    "SynchronizationBarriers": "SamplingEngine synchronises the ranks in every call",
+    "batch_process": "SamplingEngine.sample takes all prompts in one call",
     "handle_sample": "SamplingEngine.sample returns completions; train_parameters.sampler writes samples.jsonl",
     "multiprocess_wrap": "every method of SamplingEngine returns the same result on every rank",
 }
@@ -51,7 +51,7 @@ def LoRASamplingEngine(
     warnings.warn(f"LoRASamplingEngine is now {new}.", DeprecationWarning, stacklevel=2)
     for name in ("vllm_llm", "synchronization_barriers", "adapter_temp_folder"):
         if name in arguments:
-            raise TypeError(f"{name} is not an argument any more. Leave it out: {new} does not need it.")
+            raise TypeError(f"{name} is no longer an argument. Leave it out: {new} does not need it.")
     if not isinstance(model, str | Path):
         raise TypeError(
             f"LoRASamplingEngine takes the folder of a model, not a {type(model).__name__}. Write {new}: it starts "

@@ -58,9 +58,7 @@ def merge(
             # On CPU the backend captures routes itself, with every version.
             if name not in known and name != RETURN_ROUTES:
                 near = nearest(name, [*known, *names, *constructor.__annotations__]) or "Leave it out."
-                raise TypeError(
-                    f"neither SamplingEngine nor vLLM's engine knows an argument {name!r}. {near}"
-                )
+                raise TypeError(f"neither SamplingEngine nor vLLM's engine has an argument {name!r}. {near}")
         arguments.setdefault("dtype", settings.dtype)
         arguments.setdefault("gpu_memory_utilization", settings.gpu_memory_utilization)
     elif settings.dtype != "auto":
@@ -92,7 +90,7 @@ def merge(
         )
     if settings.lora_mode == "merged" and enable_lora:
         raise ValueError(
-            "lora_mode='merged' needs no LoRA layers, which would only slow the engine down: leave enable_lora out."
+            "lora_mode='merged' does not use LoRA layers, which only slow the engine down. Leave enable_lora out."
         )
     lora_mode: LoraMode = "adapter" if enable_lora else "merged"
     return dataclasses.replace(settings, engine_args=arguments, lora_mode=lora_mode)
@@ -217,7 +215,7 @@ def require_folder(model: str | Path, inference: str = "vllm") -> None:
 
         if not isinstance(try_to_load_from_cache(str(model), "config.json"), str):
             text = (
-                f"{model} is no folder and not in the model hub's cache: it will be downloaded from the hub."
+                f"{model} is neither a folder nor in the Hub's cache, so it will be downloaded from the Hub."
             )
             warnings.warn(text, stacklevel=3)
 

@@ -133,9 +133,9 @@ class SamplingEngine:
         if isinstance(self._channel, ProcessChannel):
             if other := next((engine for engine in _STARTED if not engine._closed), None):
                 warnings.warn(
-                    f"another engine of this process is open, with {other._model}: both hold weights and a KV cache. "
-                    "If you do not need it any more, call its close() first. A notebook also keeps what a cell has "
-                    "displayed: `%reset out` drops it.",
+                    f"another engine of this process, with {other._model}, is still open: both hold weights and a KV "
+                    "cache. If you no longer need it, call its close() first. A notebook also keeps the output of its "
+                    "cells: `%reset out` drops it.",
                     stacklevel=2,
                 )
             _STARTED.add(self)

@@ -176,10 +176,12 @@ class HotSwap:
 
         if self._settings.lora_mode != "adapter":
             raise ConfigError(
-                "share_base() needs an engine that holds adapters beside its base. Build it with enable_lora=True."
+                "share_base() needs an engine with LoRA layers. Build it with enable_lora=True."
             )
         if any(hasattr(tensor, "device_mesh") for tensor in trainer_tensors(model).values()):
-            raise ConfigError("share_base() must be called before the model is sharded. Call it earlier.")
+            raise ConfigError(
+                "share_base() needs a model that is not sharded yet. Call it before fully_shard."
+            )
         # Every rank that has read the weights has all of them.
         alone = replace(self._topology, rank=0, local_rank=0, world_size=1, local_world_size=1)
         source = ModuleSource(model, alone)
@@ -197,7 +199,7 @@ class HotSwap:
         totals = next(filter(None, self._engine_ranks.on_all_ranks("sum the base", sums)), None)
         if totals is None:
             raise WeightMismatch(
-                "share_base() needs the weights on one rank, and every rank's model is empty."
+                "share_base() needs the weights on at least one rank, but the model of every rank is empty."
             )
         lent = self._ask_engines("lend the base", messages.LendBase(totals))
         node = self._topology.node
@@ -300,7 +302,7 @@ class HotSwap:
             layout = self._layouts[weight_set.name]
             if len(layout.tensors) < len(layout.slots) and not hasattr(weight_set.source, "quantises"):
                 raise ConfigError(
-                    "the engine is quantised, and the weights come from a WeightSource of your own, which sends no "
+                    "the engine is quantised, and the weights come from your own WeightSource, which sends no "
                     "scales. Build the engine without quantization."
                 )
             if num_held < len(on_ranks):

@@ -21,7 +21,7 @@ EngineDtype = Annotated[
 OF_VLLM = ReadIf(
     "engine.inference",
     ("vllm",),
-    "Leave it out: other engines have arguments of their own.",
+    "Leave it out: it applies only to vLLM.",
 )
 DEVICE_SHARE = 0.35
 """Default share of a device's memory for an engine, which shares the device with the trainer."""

@@ -20,7 +20,7 @@ from vectorlm.sampling.weights.model_tensors import adapter_prefixes, persistent
 from vectorlm.sampling.weights.module_source import ModuleSource
 from vectorlm.sampling.weights.plan import BASE, Layout
 
-FOREIGN = "the weights come from a WeightSource of your own, and engines can pull from modules only"
+FOREIGN = "the weights come from your own WeightSource, and engines can pull only from modules"
 EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 

@@ -121,8 +121,8 @@ def verify_updates(model: str, start: Callable[[str], AbstractContextManager[Eng
     differ = sum(ours != theirs for ours, theirs in zip(found, expected, strict=True))
     if differ:
         raise WeightMismatch(
-            f"after an update, {differ} of {len(found)} answers are not those of an engine that starts with the same "
-            "weights. Do not train with this model and these engine arguments: rollouts would come from other weights."
+            f"after an update, {differ} of {len(found)} answers differ from the answers of a fresh engine with the "
+            "same weights. Do not train with this model and these engine arguments: the rollouts would be wrong."
         )
     return (
         f"the same bits as a fresh engine in {len(found)} answers, {sum(len(ids) for ids, _ in found)} tokens"

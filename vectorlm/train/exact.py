@@ -105,7 +105,9 @@ def attend(
     """
     *scores, dropout = options
     if dropout:
-        raise ConfigError(f"attention_dropout={dropout} must be 0 with exact: the engine drops nothing.")
+        raise ConfigError(
+            f"attention_dropout={dropout} must be 0 with exact, because the engine has no dropout."
+        )
 
     def values() -> Tensor:
         flat = [x.transpose(1, 2).flatten(0, 1) for x in tokens]

@@ -185,8 +185,8 @@ class DeviceTurn:
     def _refuse_step(self, *_: Any) -> None:
         if self._step is not None:
             raise OutOfTurn(
-                f"an optimizer step was made inside the sampling of step {self._step}, while the engine has the "
-                "devices. Make it after that block."
+                f"optimizer.step() was called inside the sampling block of step {self._step}, while the engine "
+                "uses the devices. Call it after this block."
             )
 
 

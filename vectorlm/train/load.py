@@ -196,8 +196,8 @@ def load_pretrained(
             model, info = auto.from_pretrained(path, output_loading_info=True, **arguments)
         if missing := sorted(name for name in info["missing_keys"] if not name.startswith(new)):
             raise ConfigError(
-                f"model={str(path)!r} lacks {len(missing)} tensors ({', '.join(missing[:5])}), which would be "
-                "random. Use a complete checkpoint."
+                f"model={str(path)!r} lacks {len(missing)} tensors ({', '.join(missing[:5])}), which would get "
+                "random values. Use a complete checkpoint."
             )
         return model
     from accelerate import init_empty_weights

@@ -68,7 +68,7 @@ def test_image_tokens_count(folder, files):
 
 
 def test_a_text_model_takes_no_images(folder, files):
-    with pytest.raises(ConfigError, match="takes none"):
+    with pytest.raises(ConfigError, match="takes only text"):
         check(folder, files, ["small.png"], model="model")
 
 
@@ -100,5 +100,5 @@ def test_a_column_of_images_beside_texts_is_an_ordinary_column_but_not_for_a_mod
         return preflight(config_of(folder, files / "out", overrides=given), 1)
 
     assert checked("model").prompts[""][0].columns["image"] == "small.png"
-    with pytest.raises(ConfigError, match=r"rl\.prompts.*beside prompts of text"):
+    with pytest.raises(ConfigError, match=r"rl\.prompts.*next to text prompts"):
         checked("vlm")

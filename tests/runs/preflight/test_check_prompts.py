@@ -364,7 +364,7 @@ AGENT = "def asks(url, key, row):\n    return 1.0\n"
         ("tools.py:Plain", REFUSES, None, None),
         ("agent.py:asks", calling(READ), None, None),
         ("agent.py:asks", REFUSES, None, "roles must alternate"),
-        ("agent.py:asks", CODER, None, "which is not read"),
+        ("agent.py:asks", CODER, None, "which the run cannot parse"),
         ("agent.py:asks", None, None, "the model has no chat template"),
     ],
 )

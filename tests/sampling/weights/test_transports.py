@@ -523,7 +523,7 @@ def test_a_transport_that_is_impossible_is_refused_and_the_error_says_why():
         swap.update(Model(), 0, "refuse", ("push", "bucketed"))
     model = Model()
     trainer = ModuleTrainer(model, None, None)
-    with pytest.raises(ConfigError, match="WeightSource of your own"):
+    with pytest.raises(ConfigError, match="your own WeightSource"):
         update(swap, trainer, 0)
     update(swap, model, 0)
     with pytest.raises(ConfigError, match="transport='push'"):

@@ -35,7 +35,7 @@ CHANGES_NOTHING = {
     **{"best_of": 1, "echo": False, "top_logprobs": 0, "stream": False, "max_tokens": None},
 }
 """Accepted values of fields that have no effect, besides null and empty values."""
-OTHER_DISTRIBUTION = "would sample from another distribution than the one that is trained"
+OTHER_DISTRIBUTION = "would make the engine sample from a different distribution than the trained policy's"
 NOT_TAKEN = {
     "seed": "cannot be chosen: the run draws the seed of every request, so that a resumed run samples the same. Leave "
     "it out.",

@@ -171,7 +171,7 @@ def load_tasks(names: Sequence[str], where: str = "--tasks") -> Any:
     manager = TaskManager(include_defaults=len(files) < len(names))
     for name in names:
         if name not in files and name not in manager.all_tasks:
-            rule = "is no task of the lm-evaluation-harness; name your own as a .yaml file."
+            rule = "is not a task of the lm-evaluation-harness. For your own task, name a .yaml file."
             raise ConfigError(f"{where} {name} {rule} {nearest(name, manager.all_tasks)}".rstrip())
     # The harness does this too, so that tasks which shuffle have the same results.
     random.seed(DEFAULT_RANDOM_SEED)

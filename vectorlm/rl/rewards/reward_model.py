@@ -54,7 +54,9 @@ class RewardModel:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         if not (Path(path) / "config.json").is_file():
-            raise ConfigError(f"reward model {path!r} has no config.json: name a folder of save_pretrained.")
+            raise ConfigError(
+                f"reward model {path!r} has no config.json. Name a folder from save_pretrained."
+            )
         self._tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left")
 
         def load(is_empty: bool) -> torch.nn.Module:

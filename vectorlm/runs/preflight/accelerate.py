@@ -45,8 +45,8 @@ def accelerate_overrides(config: Config, environment: Mapping[str, str], world_s
         return []
     if world_size == 1 and "MASTER_ADDR" in environment and "RANK" not in environment:
         raise ConfigError(
-            "accelerate launch started this process without a rank: on CPU (--cpu) it starts one process whatever its "
-            "--num_processes says. Give the script --world_size, or accelerate --multi_gpu in place of --cpu."
+            "accelerate launch started this process without a rank: on CPU (--cpu) it ignores --num_processes and "
+            "starts one process. Give the script --world_size, or accelerate --multi_gpu in place of --cpu."
         )
     refused = [
         f"{name}={environment[name]}"

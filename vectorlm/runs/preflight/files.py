@@ -65,7 +65,7 @@ def file_problems(config: Config) -> Iterator[str]:
     # Costs more than a minute: transformers asks on a terminal that ranks do not have.
     for place, path in () if config.trust_remote_code else config.model_folders.items():
         if (code := own_code(Path(path))) and not _is_known(Path(path)):
-            why = f"brings classes of its own ({', '.join(code)}), which transformers does not have"
+            why = f"brings its own classes ({', '.join(code)}), which transformers does not have"
             yield refuse(config, place, why, "Read them, then set trust_remote_code: true.", path)
     # Costs more than a minute: the tokenizer is read after the engine has started.
     if (template := config.chat.chat_template) is not None and not Path(template).is_file():
@@ -156,7 +156,7 @@ def package_problems(config: Config) -> Iterator[str]:
                 rule = f"cannot be called as NAME(config, **arguments): {error}"
                 yield refuse(config, path, rule, "Correct it.", arguments)
         elif package is None:
-            fix = nearest(name, TRACKERS) or f"Use {', '.join(TRACKERS)}, or file.py:NAME of your own."
+            fix = nearest(name, TRACKERS) or f"Use {', '.join(TRACKERS)}, or your own file.py:NAME."
             yield refuse(config, path, "must be a known tracker", fix, arguments)
         elif not is_installed(package):
             fix = f"Run `pip install {package}`."

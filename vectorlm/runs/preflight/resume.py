@@ -97,7 +97,7 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
                 fixed["section that trains"] = section
     optimizer = train.optimizer.name
     if optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].per_rank_blocks:
-        fixed[f"number of ranks (of {optimizer}, each keeps its shard in blocks of its own)"] = world_size
+        fixed[f"number of ranks ({optimizer} keeps each rank's shard in separate blocks)"] = world_size
     settings = {**_settings(config), "world_size": world_size}
     identity = {"settings": settings, "contents": contents, "fixed": fixed}
     return json.loads(json.dumps(identity))

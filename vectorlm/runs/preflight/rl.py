@@ -74,7 +74,7 @@ def image_problems(config: Config, rl: RLSettings, prompts: Sequence[SourcePromp
     for source in prompts:
         # Silent: the columns of a text are for rewards alone.
         if any(column_images(record.columns) for record in source.shown if not is_messages(record.prompt)):
-            rule = "has images beside prompts of text, which the model would not see"
+            rule = "has images next to text prompts, and the model would not see them"
             yield refuse(config, source.setting, rule, "Write the prompts as messages.", "…")
     named = next((s.setting for s in prompts if any(images_of(record.prompt) for record in s.shown)), None)
     if named is None:
@@ -146,13 +146,13 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
     for name, parameter in PARAMETERS.items():
         is_reshaped = name in given and not parameter.is_followed and given[name] not in parameter.neutral
         if spec.samples_from_policy and is_reshaped:
-            rule = "cannot be used: the engine would sample from another distribution than the one that is trained"
+            rule = "cannot be used: the engine would sample from a different distribution than the trained policy's"
             fix = "Use only temperature, top_p, top_k and min_p; online_dpo, best_of_k and copg may use it."
             yield refuse(config, f"rl.sampling_params.{name}", rule, fix)
     engine_args = config.engine.engine_args
     for name, harmless in _RESHAPING_ENGINE.items():
         if spec.samples_from_policy and name in engine_args and engine_args[name] not in harmless:
-            rule = "makes the engine report log-probabilities of another distribution than the policy's"
+            rule = "makes the engine report log-probabilities of a different distribution than the policy's"
             path = f"engine.{name}"
             yield refuse(config, path, rule, "Leave it out.", engine_args[name])
     if spec.samples_from_policy and (asked := given.get("structured_outputs")):
@@ -255,8 +255,8 @@ def _mixture_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> It
     if given and (len(given) < len(sources) or not math.isclose(sum(given), 1, abs_tol=0.005)):
         names = ", ".join(f"{name} {source.weight}" for name, source in sources.items())
         yield (
-            f"the weights of rl.sources ({names}) must add up to 1, and not to {sum(given):g}. Correct them, or leave "
-            "all of them out for equal shares."
+            f"the weights of rl.sources ({names}) must add up to 1, but add up to {sum(given):g}. Correct them, or "
+            "leave all of them out for equal shares."
         )
     # Costs more than a minute: the advantages of the first batch need each reward of each completion.
     parts = {
@@ -316,7 +316,7 @@ def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
     # Costs more than a minute: the policy is loaded first.
     for place, path in config.model_folders.items():
         if place.startswith(("rl.critic", "rl.reward")) and not (Path(path) / "config.json").is_file():
-            fix = "Name a folder of save_pretrained."
+            fix = "Name a folder from save_pretrained."
             yield refuse(config, place, "must be a folder with a config.json", fix, path)
 
 
@@ -417,7 +417,7 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
 
 def _adapter_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     # All of these cost more than a minute: models are loaded, and an engine is started, first.
-    needs = "needs adapters that the engine holds beside its base"
+    needs = "needs an engine with LoRA adapters"
     fix = "Set train_parameters.lora_peft_config, with engine.inference: vllm and engine.lora_mode: adapter."
     if rl.keep_adapters is not None and not config.has_adapters:
         yield refuse(config, "rl.keep_adapters", needs, fix, to_plain(rl.keep_adapters))
@@ -428,10 +428,11 @@ def _adapter_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     for name in dict.fromkeys([*rl.all_rewards, *names]):
         given = given_of(name) if without_arguments(name) == JUDGE else {}
         if given and (given.get("model") == SELF) == ("url" in given):
-            rule = "must have the url of a server, or model='self', and not both"
+            rule = "needs either the url of a server or model='self'"
             yield refuse(config, f"rl.rewards.{name}", rule, "Add the url.", "…")
         elif given.get("adapter") and given.get("model") != SELF:
-            yield refuse(config, f"rl.rewards.{name}", "has no adapter", "Use model='self'.", "…")
+            rule = "takes an adapter only with model='self'"
+            yield refuse(config, f"rl.rewards.{name}", rule, "Use model='self'.", "…")
         elif name in names and name in config.judges and config.engine.turn.sleep != "none":
             rule = (
                 f"asks the run's engine after an evaluation, and engine.sleep is {config.engine.turn.sleep}"
@@ -439,7 +440,7 @@ def _adapter_problems(config: Config, rl: RLSettings) -> Iterator[str]:
             yield refuse(config, f"evaluation.rewards.{name}", rule, "Use engine.sleep: none.", "…")
     num_slots = config.engine.engine_args.get("max_loras")
     if config.num_other_slots and num_slots is not None and num_slots <= config.num_other_slots:
-        rule = f"must be at least {config.num_other_slots + 1}, for the policy and the adapters beside it"
+        rule = f"must be at least {config.num_other_slots + 1}, for the policy and the other adapters"
         yield refuse(config, "engine.max_loras", rule, "Leave it out.", num_slots)
 
 
@@ -501,7 +502,7 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         yield "the section 'rl.teacher' must name either a model or a server. Add one, or remove one."
     if teacher.model == SELF:
         if teacher.prompt_column is None:
-            fix = "Name a column of the prompts with a prompt that says more."
+            fix = "Name a column of the prompts that holds the teacher's prompt."
             yield refuse(config, "rl.teacher.prompt_column", "is needed with rl.teacher.model: self", fix)
         played = next((source for source in rl.by_source.values() if source.environment is not None), None)
         if played is not None:
@@ -510,7 +511,7 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
             )
             yield refuse(config, "rl.teacher.model", rule, "Leave the environment out.", SELF)
     elif teacher.model is not None and not (Path(teacher.model) / "config.json").is_file():
-        yield refuse(config, "rl.teacher.model", "needs a config.json", "Name a folder of save_pretrained.")
+        yield refuse(config, "rl.teacher.model", "needs a config.json", "Name a folder from save_pretrained.")
     elif teacher.model is not None:
         fix, longest = "Use a teacher of the policy's family.", config.train_parameters.max_seq_len
         described, its_own = (description_of(Path(folder)) or {} for folder in (config.model, teacher.model))

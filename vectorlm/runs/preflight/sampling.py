@@ -128,6 +128,6 @@ def stop_problems(config: Config, tokenizer: Any) -> Iterator[str]:
             is_left_out = parameters.get("skip_special_tokens") is not False
             if special and is_left_out and ends.isdisjoint(special.values()):
                 text, number = next(iter(special.items()))
-                rule = f"cannot end an answer: it contains the special token {text}, which answers leave out"
+                rule = f"cannot end an answer: it contains the special token {text}, which is not part of answers"
                 fix = f"Set {path}.stop_token_ids: [{number}]."
                 yield refuse(config, f"{path}.stop", rule, fix, stop)

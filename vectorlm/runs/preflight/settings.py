@@ -309,7 +309,7 @@ def _unused_engine(config: Config) -> Iterator[str]:
     if given and not is_off and "evaluation.prompts" not in given:
         yield (
             f"missing setting 'evaluation.prompts' (the prompts to answer during fine-tuning), which '{given[0]}' "
-            f"({config.origins[given[0]]}) is for. Add it, or leave the sections 'engine' and 'evaluation' out."
+            f"({config.origins[given[0]]}) needs. Add it, or leave the sections 'engine' and 'evaluation' out."
         )
 
 
@@ -326,9 +326,8 @@ def _score_problems(config: Config) -> Iterator[str]:
     for name, value in evaluation.thresholds.items():
         if name not in names and name not in map(short_name, names):
             fix = nearest(name, map(short_name, names)) or "Leave it out."
-            yield refuse(
-                config, f"evaluation.thresholds.{name}", "is of no reward of an evaluation", fix, value
-            )
+            rule = "does not match a reward of the evaluation"
+            yield refuse(config, f"evaluation.thresholds.{name}", rule, fix, value)
     # Silent: one would overwrite the other.
     taken = [short_name(name) for name in [*config.evaluation_rewards][1:]] + list(config.held_out_rewards)
     if len(set(taken)) < len(taken):
@@ -371,7 +370,7 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         elif known and name not in known and name not in _SECRETS:
             fix = nearest(name, [*settings_of(EngineSettings), *known]) or "Leave it out."
             yield refuse(
-                config, f"engine.{name}", "is no setting, and no argument of vLLM's engine", fix, value
+                config, f"engine.{name}", "is neither a setting nor an argument of vLLM's engine", fix, value
             )
     yield from _kernel_problems(config)
     # Silent: the engine would take devices that belong to no rank of this run.

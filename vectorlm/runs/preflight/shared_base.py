@@ -32,11 +32,11 @@ def sharing_problems(config: Config, is_cuda: bool) -> Iterator[tuple[str, str]]
     """Yield the settings of a run that forbid a shared base, each with its refusal."""
     if config.train_parameters.lora_peft_config is None:
         path = "train_parameters.lora_peft_config"
-        rule = f"must be set with {SHARE_BASE}, which shares what adapters leave frozen"
+        rule = f"must be set, because {SHARE_BASE} shares the frozen base of LoRA"
         yield path, refuse(config, path, rule, "Set it, or leave share_base out.")
         return
     if not config.has_engine:
-        rule = "needs an engine to share the base with, and this run samples nothing"
+        rule = "needs an engine, but this run does not sample"
         yield "evaluation.prompts", refuse(config, SHARE_BASE, rule, "Leave it out.", True)
         return
     plain = to_plain(config)
@@ -49,7 +49,7 @@ def sharing_problems(config: Config, is_cuda: bool) -> Iterator[tuple[str, str]]
         str(config.engine_arguments(is_cuda).get("dtype", "auto")).replace("auto", "bfloat16"),
     )
     if engine != trainer and config.engine.inference == "vllm":
-        rule = f"must be the engine's with {SHARE_BASE}, and the engine computes in {engine}"
+        rule = f"must equal the engine's dtype ({engine}) with {SHARE_BASE}"
         fix = f"Use {engine}, or set engine.dtype to {trainer}."
         yield "train_parameters.dtype", refuse(config, "train_parameters.dtype", rule, fix)
 
@@ -67,7 +67,7 @@ def sharing_notes(config: Config, is_cuda: bool) -> Iterator[str]:
         return
     found = ((SHARE_BASE, ""),) if train.share_base is False else sharing_problems(config, is_cuda)
     if (problem := next(iter(found), None)) is None:
-        yield "share_base: the base is in memory once, and trainer and engine both compute with it"
+        yield "share_base: the base is in memory once, shared by trainer and engine"
     else:
         value = show(value_at(to_plain(config), problem[0]))
         yield f"share_base: the base is in memory twice, in the trainer and in the engine ({problem[0]}: {value})"

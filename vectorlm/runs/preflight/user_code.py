@@ -214,8 +214,8 @@ def call_notes(rl: RLSettings, source: SourcePrompts, tokenizer: Any) -> Iterato
     text = tokenizer.decode([*takewhile(lambda token: token not in ends, ids)], skip_special_tokens=True)
     if call.name in text and parse_calls(text, [call.name])[1] != [replace(call, id="")]:
         yield (
-            f"{setting}: the chat template writes calls of tools as {with_call[num_same:][:200]!r}, which is not read: "
-            "such calls of the policy count as text. Describe a form that is read, or use another template"
+            f"{setting}: the chat template writes calls of tools as {with_call[num_same:][:200]!r}, which the run "
+            "cannot parse: such calls of the policy count as text. Describe a supported format, or use another template"
         )
 
 

@@ -249,7 +249,7 @@ class Scheduler:
                 self._sleep_state.wake_up(_parts_of(command))
                 return self._sleep_state.take_restored()
             case _:
-                raise EngineError(f"the sampler knows no command {type(command).__name__}.")
+                raise EngineError(f"unknown command of the sampler process: {type(command).__name__}.")
         return None
 
     def step(self) -> Sequence[Numbered | NumberedPart]:
@@ -343,8 +343,8 @@ class Scheduler:
         known = getattr(self._backend, "adapters", {POLICY: 0}).keys() - self._leaving
         if name not in known:
             raise UnknownAdapter(
-                f"adapter={name!r}: the engine must hold it, and holds {', '.join(sorted(known))}. Send it with "
-                "update(model, step, name=…) to an engine with LoRA layers."
+                f"adapter={name!r}: the engine does not hold this adapter, only {', '.join(sorted(known))}. Send it "
+                "with update(model, step, name=…) to an engine with LoRA layers."
             )
 
     def _remove_adapter(self, name: str) -> bool:

@@ -296,7 +296,7 @@ class PlainWeights:
             ]
             if wrong:
                 raise ChecksumMismatch(
-                    f"after the update {len(wrong)} of {len(loaded)} tensors differ from those that the trainer sent: "
+                    f"after the update {len(wrong)} of {len(loaded)} tensors differ from what the trainer sent: "
                     f"{shortened(wrong)}."
                 )
         return time.perf_counter() - start

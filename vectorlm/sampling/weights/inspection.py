@@ -85,8 +85,8 @@ def require_sound(inspections: Sequence[Inspection]) -> None:
     if differ := {name: ranks for (name, _), ranks in ranks_by_sum.items() if len(ranks) > 1}:
         first, second, *_ = (ranks[0] for ranks in next(iter(differ.values())).values())
         raise RankMismatch(
-            f"ranks {first} and {second} have the same rows of {len(differ)} tensors, but with different numbers: "
-            f"{shortened([*differ])}. No weight of the engine has changed. Shard the model with fully_shard, or "
+            f"ranks {first} and {second} have different values in the same rows of {len(differ)} tensors: "
+            f"{shortened([*differ])}. The engine's weights have not changed. Shard the model with fully_shard, or "
             "give every rank the same weights and the same gradients (DistributedDataParallel)."
         )
 

@@ -150,10 +150,10 @@ def refused_starts(options: Mapping[str, Any], kind: str = WRITES) -> Iterator[R
     if options.get("inference_mode"):
         yield "inference_mode", True, "freezes the adapters: nothing would be trained", "Leave it out."
     if (given := options.get("task_type", kind)) != kind:
-        yield "task_type", given, "makes adapters for another kind of model", "Leave it out."
+        yield "task_type", given, "makes adapters for a different kind of model", "Leave it out."
     start = options.get("init_lora_weights", True)
     if (start.lower() if isinstance(start, str) else start) not in STARTS:
-        rule = "trains adapters of another base than the one that their export is loaded on"
+        rule = "trains adapters of a changed base, and their export would be loaded on the original base"
         yield "init_lora_weights", start, rule, "Use true, gaussian or orthogonal."
 
 
@@ -162,7 +162,7 @@ def moving_references(options: Mapping[str, Any]) -> Iterator[Refusal]:
     if (bias := options.get("bias", "none")) != "none":
         yield "bias", bias, "trains biases of the base, which is the reference", "Use none."
     if options.get("init_lora_weights", True) is False:
-        rule = "starts from another policy than the base, which is the reference"
+        rule = "makes the first policy differ from the base, which is the reference"
         yield "init_lora_weights", False, rule, "Use true."
 
 

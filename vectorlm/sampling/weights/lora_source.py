@@ -106,7 +106,7 @@ def merged_source(
         earlier = changes.get(name)
         if factors.magnitude is not None and earlier is not None:
             raise ConfigError(
-                f"the layer {factors.layer!r} has DoRA and another active adapter, which cannot be merged together. "
+                f"the layer {factors.layer!r} has DoRA and a second active adapter, which cannot be merged together. "
                 "Activate one of them with set_adapter()."
             )
         change = _merge(factors, tensors[name], topology)

@@ -164,8 +164,8 @@ class EngineReceiver:
             pieces = self._pieces[name]
             if wrong := pieces.mismatched(list(itertools.islice(expected, len(pieces.manifest))), sums):
                 raise ChecksumMismatch(
-                    f"after the update {len(wrong)} of {len(pieces.manifest)} tensors in the engine differ from those "
-                    f"that the trainer sent: {shortened(wrong)}. Trainer or engine changed them during the update. "
+                    f"after the update {len(wrong)} of {len(pieces.manifest)} tensors in the engine differ from "
+                    f"what the trainer sent: {shortened(wrong)}. Trainer or engine changed them during the update. "
                     "Update again; until then the engine samples nothing."
                 )
         if adapter_id == POLICY_ID and ADAPTER in self._pieces.keys() - {*weight_sets}:
@@ -313,8 +313,8 @@ class WorkerReceiver:
         }
         if missing:
             raise WeightMismatch(
-                f"the engine has {len(dict(self._model.named_parameters()))} parameters, but the trainer's tensors do "
-                f"not fill {len(missing)} of them, or only in part: {missing}."
+                f"the trainer's tensors do not fill, or only partly fill, {len(missing)} of the engine's "
+                f"{len(dict(self._model.named_parameters()))} parameters: {missing}."
             )
         return self._load_plan
 
@@ -443,8 +443,8 @@ def parameter_sums(model: Any, manifest: Sequence[TensorSpec], derived: Set[str]
     if load_plan.computed:
         # Only the tensors themselves, which are not here, could be loaded again and compared.
         raise WeightMismatch(
-            f"the engine computes with {shortened([*load_plan.computed])} when it loads them, and keeps only the "
-            "results, so checksums cannot tell whether it has these weights."
+            f"the engine transforms {shortened([*load_plan.computed])} while it loads them, and keeps only the "
+            "results, so checksums cannot verify these weights."
         )
     shapes, slots = {spec.name: spec.shape for spec in manifest}, {}
     for copy in load_plan.copies:

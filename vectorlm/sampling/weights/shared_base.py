@@ -118,7 +118,7 @@ def lent_to(near: Sequence[Lent], topology: Topology) -> Lent:
         if all(isinstance(handle, DeviceHandle) and handle.is_on(own) for handle in handles):
             return lent
     raise HandleRefused(
-        f"no engine computes on {topology.device}, and reading weights of other devices at every pass is slow."
+        f"no engine runs on {topology.device}, and reading weights from another device in every pass is slow."
     )
 
 

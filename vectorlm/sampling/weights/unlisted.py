@@ -81,7 +81,7 @@ class UnlistedTensors:
             raise ChangedBySleep(
                 f"sleep lost {len(lost)} tensors of the engine's model that are neither parameters nor buffers, and "
                 f"no copy of them exists (copies take {COPIED_BYTES >> 20} MiB at most): {shortened(lost)}. The engine "
-                "samples nothing any more. Build it again, and let only its KV cache sleep."
+                "can no longer be used. Build a new one, and let only its KV cache sleep."
             )
         with torch.inference_mode():
             for name in changed:

@@ -427,8 +427,8 @@ class SleepCheck:
         if not gap <= noise:
             raise ChangedBySleep(
                 "sleep changed what the engine computes: with the same weights as before, the log-probabilities of a "
-                f"fixed text differ by up to {gap:.2g}. The engine samples nothing any more. Build it again, and let "
-                "it stay awake."
+                f"fixed text differ by up to {gap:.2g}. The engine can no longer be used. Build a new one, "
+                "and do not let its weights sleep."
             )
         self._noted, self._notes_left = None, 0
 

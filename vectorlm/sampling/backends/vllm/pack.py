@@ -180,7 +180,7 @@ def require_none(stale: list[str]) -> None:
     """Raise `ChecksumMismatch` if there are weights that vLLM rearranges and that are not those that were sent."""
     if stale:
         raise ChecksumMismatch(
-            f"{len(stale)} weights that vLLM rearranges differ from those that were sent: {stale}."
+            f"{len(stale)} weights that vLLM rearranges differ from the weights that were sent: {stale}."
         )
 
 

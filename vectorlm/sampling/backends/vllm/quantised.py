@@ -57,6 +57,6 @@ def check_quantised(model: torch.nn.Module, seed: int = 0) -> None:
                 stale.append(name)
     if stale:
         raise ChecksumMismatch(
-            f"the kernels of {len(stale)} quantised layers compute with other weights than the engine holds: {stale}. "
+            f"the kernels of {len(stale)} quantised layers do not use the weights that the engine holds: {stale}. "
             "Update again; until then the engine samples nothing."
         )

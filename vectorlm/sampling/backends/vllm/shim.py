@@ -265,7 +265,7 @@ def make_sampling_params(given: Any, is_streamed: bool = False) -> Any:
         known = _sampling_parameters()
         if unknown := [name for name in given or {} if name not in known]:
             hint = nearest(unknown[0], known)
-            raise EngineError(f"vllm.SamplingParams knows no {unknown[0]!r}. {hint}".rstrip())
+            raise EngineError(f"vllm.SamplingParams has no argument {unknown[0]!r}. {hint}".rstrip())
         try:
             numbers = {
                 name: value.item() if isinstance(value, np.generic) else value
