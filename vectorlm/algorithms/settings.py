@@ -26,7 +26,7 @@ class AlgorithmSettings:
     """Settings of every algorithm."""
 
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by newly sampled groups."""
+    """Replace groups whose rewards are all equal with newly sampled groups."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,8 +50,8 @@ class PreprocessSettings:
     """Settings for preprocessing, which turns text into the datasets above."""
 
     load_path: PathText
-    """Folder of `save_to_disk`; JSONL, JSON, Parquet, CSV or plain-text file, or a folder or glob of such files; or the
-    name of a dataset on the hub."""
+    """Folder from `save_to_disk`; JSONL, JSON, Parquet, CSV or plain-text file, or a folder or glob of such files; or
+    the name of a dataset on the Hub."""
     save_path: PathText
     """Folder for the preprocessed dataset; an older dataset there is replaced once the new one is complete."""
     data_field: Text | None = None
@@ -71,10 +71,10 @@ class PreprocessSettings:
     """Not read; accepted so that existing files load."""
     packing_type: Literal["full", "partial", "best_fit"] | None = None
     """How texts fill rows: `full` joins all texts and cuts them into rows of `max_seq_len`; `partial` cuts each long
-    text by itself; `best_fit` packs whole texts so that the least space is left (longer texts are cut first). The texts
-    of a row do not attend to each other, unless rows are padded (`pack_rows`)."""
+    text by itself; `best_fit` packs whole texts to minimise unused space (longer texts are cut first). The texts of a
+    row do not attend to each other, unless rows are padded (`pack_rows`)."""
     overlap: NonNegativeInt = 0
-    """Tokens that a chunk repeats from the one before when packing; they count in the loss once."""
+    """Tokens that each chunk repeats from the previous chunk when packing; they count in the loss only once."""
     add_bos_eos_tokens: bool = True
     """Put the tokenizer's BOS and EOS around each text, or around each chunk when packing (an EOS in the middle of a
     text does not count in the loss). Messages get the tokens of their chat template instead."""
@@ -94,8 +94,8 @@ class PreprocessSettings:
     """Truncate texts at `max_seq_len` tokens, without packing or with `best_fit`. A truncated text ends in EOS, but
     messages do not."""
     overlong_prompts: Annotated[Overlong, ReadIf("dataset_preprocess.examples", ("pairs", "labels"))] = "drop"
-    """Fate of preference data over `max_seq_len`: stop (`error`), leave the row out (`drop`), or cut the
-    beginning of its prompt off (`truncate_left`)."""
+    """How to treat preference data over `max_seq_len`: stop (`error`), leave the row out (`drop`), or cut the beginning
+    of its prompt off (`truncate_left`)."""
     pre_pend: str | None = None
     """Text put before each example."""
     num_proc: PositiveInt = 1
@@ -119,14 +119,15 @@ PLAIN_CHAT = ChatSettings()
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumSettings:
-    """Levels of difficulty that follow the mean score; a level is one of every attribute of the curriculum."""
+    """Levels of difficulty that follow the mean score; all attributes of the task's curriculum have the same level."""
 
     rise_above: UnitInterval = 0.8
-    """Mean score from which the next level begins."""
+    """Mean score at or above which the next level begins."""
     fall_below: UnitInterval = 0.2
-    """Mean score up to which the level before begins again."""
+    """Mean score at or below which the previous level returns."""
     num_groups: PositiveInt = 32
-    """Groups of the level, the newest, whose scores are averaged; the level stays until there are that many."""
+    """Number of groups, the newest of the level, whose scores are averaged. The level cannot change before it has this
+    many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +145,8 @@ class PromptSettings:
     verifiers: Text | None = None
     """Name of an installed taskset of verifiers, whose environment plays its tasks."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The task's own settings; of `composite` the list `datasets` with `name`, `weight` and `config` of each task; of
-    `verifiers` what its `[env]` section has (`taskset`, `agent`), and `select`."""
+    """The task's own settings. For `composite`: the list `datasets` with `name`, `weight` and `config` of each task.
+    For `verifiers`: the keys of its `[env]` section (`taskset`, `agent`), and `select`."""
     size: PositiveInt | None = None
     """Number of the task's items; null means 10,000 to train on, and 100 held-out ones."""
     seed: NonNegativeInt | None = None

@@ -50,7 +50,7 @@ class SourceSettings:
     rewards: Mapping[str, Any] = field(default_factory=dict)
     """Weight of each reward function for these prompts; empty means `rl.rewards`."""
     environment: Text | None = None
-    """The environment or agent of these prompts; null means `rl.environment`."""
+    """The environment or agent for these prompts; null means `rl.environment`."""
     held_out: PromptSource | None = None
     """More held-out questions, besides `evaluation.prompts`. The first of `rewards` scores the answers,
     also logged as `eval/accuracy/NAME`."""
@@ -70,7 +70,7 @@ class CollectSettings:
     the hub, whose rows have a `prompt` and the rewards' columns; or tasks, `reasoning_gym:chain_sum` or
     `verifiers:TASKSET`."""
     sources: Mapping[str, SourceSettings] = field(default_factory=dict)
-    """Several sources instead of `prompts`, by names that you choose."""
+    """Several sources instead of `prompts`, under names that you choose."""
     prompts_per_step: PositiveInt
     """Prompts per step."""
     group_size: PositiveInt = 1
@@ -79,8 +79,8 @@ class CollectSettings:
     """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`; the trainer follows
     `temperature`, `top_p`, `top_k`, `min_p` and `structured_outputs`."""
     overlong_prompts: Overlong = "error"
-    """Fate of a prompt that leaves no room for `max_tokens` within `max_seq_len`: stop before the run
-    (`error`), leave it out (`drop`), or cut its beginning off (`truncate_left`)."""
+    """How to treat a prompt that leaves no space for `max_tokens` within `max_seq_len`: stop before the run (`error`),
+    leave it out (`drop`), or cut its beginning off (`truncate_left`)."""
     environment: Text | None = None
     """`file.py:NAME` of an environment, or `openai:file.py:NAME` of an agent that calls the policy over HTTP. null
     means single turns; prompts of `verifiers` then use verifiers."""
@@ -90,7 +90,7 @@ class CollectSettings:
     """Largest number of turns with an environment; agents end their rollouts themselves."""
     rollouts_per_engine: PositiveInt | Literal["auto"] = "auto"
     """Concurrency limit: rollouts that may use an engine at the same time. Rollouts that wait for their environment do
-    not count. `auto` takes as many groups as the engine samples sequences at once; with an environment or agent it
+    not count. `auto` takes as many groups as the engine has concurrent sequences; with an environment or agent it
     starts at 64 rollouts and grows while the engine's throughput grows."""
     max_sampling_rounds: Annotated[PositiveInt, ReadIf("rl.algorithm.dynamic_sampling")] = 4
     """Rounds of sampling with `dynamic_sampling`; after the last round the step trains on the groups it has."""
@@ -221,8 +221,8 @@ class TeacherSettings:
     """Folder of a model with the policy's tokenizer; it is frozen and sharded like the reference. `self` is the policy
     itself, which reads the prompts in `prompt_column`."""
     prompt_column: Annotated[Text | None, ReadIf("rl.teacher.model", (SELF,))] = None
-    """Column of the prompts with the prompt of the teacher, text or messages, for `model: self`: one with the answer in
-    it, for example."""
+    """With `model: self`, column that holds the teacher's prompt (text or messages), which may contain the answer, for
+    example."""
     server: Text | None = None
     """URL of a vLLM server that scores completions, instead of `model`; `VECTORLM_TEACHER_TOKEN` holds its token."""
     coef: PositiveFloat = 1.0
@@ -235,9 +235,9 @@ class TeacherSettings:
     generalised Jensen-Shannon divergence."""
     top_k: Annotated[PositiveInt | None, ReadIf("rl.teacher.server")] = None
     """Number of the server's most probable tokens that `kind: full` compares; all other tokens count as one. A vLLM
-    server shows 20 unless it is started with `--max-logprobs`."""
+    server returns 20 unless you start it with `--max-logprobs`."""
     timeout_s: Annotated[PositiveFloat, ReadIf("rl.teacher.server")] = 300.0
-    """Seconds to wait for an answer of the server."""
+    """Seconds to wait for an answer from the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,11 +255,11 @@ class SFTSettings:
     """Settings for learning texts of a dataset in the same optimizer steps as completions."""
 
     dataset: PathText
-    """Folder that `vectorlm preprocess` wrote, with texts, no preference data and its `ignore_index` of -100."""
+    """Folder that `vectorlm preprocess` wrote, with texts (not preference data) and an `ignore_index` of -100."""
     rows_per_step: PositiveInt = 8
     """Rows of the dataset per optimizer step of all ranks; a multiple of the number of ranks."""
     share: Fraction = 0.1
-    """Weight of the mean loss of the rows' target tokens; the loss of the completions has the rest."""
+    """Weight of the mean loss of the rows' target tokens; the loss of the completions has the weight 1 - share."""
     share_at_end: UnitInterval | None = None
     """The share at the last step, reached linearly; null keeps the share constant."""
     weighting: Literal["none", "chord", "luffy"] = "none"
@@ -343,7 +343,7 @@ class MismatchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings:
-    """Settings for tokens that the engine sampled with other probabilities than the trainer computes."""
+    """Settings for tokens whose probabilities differ between engine and trainer."""
 
     preset: (
         Annotated[
@@ -353,8 +353,8 @@ class CorrectionSettings:
         ]
         | None
     ) = None
-    """A row of the table in correction.md; the keys below replace single values of that row. null is `off`, but `tis`
-    with `engine.quantization` if none of these keys is set."""
+    """A preset from the table in correction.md; the keys below replace individual values of the preset. null is `off`,
+    but `tis` with `engine.quantization` if none of these keys is set."""
     overrides: Mapping[str, Any] = partial(Correction, null="the preset's value")
     mismatch: MismatchSettings = inline(MismatchSettings)
 

@@ -111,11 +111,12 @@ class EngineSettings:
     receiver: Receivers = "auto"
     """Whether the engine loads new weights in place (`live`) or repacks them for its own kernels (`packed`)."""
     transport: Transports = "auto"
-    """Transport of weights: pushed through shared memory at once or in rounds, or pulled by vLLM (default on CUDA)."""
+    """How weights reach the engine: pushed through shared memory, whole or in pieces, or pulled by vLLM (default on
+    CUDA)."""
     lora_mode: Annotated[LoraMode, WITH_LORA] = "auto"
     """With LoRA: swap the adapters alone (`adapter`, which `auto` is for vLLM), or weights with them (`merged`)."""
     verify_updates: bool = True
-    """After each update, compare a checksum of the engine's weights with a checksum of what was sent."""
+    """After each update, compare a checksum of the engine's weights with a checksum of the sent weights."""
     check_finite: bool = True
     """Refuse an update with NaN or infinity in its weights, before the engine's weights change."""
     timeout_s: PositiveFloat = 300.0

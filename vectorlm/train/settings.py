@@ -155,7 +155,7 @@ class ModelSettings:
     """Ranks that split the experts of each layer, by transformers' plan for the model. They train on the same rows.
     Must be a multiple of `tensor_parallel`, and divide the numbers of experts and of ranks."""
     pack_rows: bool = True
-    """Lay rows end to end without padding, and compute common beginnings once, if the model's attention allows it."""
+    """Concatenate rows without padding, and compute shared prefixes once, if the model's attention supports it."""
     compile: bool = False
     """Compile the transformer blocks (torch.compile): the first steps take minutes. Needs a C++ compiler on CPU."""
     use_flash_attention: bool = False
@@ -166,13 +166,14 @@ class ModelSettings:
     """Weight of the load-balancing loss of a mixture-of-experts model. null means the `router_aux_loss_coef` of its
     config.json if `output_router_logits` is true there, as in transformers, else 0: the loss is only measured."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state on the host, and run AdamW there; blocks visit the device (CUDA)."""
+    """Keep weights, gradients and optimizer state on the host, and run AdamW there; each block is copied to the device
+    when it computes (CUDA)."""
 
     freeze: Annotated[tuple[Literal["vision", "projector", "language"], ...], Field(strict=False)] = (
         "vision",
     )
-    """Parts of a vision-language model that are not trained. The projector is what lies between vision model and
-    language model in transformers' modules; Qwen's merger is part of its vision model."""
+    """Parts of a vision-language model that are not trained. The projector is the module between vision model and
+    language model; Qwen's merger is part of its vision model."""
 
     def computes_in_bf16(self, is_cuda: bool) -> bool:
         """Whether the model computes in bfloat16 on this kind of device."""
@@ -220,7 +221,7 @@ class ProfileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """Settings for the optimizer; the defaults are those of `torch.optim.AdamW`."""
+    """Settings for the optimizer, with the defaults of `torch.optim.AdamW`."""
 
     name: Text = "adamw"
     """`adamw`, `adamw8bit`, `adamw4bit`, `muon`, `adafactor`, `sgd`, or `file.py:NAME` of a function that takes the
@@ -238,7 +239,7 @@ class OptimizerSettings:
     maximize: bool = False
     """Maximise the loss."""
     foreach: bool | None = None
-    """Step all weights in a few calls, with a copy of the state; null leaves the choice to torch."""
+    """Step all weights in a few calls, with a copy of the state; null lets torch decide."""
     capturable: bool = False
     """Let a CUDA graph capture the step (CUDA)."""
     differentiable: Literal[False] = False
@@ -247,7 +248,7 @@ class OptimizerSettings:
     """Step in one kernel. null means true, unless `foreach` is true."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Other arguments of the optimizer, such as `{momentum: 0.9}` for sgd; they may also be written beside `name`."""
+    """Other arguments of the optimizer, such as `{momentum: 0.9}` for sgd; they may also be written next to `name`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +307,7 @@ class EvaluationSettings:
     prompts: PromptSource | None = None
     """Prompts to evaluate on: texts, or a source like `rl.prompts`; null evaluates on none."""
     overlong_prompts: Annotated[Overlong, WITH_QUESTIONS] = "error"
-    """Fate of a prompt that leaves no room for `max_tokens`, as `rl.overlong_prompts`."""
+    """How to treat a prompt that leaves no space for `max_tokens`, as in `rl.overlong_prompts`."""
     sampling_params: Annotated[Mapping[str, Any], WITH_QUESTIONS] = field(default_factory=dict)
     """Arguments of `vllm.SamplingParams` for the answers."""
     rewards: Annotated[RewardWeights, replace(WITH_QUESTIONS, also=())] = field(default_factory=dict)
@@ -315,8 +316,8 @@ class EvaluationSettings:
     thresholds: Annotated[Mapping[str, float], Field(strict=False), WITH_QUESTIONS] = field(
         default_factory=dict
     )
-    """Lowest reward of a right answer, by the name of a reward of `evaluation` or `rl`: `{judge: 0.7}`. A reward that
-    is not named counts as right at exactly 1."""
+    """Lowest reward of a right answer, by the name of a reward of `evaluation` or `rl`: `{judge: 0.7}`. For other
+    rewards, an answer is right at exactly 1."""
     output_jsonl_path: Annotated[PathText | None, WITH_QUESTIONS] = None
     """File for the answers; null means `samples.jsonl` in `output_dir`. A file of an earlier run is kept beside it."""
     at_k: Annotated[tuple[PositiveInt, ...], Field(strict=False), WITH_QUESTIONS] = ()
@@ -337,9 +338,10 @@ class KeepSettings:
     keep_checkpoints: Annotated[PositiveInt, WITH_CHECKPOINTS] = 2
     """Number of newest checkpoints to keep."""
     keep_best: Annotated[bool, WITH_CHECKPOINTS] = False
-    """Save a checkpoint at every evaluation that is the best so far, and keep the best one beside the newest."""
+    """Save a checkpoint at every evaluation that is the best so far, and keep the best one in addition to the
+    newest."""
     final_model: Annotated[Literal["last", "best"], ReadIf("train_parameters.keep_best")] = "last"
-    """Weights in `final-model`: those of the last step, or of the best evaluation."""
+    """Weights in `final-model`: from the last step, or from the best evaluation."""
     epoch_models: Annotated[bool, ReadIf("dataset", fix="Use rl.save_every and `vectorlm export`.")] = False
     """Also export the model at the end of each epoch, as `epoch-1-model` and so on."""
     best_metric: Annotated[

@@ -13,22 +13,22 @@ from vectorlm.runs.config.value import describe, show
 
 _INTRODUCTION = """# Configuration
 
-A run is described by one YAML file. Every key below may be given in the file or overridden on the command
-line with `--set`, which may be repeated and reads its value as YAML:
+One YAML file describes a run. Set a key in the file, or override it on the command line with `--set`. You can
+repeat `--set`; it reads its value as YAML:
 
     vectorlm check my.yaml --world_size 2 --set train_parameters.epochs=3 --set evaluation=null
 
-`vectorlm check` reads the file, checks it against the number of ranks and the files on disk, and prints every
-setting with its value, and what the run would do. An unknown key, a wrong type or an impossible value is an error
-that names the line, the rule and a fix; so is a setting that has no effect, unless the file itself turns off what it
-belongs to.
-Relative paths start at the working directory. `1e-5` is a number.
+`vectorlm check` checks the file against the number of ranks and the files on disk. It prints every setting and a
+summary of the run. Unknown keys, wrong types and impossible values are errors; the message has the line, the rule and
+a fix. A setting without an effect is an error too, unless the file turns its feature off.
 
-[from_vectorlm.md](from_vectorlm.md) says what differs for files of VectorLM; `configs/config.yaml` has every
-setting of fine-tuning with a comment, and is what the commands read without a file.
+- Relative paths start at the working directory.
+- `1e-5` is a number.
+- `configs/config.yaml` has every fine-tuning setting with a comment. Commands use it if you pass no file.
+- For files from VectorLM, see [from_vectorlm.md](from_vectorlm.md).
 
-This page is made from the settings dataclasses (nested in `vectorlm/runs/config/schema.py`) by
-`python -m vectorlm.runs.config.reference`.
+`python -m vectorlm.runs.config.reference` generates this page from the settings dataclasses (nested in
+`vectorlm/runs/config/schema.py`).
 """
 
 

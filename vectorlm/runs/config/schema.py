@@ -85,25 +85,25 @@ class TrainSettings:
     output_dir: PathText
     """Folder for checkpoints, metrics, samples, plots and the final model."""
     max_seq_len: Length
-    """Longest sequence in tokens; at most the model's own limit, which -1 stands for."""
+    """Longest sequence in tokens, up to the model's own limit; -1 means this limit."""
     seed: Seed = 11
     """Seed of every random generator of the run."""
     loop: LoopSettings = inline(LoopSettings)
     model: ModelSettings = inline(ModelSettings)
     profile: ProfileSettings = inline(ProfileSettings)
     lora_peft_config: Mapping[str, Any] | None = None
-    """Arguments of `peft.LoraConfig`; null trains all weights. May also stand at the top of the file."""
+    """Arguments of `peft.LoraConfig`; null trains all weights. It may also be a top-level key."""
     adapters: PathText | None = None
-    """LoRA adapters on `model` to go on training: a folder, or a name on the Hub. A `model` that is such a folder fills
-    this in."""
+    """LoRA adapters of `model` to continue training: a folder, or a name on the Hub. If `model` is such a folder, the
+    run sets this itself."""
     merge_adapters: Annotated[bool, ReadIf("train_parameters.adapters", fix="Name a folder of adapters.")] = (
         False
     )
     """Merge `adapters` into the model first, and train all weights."""
     share_base: bool | None = None
-    """With LoRA: let the trainer's frozen weights be views of the engine's, so that the base is in memory once. null
-    means where that is possible: the engine is vLLM with `lora_mode: adapter`, has the trainer's `dtype`, is not
-    quantised, and its weights do not sleep."""
+    """With LoRA: make the trainer's frozen weights views of the engine's weights, to hold the base in memory once. null
+    shares it if possible: the engine must be vLLM with `lora_mode: adapter` and the trainer's `dtype`, must not be
+    quantised, and its weights must not sleep."""
     optimizer: OptimizerSettings
     """The arguments of the optimizer."""
     batch_size: int | None = None
@@ -116,7 +116,7 @@ class TrainSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmChoice:
-    """An algorithm and its settings. The name alone may stand in place of the section: `algorithm: grpo`."""
+    """An algorithm and its settings. Instead of the section, you may write only the name: `algorithm: grpo`."""
 
     name: Text
     """A registered algorithm, or `file.py:NAME` of an `AlgorithmSpec`."""
@@ -130,12 +130,12 @@ class RLSettings:
     """Reinforcement learning on completions that the engine samples; with it, `dataset` is not needed."""
 
     algorithm: AlgorithmChoice
-    """The algorithm: its name, or a section with `name` and settings of its own."""
+    """The algorithm: its name, or a section with `name` and the algorithm's settings."""
     max_steps: PositiveInt | None = None
     """Batches of rollouts to train on; null means as many as `num_epochs_over_prompts` takes."""
     num_epochs_over_prompts: PositiveFloat | None = None
-    """Passes over the prompts of all sources together. With `max_steps` too, the earlier one ends the run. Groups that
-    `dynamic_sampling` samples in place of others do not count."""
+    """Passes over the prompts of all sources together. If you also set `max_steps`, the run ends at the earlier limit.
+    Replacement groups from `dynamic_sampling` do not count."""
     collect: CollectSettings = inline()
     reward: RewardSettings = inline(RewardSettings)
     update: UpdateSettings = inline(UpdateSettings)
@@ -145,7 +145,7 @@ class RLSettings:
     critic: CriticSettings = field(default_factory=CriticSettings)
     """How the critic is trained."""
     teacher: TeacherSettings | None = None
-    """A teacher to learn from, beside rewards or alone; null learns from rewards."""
+    """A teacher to learn from, with or without rewards; null learns only from rewards."""
     keep_adapters: KeptAdapters | None = None
     """Older policies that the engine keeps as LoRA adapters, for opponents, judges and evaluations; null keeps none."""
     sft: SFTSettings | None = None
@@ -153,7 +153,7 @@ class RLSettings:
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     """Off-policy correction."""
     async_: AsyncSettings | None = field(default=None, metadata={"key": "async"})
-    """How sampling and training overlap; null lets them take turns."""
+    """How sampling and training overlap; null alternates them."""
     save_every: Annotated[PositiveInt, WITH_CHECKPOINTS] = 50
     """Steps between two checkpoints, with `train_parameters.checkpointing_enabled`."""
     show_every: NonNegativeInt = 10
@@ -200,7 +200,7 @@ class Config:
     """Folder of the model with its tokenizer, in Hugging Face layout; or its name on the Hub (`google/gemma-2b`, or
     `google/gemma-2b@revision`); or LoRA adapters in either form, which name their model."""
     trust_remote_code: bool = False
-    """Run the Python files of a model that brings its own. Read them first: they may do anything."""
+    """Run the Python files in a model's folder. Read them first, because they can do anything."""
     enable_wandb_logging: bool = False
     """Log to Weights & Biases as well."""
     wandb_config: Mapping[str, Any] = field(default_factory=dict)
@@ -212,11 +212,11 @@ class Config:
     push_to_hub: PushSettings | None = None
     """Upload the final model to the Hugging Face Hub; null uploads nothing."""
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Classes `file.py:NAME`, made without arguments, whose methods `on_step`, `on_rollouts`, `on_evaluation` and
-    `on_checkpoint` the run calls."""
+    """Classes `file.py:NAME` with a constructor without arguments, whose methods `on_step`, `on_rollouts`,
+    `on_evaluation` and `on_checkpoint` the run calls."""
     chat: ChatSettings = inline(ChatSettings)
     ignore_memory_plan: bool = False
-    """Start although the memory plan does not fit: print its numbers and go on (`--ignore_memory_plan`)."""
+    """Start the run even if the memory plan does not fit (`--ignore_memory_plan`). The run prints the plan."""
     train_parameters: TrainSettings
     """How the model is trained."""
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -224,7 +224,7 @@ class Config:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     """Evaluations during training, in which the engine answers prompts."""
     dataset: DatasetSettings | None = None
-    """The preprocessed datasets; needed for supervised fine-tuning."""
+    """The preprocessed datasets, which supervised fine-tuning needs."""
     reward_model: RewardModelSettings | None = None
     """Training of a reward model on pairs or steps instead of supervised fine-tuning; `{}` takes the defaults."""
     preference: PreferenceSettings | None = None
@@ -232,7 +232,7 @@ class Config:
     rl: RLSettings | None = None
     """Reinforcement learning instead of supervised fine-tuning."""
     dataset_preprocess: PreprocessSettings | None = None
-    """How the datasets are made; null when they exist already."""
+    """How to make the datasets; null if they already exist."""
     origins: Mapping[str, str] = field(
         default_factory=dict, compare=False, repr=False, metadata={"is_setting": False}
     )
