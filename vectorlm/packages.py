@@ -82,8 +82,8 @@ def is_trusted(kernel: str, device: torch.device, differs: Callable[[torch.devic
         problem = f"{type(error).__name__}: {str(error)[:200]}"
     if problem:
         warnings.warn(
-            f"the Triton kernel for {kernel} does not work on {device} ({problem}). torch's own operations take its "
-            "place, with the same results, and are slower.",
+            f"the Triton kernel for {kernel} does not work on {device} ({problem}). vectorlm uses torch's "
+            "own operations instead, which give the same results and are slower.",
             stacklevel=2,
         )
     return not problem

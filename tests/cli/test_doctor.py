@@ -137,7 +137,7 @@ def torch_error(**errors):
         (SOUND, {"shm": (1 << 26, 1 << 26)}, WARN, "/dev/shm", "64 MiB of 64 MiB free"),
         (SOUND, {"fails": ["os.memfd_create"]}, STOP, "unnamed memory", "not here"),
         (SOUND, {"limits": Limits(cores=1.5)}, WARN, "cores", "may use 1.5 of them"),
-        (SOUND, {"shares": [0, 90, 0, 70, 99]}, WARN, "cores", "others keep 1, 3 busy"),
+        (SOUND, {"shares": [0, 90, 0, 70, 99]}, WARN, "cores", "other processes keep 1, 3 busy"),
         (SOUND, {"descriptors": 256}, WARN, "open files", "at most 256"),
         (SOUND, {"compiler": None}, WARN, "compiler", "no C++ compiler"),
         (SOUND, {"fails": ["tempfile.TemporaryDirectory"]}, STOP, "temporary files", "not here"),

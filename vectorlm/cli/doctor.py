@@ -270,10 +270,10 @@ def judge_cores(cores: Sequence[int], shares: Sequence[float]) -> Verdict:
         # Libraries start one thread per core; threads above the limit wait for each other.
         text += f", but the container may use {limit:g} of them at a time"
         some = ",".join(map(str, cores[: max(1, int(limit))]))
-        return Verdict(WARN, "cores", text, f"Keep to as many cores: taskset -c {some} vectorlm run …")
+        return Verdict(WARN, "cores", text, f"Use only as many cores: taskset -c {some} vectorlm run …")
     if busy:
-        text += f", of which others keep {', '.join(map(str, busy))} busy"
-        return Verdict(WARN, "cores", text, "Steps take longer than they would alone. See who it is: top")
+        text += f", of which other processes keep {', '.join(map(str, busy))} busy"
+        return Verdict(WARN, "cores", text, "Training steps take longer. Find the other processes with: top")
     return Verdict(OK, "cores", text)
 
 
@@ -281,7 +281,7 @@ def judge_files(environment: Mapping[str, str]) -> Iterator[Verdict]:
     """Judge the limit of open files, the compiler, and the folders for temporary files, outputs and downloads."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fix = "ulimit -n 65536 (the transport `pull` keeps one for each parameter)"
-    yield Verdict(OK if most >= MIN_DESCRIPTORS else WARN, "open files", f"at most {most} a process", fix)
+    yield Verdict(OK if most >= MIN_DESCRIPTORS else WARN, "open files", f"at most {most} per process", fix)
     compiler = environment.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
     text = compiler or "no C++ compiler, which torch.compile needs"
     yield Verdict(OK if compiler else WARN, "compiler", text, "Debian, Ubuntu: apt install g++")
@@ -289,7 +289,7 @@ def judge_files(environment: Mapping[str, str]) -> Iterator[Verdict]:
         with tempfile.TemporaryDirectory():
             pass
     except OSError as error:
-        yield Verdict(STOP, "temporary files", str(error), "Set TMPDIR to a folder that can be written.")
+        yield Verdict(STOP, "temporary files", str(error), "Set TMPDIR to a writable folder.")
     free = shutil.disk_usage(".").free
     fix = "Checkpoints hold weights and optimizer state: set output_dir to a folder with room."
     yield Verdict(OK if free >= MIN_DISK_BYTES else WARN, "disk", f"{_size(free)} free in this folder", fix)
@@ -299,9 +299,7 @@ def judge_files(environment: Mapping[str, str]) -> Iterator[Verdict]:
     text = f"cache in {cache}" if can_write else f"the cache {cache} cannot be written"
     if offline := [name for name in OFFLINE if environment.get(name, "0").lower() not in ("", "0", "false")]:
         text += f"; the hub is not asked ({', '.join(offline)})"
-    yield Verdict(
-        OK if can_write else WARN, "Hugging Face", text, "Set HF_HOME to a folder that can be written."
-    )
+    yield Verdict(OK if can_write else WARN, "Hugging Face", text, "Set HF_HOME to a writable folder.")
 
 
 def probe(codes: Sequence[str]) -> list[dict[str, Any]]:

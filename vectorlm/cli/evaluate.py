@@ -56,12 +56,14 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add_set_argument(parser)
     help_text = "one of the config's rl.sources: its held-out questions and rewards"
     parser.add_argument("--source", metavar="NAME", help=help_text)
-    parser.add_argument("--prompts", metavar="FILE", help="questions: a JSONL file, a `prompt` in every line")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="a JSONL file of questions, with a `prompt` on every line"
+    )
     help_text = "a reward for the answers: countdown, or file.py:NAME; may be repeated"
     parser.add_argument("--reward", dest="rewards", action="append", metavar="NAME", help=help_text)
     help_text = "the k of pass@k and maj@k, up to --n (default: 2, 4, 8 and so on)"
     parser.add_argument("--at_k", metavar="K,…", type=_ints, default=(), help=help_text)
-    help_text = "tasks of the lm-evaluation-harness instead, or YAML files of such tasks"
+    help_text = "tasks of the lm-evaluation-harness instead: their names, or YAML files"
     parser.add_argument("--tasks", metavar="NAME,…", help=help_text)
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions (of each task)")
     parser.add_argument("--output", metavar="FILE", help="write the results and all answers to FILE, as JSON")

@@ -41,15 +41,17 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT_OR_RUN",
         help="a checkpoint (runs/x/checkpoints/step-00000040), a run's folder, or a model that a run has exported",
     )
-    parser.add_argument("--output", metavar="DIR", help="the folder to make; by default beside the source")
+    parser.add_argument("--output", metavar="DIR", help="the folder to create; by default next to the source")
     parser.add_argument(
-        "--best", action="store_true", help="of a run, the best checkpoint instead of the newest"
+        "--best",
+        action="store_true",
+        help="for a run's folder: export the best checkpoint instead of the newest",
     )
     parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into their base model")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="convert the weights; by default they stay as they were trained",
+        help="convert the weights; by default they keep the dtype of training",
     )
 
 
@@ -190,12 +192,12 @@ def _load(source: Source) -> tuple[Any, Any]:
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm verify``."""
     parser.add_argument(
-        "address", metavar="ADDRESS", help="of a vLLM server, for example http://127.0.0.1:8000"
+        "address", metavar="ADDRESS", help="the URL of a vLLM server, for example http://127.0.0.1:8000"
     )
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a model's folder, LoRA adapters that it was merged with, a run's folder or one of its checkpoints",
+        help="a model folder, LoRA adapters (compared after merging), a run's folder or one of its checkpoints",
     )
 
 

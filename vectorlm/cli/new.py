@@ -41,6 +41,6 @@ def new_command(args: argparse.Namespace) -> int:
     if args.repository:
         workflow.write_text(workflow.read_text().replace("REPOSITORY", args.repository))
     else:
-        print(f"replace REPOSITORY in {workflow} by the URL of your vectorlm repository", file=sys.stderr)
+        print(f"replace REPOSITORY in {workflow} with the URL of your vectorlm repository", file=sys.stderr)
     print(f"cd {path} && python -m pytest")
     return 0

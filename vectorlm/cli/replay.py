@@ -35,7 +35,7 @@ OF_METRICS = {"gradient norm": "policy/grad_norm", "loss": "policy/loss"}
 
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm replay``."""
-    parser.add_argument("run", metavar="RUN", help="the output folder of a run of reinforcement learning")
+    parser.add_argument("run", metavar="RUN", help="the output folder of a reinforcement learning run")
     help_text = "the step to repeat, from the checkpoint before it; the run needs rl.rollout.save_tokens"
     parser.add_argument("--step", type=int, metavar="N", help=help_text)
     help_text = "print the first step where RUN and OTHER_RUN differ, and the differences"
@@ -58,7 +58,7 @@ def replay_command(args: argparse.Namespace) -> int:
 def _by_step(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
     if not path.is_file():
         raise ConfigError(
-            f"{path} does not exist: RUN must be the output folder of a run of reinforcement learning. Correct it."
+            f"{path} does not exist: RUN must be the output folder of a reinforcement learning run. Correct it."
         )
     found: dict[int, list[dict[str, Any]]] = {}
     for line in read_lines(path):
@@ -106,7 +106,7 @@ def _replay(run: Path, step: int) -> int:
     config = load_config(run / "config.yaml")
     train, rl = config.train_parameters, config.rl
     if rl is None:
-        raise ConfigError(f"{run} must be a run of reinforcement learning. Name another folder.")
+        raise ConfigError(f"{run} must be a reinforcement learning run. Name another folder.")
     if logged[step][-1].get("rollout/groups") == 0:
         raise ConfigError(
             f"--step {step}: this step trained on no group, so it cannot be repeated. Choose another step."
@@ -148,7 +148,7 @@ def _replay(run: Path, step: int) -> int:
         launch(_on_rank, checked, run / "rollouts.jsonl", step, max_lag, world_size=world_size)
         (again,) = _by_step(output / "metrics.jsonl", "step")[step]
         start = f"the checkpoint of step {first}" if first else "the start"
-        print(f"{run}: steps {first + 1} to {step} again, from {start}")
+        print(f"{run}: repeating steps {first + 1} to {step} from {start}")
         return int(not _is_as_logged(logged[step][-1], again, kept, output / "final-model"))
 
 
@@ -187,7 +187,7 @@ def _is_as_logged(logged: Mapping[str, Any], again: Mapping[str, Any], kept: Pat
             f"  {name:19}  {f'{before}, as logged' if before == now else f'{before} was logged, and is {now}'}"
         )
     if not kept.is_dir():
-        print(f"  {'weights':19}  not compared: {kept} is not there")
+        print(f"  {'weights':19}  not compared: {kept} does not exist")
         return is_same
     known, found = (load_source(find_source(path))[0].state_dict() for path in (kept, model))
     unlike = [name for name, tensor in known.items() if not tensor.equal(found[name].to(tensor.dtype))]

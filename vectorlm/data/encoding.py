@@ -349,7 +349,7 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
             written = tokenizer().encode(text, add_special_tokens=False)
             doubled = [written[0], *written]
             if written[0] == tokenizer().bos_token_id and tokens[: len(doubled)] == doubled:
-                warnings.warn(f"a prompt begins with {bos}, which is not doubled", stacklevel=2)
+                warnings.warn(f"a prompt already begins with {bos}, so no second one is added", stacklevel=2)
                 return tokens[1:]
         return tokens
     if is_messages(prompt):

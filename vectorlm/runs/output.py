@@ -206,7 +206,7 @@ def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
     checkpoints = run.output / "checkpoints"
     best = recorder.stopping.best_step
     if settings.keep.final_model == "best" and best is not None and best != step:
-        recorder.say(f"the final model is the best one, of step {best}")
+        recorder.say(f"the final model has the weights of the best step, {best}")
         folder = folder_of(checkpoints, best)
         if not folder.is_dir():
             raise CheckpointError(
@@ -261,7 +261,7 @@ def _open_sinks(
         for change in resumption.changes:
             progress.say(f"  from here on {change}")
         if first_step >= num_steps:
-            progress.say(f"  all {num_steps} steps are done: the weights of step {first_step} are exported")
+            progress.say(f"  all {num_steps} steps are done; exporting the weights of step {first_step}")
     for sink in sinks:
         # The stack closes every sink, with the run's error, even if another one fails to close.
         run.stack.enter_context(sink)

@@ -395,8 +395,8 @@ class HotSwap:
             is_as_sent = sent.changes is not None and sent.changes == changes_of(model)
         if not is_as_sent:
             warnings.warn(
-                f"train_step={train_step} was sent before with other weights: they are sent again, and tokens of both "
-                "have this version. Pass another step after each change.",
+                f"train_step={train_step} was already sent with different weights. The new weights are sent too, and "
+                "tokens of both have this version. Pass a new step after each change.",
                 stacklevel=8,
             )
         return is_as_sent

@@ -117,7 +117,7 @@ class EarlyStopping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the evaluations of `state`, unless they followed another metric."""
         if (before := state.get("metric", self.metric)) != self.metric:
-            self.say(f"the best step is chosen by {self.metric} from here on; it was by {before}")
+            self.say(f"from here on {self.metric} defines the best step, instead of {before}")
             return
         self._best, self._to_beat = tuple(state["best"]), tuple(state["to_beat"])
         self._num_without = state["num_without"]

@@ -35,7 +35,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``vectorlm serve``."""
     parser.add_argument("--model", required=True, metavar="DIR", help="a folder written by save_pretrained")
-    parser.add_argument("--host", default=LOOPBACK, help=f"the address to listen at; default {LOOPBACK}")
+    parser.add_argument("--host", default=LOOPBACK, help=f"the address to listen on; default {LOOPBACK}")
     parser.add_argument("--port", type=int, default=PORT, metavar="N", help=f"default {PORT}")
     parser.add_argument(
         "vllm_args", nargs="*", metavar="ARG", help="arguments of `vllm serve` itself, after a --"
