@@ -158,8 +158,8 @@ def test_all_problems_of_a_file_are_listed(write_config):
         "  - unknown setting 'train_parameters.max_seqlen' (my.yaml:4). "
         "Did you mean 'train_parameters.max_seq_len'?\n"
         "  - train_parameters.epochs=0 must be an integer >= 1. Use 1, for example. (my.yaml:5)\n"
-        "  - missing setting 'train_parameters.max_seq_len' (Longest sequence in tokens; at most the model's "
-        "own limit, which -1 stands for) (my.yaml:2). Add it, or give --set train_parameters.max_seq_len=VALUE.\n"
+        "  - missing setting 'train_parameters.max_seq_len' (Longest sequence in tokens, up to the model's "
+        "own limit; -1 means this limit) (my.yaml:2). Add it, or give --set train_parameters.max_seq_len=VALUE.\n"
         "  - missing setting 'dataset.train_bs' (Sequences per rank in one training micro-batch) "
         "(my.yaml:8). Add it, or give --set dataset.train_bs=VALUE."
     )

@@ -76,6 +76,6 @@ def test_a_beginning_that_tokenizer_and_template_both_write_stands_once(smollm2)
     of_chat = encode(CHAT, lambda: tokenizer)
     assert of_chat == tokenizer.encode(rendered, add_special_tokens=False)
     assert of_chat[0] == tokenizer.bos_token_id != of_chat[1]
-    with pytest.warns(UserWarning, match="is not doubled"):
+    with pytest.warns(UserWarning, match="no second one is added"):
         assert encode(rendered, lambda: tokenizer) == of_chat
     assert encode("Paris", lambda: tokenizer)[0] == tokenizer.bos_token_id

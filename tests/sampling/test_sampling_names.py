@@ -36,9 +36,9 @@ def test_the_lora_engine_is_an_engine_with_room_for_adapters(monkeypatch):
     ("positional", "named", "text"),
     [
         ((object(),), {}, "takes the folder of a model, not a object"),
-        (("model",), {"synchronization_barriers": None}, "synchronization_barriers is not an argument"),
-        ((), {"vllm_llm": object()}, "vllm_llm is not an argument"),
-        (("model",), {"adapter_temp_folder": "/dev/shm/0"}, "adapter_temp_folder is not an argument"),
+        (("model",), {"synchronization_barriers": None}, "synchronization_barriers is no longer an argument"),
+        ((), {"vllm_llm": object()}, "vllm_llm is no longer an argument"),
+        (("model",), {"adapter_temp_folder": "/dev/shm/0"}, "adapter_temp_folder is no longer an argument"),
     ],
 )
 def test_the_lora_engine_says_which_arguments_are_gone(positional, named, text):

@@ -128,7 +128,7 @@ def test_sampling_inside_sampling_is_out_of_turn():
 def test_an_optimizer_step_inside_sampling_is_out_of_turn(offload):
     model, optimizer = stepped()
     turn = turn_over(ScribeEngine(), model=model, optimizer=optimizer, offload_optimizer=offload)
-    with turn.sampling(4), pytest.raises(OutOfTurn, match="inside the sampling of step 4"):
+    with turn.sampling(4), pytest.raises(OutOfTurn, match="inside the sampling block of step 4"):
         optimizer.step()
     optimizer.step()
 

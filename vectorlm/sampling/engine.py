@@ -133,8 +133,8 @@ class SamplingEngine:
         if isinstance(self._channel, ProcessChannel):
             if other := next((engine for engine in _STARTED if not engine._closed), None):
                 warnings.warn(
-                    f"another engine of this process, with {other._model}, is still open: both hold weights and a KV "
-                    "cache. If you no longer need it, call its close() first. A notebook also keeps the output of its "
+                    f"another engine of this process is open, with {other._model}: both hold weights and a KV cache. "
+                    "If you no longer need it, call its close() first. A notebook also keeps the output of its "
                     "cells: `%reset out` drops it.",
                     stacklevel=2,
                 )

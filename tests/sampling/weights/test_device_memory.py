@@ -220,5 +220,5 @@ def test_a_shared_base_is_unmapped_with_its_model_and_stays_on_its_device(instal
     assert shared.is_over
     assert driver.mapped == []
     elsewhere = Lent(1, [replace(exports[0], handle=replace(exports[0].handle, device="GPU-b"))], frozenset())
-    with pytest.raises(HandleRefused, match="no engine computes on cuda:0"):
+    with pytest.raises(HandleRefused, match="no engine runs on cuda:0"):
         lent_to([elsewhere], SimpleNamespace(is_cuda=True, device="cuda:0"))

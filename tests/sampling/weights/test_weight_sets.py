@@ -322,10 +322,10 @@ def test_under_one_step_a_model_is_sent_again_with_other_adapters_or_another_sca
         assert swap.update(model, 5, "refuse").skipped
     assert not swap.update(model, 5, "refuse").skipped
     layer.scaling["default"] *= 2
-    with pytest.warns(UserWarning, match="sent again"):
+    with pytest.warns(UserWarning, match="sent too"):
         assert not swap.update(model, 5, "refuse").skipped
     model.base_model.model.second.weight.data.mul_(2)
-    with pytest.warns(UserWarning, match="sent again"):
+    with pytest.warns(UserWarning, match="sent too"):
         report = swap.update(model, 5, "refuse")
     assert report.num_bytes == BASE_BYTES + ADAPTER_BYTES
     assert swap.update(model, 5, "refuse").skipped
