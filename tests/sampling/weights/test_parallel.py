@@ -10,6 +10,7 @@ from receivers_here import receivers_of, send
 
 from vectorlm.errors import ChecksumMismatch, WeightMismatch
 from vectorlm.sampling.weights.arena import Arena
+from vectorlm.sampling.weights.lora_receive import POLICY_ID
 from vectorlm.sampling.weights.plan import Piece, TensorSpec
 from vectorlm.sampling.weights.receive import EngineReceiver, PieceMap
 from vectorlm.sampling.weights.record import Copy, LoadPlan, View
@@ -160,8 +161,8 @@ def test_a_set_on_top_of_the_base_that_was_not_written_is_cleared():
     receivers.load(5, None, ["adapter"])
     assert calls == [
         ("vectorlm_load", "base", 4, False),
-        ("vectorlm_clear", "adapter"),
-        ("vectorlm_load", "adapter", 5, False),
+        ("vectorlm_clear", POLICY_ID),
+        ("vectorlm_load", "adapter", 5, False, POLICY_ID),
     ]
 
 
