@@ -143,7 +143,7 @@ def test_every_family_of_the_list_has_a_model_here():
     assert {rope.get("rope_type", "default") for rope in ropes} == EXACT_ROPES
 
 
-@pytest.mark.parametrize("size", [(64, 96), (64, 49), (340, 20), (40, 8)])
+@pytest.mark.parametrize("size", [(64, 96), (64, 49), (340, 20), (40, 8), (1536, 20)])
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 def test_rows_of_a_product_do_not_depend_on_the_batch(size, num_threads):
     torch.manual_seed(0)

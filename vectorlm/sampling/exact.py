@@ -13,31 +13,37 @@ from torch.overrides import TorchFunctionMode
 
 from vectorlm.errors import ConfigError
 
-ROWS, COLUMNS = 4, 16
-"""Products with multiples of these numbers of rows and columns have the same bits in every batch (MKL, float32)."""
+ROWS, COLUMNS, DEPTH = 16, 16, 512
+"""Products with multiples of these numbers of rows and columns, which add up at most so many numbers, have the same
+bits in every batch (MKL, float32)."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Do what `torch.nn.functional.linear` does; each row of the result depends on its own row of `x` alone.
 
-    MKL computes one to three rows, and the last columns of a width that is no multiple of 16, by other kernels, which
-    add in another order, and threads split both dimensions. So rows are padded, and the last columns are a product of
-    their own.
+    MKL computes few rows (below 4 or 16, by processor), and the last columns of a width that is no multiple of 16, by
+    other kernels, which add in another order, and threads split all dimensions. So rows are padded, the last columns
+    are a product of their own, and long sums are several products.
     """
-    rows, rest = x.reshape(-1, x.shape[-1]), len(weight) % COLUMNS
-    num_rows, whole = len(rows), len(weight) - rest
+    rows = x.reshape(-1, x.shape[-1])
+    num_rows = len(rows)
     if num_rows % ROWS:
         rows = F.pad(rows, (0, 0, 0, -num_rows % ROWS))
-    if not rest:
-        found = F.linear(rows, weight, bias)
-    else:
-        first, last = (
-            (None, None) if bias is None else (bias[:whole], F.pad(bias[whole:], (0, COLUMNS - rest)))
-        )
-        found = F.linear(rows, F.pad(weight[whole:], (0, 0, 0, COLUMNS - rest)), last)[:, :rest]
-        if whole:
-            found = torch.cat([F.linear(rows, weight[:whole], first), found], dim=1)
+    first, *more = zip(rows.split(DEPTH, dim=1), weight.split(DEPTH, dim=1), strict=True)
+    found = _product(*first, bias)
+    for part in more:
+        found += _product(*part)
     return found[:num_rows].view(*x.shape[:-1], len(weight))
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rest = len(weight) % COLUMNS
+    if not rest:
+        return F.linear(rows, weight, bias)
+    whole = len(weight) - rest
+    first, last = (None, None) if bias is None else (bias[:whole], F.pad(bias[whole:], (0, COLUMNS - rest)))
+    found = F.linear(rows, F.pad(weight[whole:], (0, 0, 0, COLUMNS - rest)), last)[:, :rest]
+    return torch.cat([F.linear(rows, weight[:whole], first), found], dim=1) if whole else found
 
 
 def silu(x: Tensor) -> Tensor:
