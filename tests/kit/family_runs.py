@@ -87,7 +87,7 @@ def record(result: Result) -> None:
 TEXT = """\
 # Model families
 
-Look up whether vectorlm supports your model. All families in this table can be trained, exported and updated in a
+Look up whether vectorlm supports your model. You can train and export all families in this table, and update them in a
 running engine. Training packs their rows{padded}.
 
 | family | copied | gap | gap with LoRA |

@@ -108,10 +108,10 @@ def move_first():
     """Move a model before it is sharded: torch lets `tensor.data = ...` change the device for its own devices alone."""
     shard_model = shard.shard_model
 
-    def moved(model, topology, settings=shard.DEFAULTS):
+    def moved(model, topology, *arguments):
         model.to(topology.device)
         model.tie_weights()
-        return shard_model(model, topology, settings)
+        return shard_model(model, topology, *arguments)
 
     shard.shard_model = moved
 

@@ -30,7 +30,7 @@ SETTINGS = {
     "is_whole": True,
     "device": "cpu",
 }
-ANSWERS = {"vectorlm_settings": SETTINGS, "vectorlm_prepare": "live"}
+ANSWERS = {"vectorlm_settings": SETTINGS, "vectorlm_begin": False, "vectorlm_prepare": "live"}
 PATIENCE_S = 1.0
 RESTS_S = 0.3
 FATAL_PROMPT = [2, 61]

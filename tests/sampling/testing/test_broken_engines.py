@@ -69,8 +69,8 @@ def take_any_model(swap, model, step, *args, honest=HotSwap.update):
         return UpdateReport(step, False, 0, 0.0, 0.0, 0.0)
 
 
-def never_drain(engine, model, step, in_flight="refuse", honest=SamplingEngine.update):
-    return honest(engine, model, step, "keep" if in_flight == "drain" else in_flight)
+def never_drain(engine, model, step, in_flight="refuse", *name, honest=SamplingEngine.update):
+    return honest(engine, model, step, "keep" if in_flight == "drain" else in_flight, *name)
 
 
 def answer_once(handle, timeout_s=None, honest=BatchHandle.result):
