@@ -38,8 +38,8 @@ def watched(config):
         (engine,) = engines
         seen[step] = {
             name: [
-                (each.token_ids, each.sampler_logprobs, {*each.versions})
-                for (each,) in engine.sample([[2, 3, 4], [7, 8]], GREEDY, adapter=name)
+                (completion.token_ids, completion.sampler_logprobs, {*completion.versions})
+                for (completion,) in engine.sample([[2, 3, 4], [7, 8]], GREEDY, adapter=name)
             ]
             for name in engine.adapters
         }
@@ -159,7 +159,8 @@ def judged(config):
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rewards = [reward for group in groups for reward in group.rewards_by_name["judge"].tolist()]
         asked = [
-            [{"role": "user", "content": TEMPLATE.format(completion=each.policy_text)}] for each in rollouts
+            [{"role": "user", "content": TEMPLATE.format(completion=rollout.policy_text)}]
+            for rollout in rollouts
         ]
         answers = engines[0].sample(asked, {"temperature": 0, "max_tokens": 16}, adapter="reference")
         scores = [re.findall("[0-9]", answer.text) for (answer,) in answers]
@@ -206,7 +207,7 @@ def test_a_judge_and_an_agent_ask_the_runs_other_models_by_name(counting, tmp_pa
     for found in forked(judged, judging(counting, tmp_path / "run", "reference")):
         assert len(found) == 3
         for rewards, expected in found:
-            assert [None if math.isnan(each) else each for each in rewards] == pytest.approx(expected)
+            assert [None if math.isnan(reward) else reward for reward in rewards] == pytest.approx(expected)
         assert any(value is not None for _, expected in found for value in expected)
     metrics = lines(tmp_path / "run" / "metrics.jsonl")[1:]
     assert [line["logged/kept"] for line in metrics] == [0, 1, 2]

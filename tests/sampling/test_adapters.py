@@ -24,7 +24,7 @@ def moved(folder, seed):
 def gap_of(engine, model, adapter):
     """Return the largest gap between an adapter's answers and the model with these adapters."""
     answers = engine.sample(PROMPTS, GREEDY, adapter=adapter)
-    return largest_gap([each for options in answers for each in options], model)
+    return largest_gap([completion for options in answers for completion in options], model)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_one_batch_may_ask_all_adapters_and_the_base(engine, folder):
     for name, model in models.items():
         engine.update(model, 1, name=name)
     batches = {name: engine.submit(PROMPTS, GREEDY, adapter=name) for name in (*models, "base")}
-    found = {name: [each for (each,) in batch.result()] for name, batch in batches.items()}
+    found = {name: [completion for (completion,) in batch.result()] for name, batch in batches.items()}
     for name, model in models.items():
         assert largest_gap(found[name], model) < EXACT_GAP
     with model.disable_adapter():
