@@ -311,6 +311,34 @@ def test_ranks_on_cuda_attend_without_cudnn_which_plans_for_each_shape(monkeypat
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
+def connect(rank, folder, times):
+    """Join the group, late if this is rank 0, and put when this rank had connected and when it began."""
+    topology = vectorlm.Topology(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
+    init = dist.init_process_group
+
+    def init_late(**about):
+        init(**about)
+        time.sleep(1.0 if rank == 0 else 0.0)
+        times.put(("connected", time.monotonic()))
+
+    with mock.patch.object(dist, "init_process_group", init_late), process_group(topology, 60.0, folder):
+        times.put(("began", time.monotonic()))
+
+
+def test_no_rank_begins_before_all_are_connected(tmp_path):
+    """A rank with little to do would leave before a slow one has connected, which then fails."""
+    context = multiprocessing.get_context("spawn")
+    times = context.Queue()
+    ranks = [context.Process(target=connect, args=(rank, str(tmp_path), times)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    seen = [times.get(timeout=120) for _ in range(4)]
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert max(at for what, at in seen if what == "connected") <= min(at for what, at in seen if what == "began")
+
+
 def test_a_lone_process_may_go_on_after_an_error():
 
     with pytest.raises(KeyError), process_group(vectorlm.Topology()):

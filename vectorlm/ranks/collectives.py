@@ -51,9 +51,10 @@ class Collectives:
             from torch.distributed.distributed_c10d import _get_default_store
 
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            # Rank 0's random bytes; they travel over gloo, because strangers may read the store.
+            # All ranks' random bytes; they travel over gloo, because strangers may read the store. After a broadcast
+            # rank 0 could close the group while another rank still connects, which then fails.
             key = torch.frombuffer(bytearray(os.urandom(KEY_BYTES)), dtype=torch.uint8)
-            dist.broadcast(key, src=0, group=self._group)
+            dist.all_reduce(key, group=self._group)
             self._key = key.numpy().tobytes()
             # torch names a group equally on every rank and never reuses a name, so no two objects share keys.
             name, store = f"vectorlm-{self._group.group_name}", _get_default_store()

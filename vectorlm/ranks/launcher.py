@@ -405,6 +405,9 @@ def _new_process_group(topology: Topology, timeout_s: float, scratch: str | None
             timeout=timedelta(seconds=timeout_s),
             device_id=torch.device(topology.device) if topology.is_cuda else None,
         )
+        if topology.world_size > 1:
+            # torch does not wait here for slower ranks, and they fail if a rank that has little to do leaves meanwhile.
+            dist.all_reduce(torch.zeros(1))
     try:
         yield
     except BaseException:
