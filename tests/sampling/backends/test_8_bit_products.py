@@ -1,4 +1,4 @@
-"""vLLM's int8 products: right here, refused where they saturate, and checked after an update."""
+"""Products of 8-bit weights in vLLM: correct here, refused where they saturate, and checked after an update."""
 
 import os
 import platform
@@ -10,6 +10,7 @@ import torch
 
 from vectorlm.errors import ChecksumMismatch
 from vectorlm.sampling.backends.vllm.quantised import check_quantised, renew_products
+from vectorlm.sampling.backends.vllm.shim import multiply_fp8, multiply_fp8_fast
 from vectorlm.sampling.weights.quantise import quantise, scales_of
 
 pytestmark = pytest.mark.slow
@@ -65,3 +66,35 @@ def test_a_processor_without_vnni_is_refused():
     command = [sys.executable, "-c", PROBE]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert "EngineError: quantization='int8'" in found.stderr
+
+
+def test_every_fp8_number_is_multiplied_exactly():
+    numbers = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    numbers = numbers[~numbers.float().isnan()]
+    ones = torch.eye(len(numbers)).to(torch.float8_e4m3fn)
+    assert torch.equal(multiply_fp8(ones, numbers[None])[:, 0], numbers.float())
+    assert torch.equal(multiply_fp8(numbers[:, None], ones[:1, :1])[:, 0], numbers.float())
+
+
+def test_fp8_products_have_the_scales_of_rows_and_tokens_and_leave_out_padding():
+    from vllm.model_executor.kernels.linear.scaled_mm.pytorch import ChannelWiseTorchFP8ScaledMMLinearKernel
+
+    multiply_fp8_fast()
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 40, generator=draw).mul_(100).to(torch.float8_e4m3fn)
+    rows = torch.randn(17, 40, generator=draw).mul_(100).to(torch.float8_e4m3fn)
+    scales, row_scales = torch.rand(48, 1, generator=draw), torch.rand(17, 1, generator=draw)
+    bias = torch.randn(48, generator=draw).bfloat16()
+    found = ChannelWiseTorchFP8ScaledMMLinearKernel.apply_scaled_mm(
+        None,
+        A=rows,
+        B=weight.t(),
+        out_dtype=torch.bfloat16,
+        As=row_scales,
+        Bs=scales,
+        bias=bias,
+        output_shape=[2, 3, 48],
+    )
+    exact = (rows.double() * row_scales) @ (weight.double() * scales).t() + bias.double()
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact[:6].view(2, 3, 48), rtol=2**-8, atol=1e-2)
