@@ -1,7 +1,8 @@
 """What each correction is worth on Countdown when the engine is not the policy. Run: python benchmarks/correction.py
 
 GRPO on one rank from the model of configs/countdown_warmup.yaml, with rollouts sampled by weights that are stale,
-disturbed, in bf16, in 8 bits, or reused for many optimizer steps, on the same seeds for every correction.
+disturbed, in bf16, in 8 bits, rounded to 4 bits, or reused for many optimizer steps, with the same seeds for every
+correction.
 Accuracy is the share of 512 held-out questions that the trained weights answer right at temperature 1. All runs share
 one engine per precision. Writes results/correction.json and docs/images/correction.png.
 """
@@ -43,6 +44,7 @@ class Mismatch:
     noise: float = 0.0
     dtype: str = "float32"
     quantization: str | None = None
+    num_bits: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,6 +58,7 @@ MISMATCHES = {
     "bf16": Mismatch(SOME, dtype="bfloat16"),
     "int8": Mismatch(SOME, dtype="bfloat16", quantization="int8"),
     "fp8": Mismatch(SOME, dtype="bfloat16", quantization="fp8_per_channel"),
+    "4 bits": Mismatch(SOME, dtype="bfloat16", num_bits=4),
     "bf16, noise 0.3": Mismatch(EVERY, noise=0.3, dtype="bfloat16"),
     "stale by 2": Mismatch(EVERY, staleness=2),
     "stale by 4": Mismatch(SOME, staleness=4),
@@ -82,7 +85,13 @@ def settings(job: Job) -> dict[str, Any]:
 def disturbed(engine: Any, job: Job) -> MismatchedEngine:
     """Return the engine as a run meets it."""
     mismatch = MISMATCHES[job["mismatch"]]
-    return MismatchedEngine(engine, staleness=mismatch.staleness, noise=mismatch.noise, seed=job["seed"])
+    return MismatchedEngine(
+        engine,
+        staleness=mismatch.staleness,
+        noise=mismatch.noise,
+        seed=job["seed"],
+        num_bits=mismatch.num_bits,
+    )
 
 
 STUDY = Study(ROOT / "runs/correction", "countdown_grpo.yaml", settings, disturbed)

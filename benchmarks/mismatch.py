@@ -1,4 +1,4 @@
-"""An engine that is deliberately not the policy, for correction.py: stale weights, noise in them."""
+"""An engine that differs from the policy on purpose, for correction.py: stale, disturbed or coarse weights."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ if TYPE_CHECKING:
 
 
 class MismatchedEngine:
-    """Samples rollouts with weights that are `staleness` steps old and disturbed, and exams with the true ones.
+    """An engine that samples rollouts with stale, disturbed or coarse weights, and evaluations with the true ones.
 
-    An exam asks without parameters of its own, so that is how it is told from a rollout.
+    Only evaluations sample without parameters.
     """
 
-    def __init__(self, engine: Engine, *, staleness: int, noise: float, seed: int) -> None:
+    def __init__(
+        self, engine: Engine, *, staleness: int, noise: float, seed: int, num_bits: int | None = None
+    ) -> None:
         """Wrap an engine at world size 1.
 
         Args:
             engine: The real one; it may serve many runs in turn.
             staleness: Steps that the weights lag behind, once there have been as many.
             noise: Each weight w becomes w (1 + noise e), with the same e ~ N(0, 1) for a whole run.
-            seed: What e is drawn from.
+            seed: Seed of e.
+            num_bits: Round the matrices of the blocks to integers of this many bits, with a scale per row, as an
+                engine with such weights would; None rounds nothing.
         """
+        self._num_bits = num_bits
         self._engine, self._staleness, self._noise, self._seed = engine, staleness, noise, seed
         self._history: deque[tuple[int, list[torch.Tensor]]] = deque(maxlen=staleness + 1)
         self._model: Any = None
@@ -44,6 +49,8 @@ class MismatchedEngine:
         with self._weights(self._history[0][1]):
             for local in _weights(model) if self._noise else ():
                 local *= 1 + self._noise * torch.randn(local.shape, generator=generator)
+            if self._num_bits is not None:
+                _round(model, self._num_bits)
             return self._engine.update(model, self._engine.version + 1, in_flight)
 
     def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
@@ -72,8 +79,17 @@ def _copy(weights: list[torch.Tensor], model: Any) -> None:
         local.copy_(value)
 
 
+def _round(model: Any, num_bits: int) -> None:
+    """Round the matrices of the blocks in place."""
+    largest = 2 ** (num_bits - 1) - 1
+    for (name, _), rows in zip(model.named_parameters(), _weights(model), strict=True):
+        if ".layers." in name and rows.dim() == 2:
+            scales = rows.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / largest
+            rows.copy_((rows / scales).round() * scales)
+
+
 def _weights(model: Any) -> list[torch.Tensor]:
-    """Return the parameters themselves; one rank holds the whole of each."""
+    """Return the parameters; one rank holds all of them."""
     reshard(model)
-    held = (parameter.detach() for parameter in model.parameters())
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
+    parameters = (parameter.detach() for parameter in model.parameters())
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in parameters]
