@@ -336,7 +336,9 @@ def test_no_rank_begins_before_all_are_connected(tmp_path):
     for rank in ranks:
         rank.join(60)
     assert [rank.exitcode for rank in ranks] == [0, 0]
-    assert max(at for what, at in seen if what == "connected") <= min(at for what, at in seen if what == "began")
+    assert max(at for what, at in seen if what == "connected") <= min(
+        at for what, at in seen if what == "began"
+    )
 
 
 def test_a_lone_process_may_go_on_after_an_error():
