@@ -24,7 +24,9 @@ LORA = [
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return save_files(tmp_path_factory.mktemp("shared"))
+    files = save_files(tmp_path_factory.mktemp("shared"))
+    save_tiny_llama(files / "model", hidden_size=64, tied=True)
+    return files
 
 
 def reinforce_and_listen(config, folder=None):
@@ -85,7 +87,7 @@ def test_handles_of_parameters_and_updates_in_flight_work_as_well(files, tmp_pat
 
 @pytest.mark.parametrize("share", ["true", "null"])
 def test_an_engine_with_other_weights_is_refused_or_leaves_two_bases(files, tmp_path, share):
-    other = save_tiny_llama(tmp_path / "other", hidden_size=64)
+    other = save_tiny_llama(tmp_path / "other", hidden_size=64, tied=True)
     tensors = load_file(other / "model.safetensors")
     save_file(
         {name: tensor * 2 for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"}

@@ -10,7 +10,7 @@ from kit.tensors import full
 
 from vectorlm.errors import CheckpointError
 from vectorlm.train.checkpoint.folder import newest
-from vectorlm.train.checkpoint.state import CheckpointStore, capture_rng, restore_rng, state_of
+from vectorlm.train.checkpoint.state import CheckpointStore, capture_rng, restore_rng, set_state, state_of
 from vectorlm.train.load import load_model
 from vectorlm.train.lora import add_lora
 from vectorlm.train.shard import shard_model
@@ -90,6 +90,20 @@ def save_and_load(topology, folder, path, *kind):
     make_step(model, optimizer)
     found = weights(model)
     return loop, expected_draw, found_draw, all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_neither_saving_nor_loading_touches_frozen_weights_that_are_tied(folder):
+    model = add_lora(load_model(folder), {"r": 2, "target_modules": ["q_proj"]})
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
+    make_step(model, optimizer)
+    head = model.get_output_embeddings().weight
+    assert head is model.get_input_embeddings().weight
+    num_writes = head._version
+    state = state_of(TrainedModel(model, optimizer))
+    assert state["model"]
+    assert all("lora_" in name for name in state["model"])
+    set_state(TrainedModel(model, optimizer), state)
+    assert head._version == num_writes
 
 
 def save_and_load_every_kind(topology, folder, path):

@@ -71,7 +71,7 @@ class SharedBase:
         if is_written or fingerprint != self._fingerprint:
             raise WeightMismatch(
                 "share_base: the trainer has written to its frozen base, which is the engine's too. Train adapters "
-                "alone, or build engine and model without share_base."
+                "alone, or build engine and model without share_base (in a config, train_parameters.share_base: false)."
             )
 
 

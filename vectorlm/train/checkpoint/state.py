@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from vectorlm.ranks.wait import report_wait
 from vectorlm.sampling.weights.boxes import Box, boxes_of
+from vectorlm.sampling.weights.model_tensors import WRAPPERS
 from vectorlm.train.checkpoint import folder
 from vectorlm.types import TrainedModel
 
@@ -142,7 +143,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
     """
     with folder.naming(path, "read"):
         _require_as_written(path)
-        state = {"policy": {"model": get_model_state_dict(model, options=_OPTIONS)}}
+        weights = get_model_state_dict(model, options=_OPTIONS)
+        state = {"policy": {"model": _without_frozen(weights, model)}}
         with warnings.catch_warnings():
             # A single process without ranks is intended.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -238,7 +240,18 @@ def state_of(trained: TrainedModel) -> dict[str, Any]:
     if is_fresh:
         # torch made a step to create the state, which would count in Adam's bias correction.
         trained.optimizer.state.clear()
-    return {"model": weights, "optimizer": optimizer_state}
+    return {"model": _without_frozen(weights, trained.model), "optimizer": optimizer_state}
+
+
+def _without_frozen(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return `weights` without frozen ones: torch removes only the first name of a weight with several names."""
+    frozen = set()
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        for part in WRAPPERS:
+            name = name.replace(part, "")
+        if not weight.requires_grad:
+            frozen.add(name)
+    return {name: weight for name, weight in weights.items() if name not in frozen}
 
 
 def set_state(trained: TrainedModel, state: dict[str, Any]) -> None:
