@@ -201,6 +201,9 @@ def test_a_dataset_without_the_columns_and_settings_without_effect_are_refused()
         rows_of([{"text": "ab"}])
     with pytest.raises(ConfigError, match="packing_type"):
         rows_of([PAIR], packing_type="full")
+    for row, examples in ((PAIR, "pairs"), (STEPS, "steps")):
+        with pytest.raises(DatasetError, match=f"examples={examples}"):
+            rows_of([row], "texts")
 
 
 def test_a_shorter_max_seq_len_cuts_each_text_of_a_pair():

@@ -72,6 +72,8 @@ def test_a_split_is_taken_of_a_saved_dataset(tmp_path):
     path = str(tmp_path / "several")
     assert read_prompts(PromptSettings(path=path, split="test")) == RECORDS[1:]
     assert read_prompts(PromptSettings(path=path, split="train[:1]")) == RECORDS[:1]
+    with pytest.raises(DatasetError, match=r"path: \S+, split: NAME\}.* train, test"):
+        read_prompts(path, "rl.prompts")
     with pytest.raises(DatasetError, match="split='dev'"):
         read_prompts(PromptSettings(path=path, split="dev"), "rl.prompts")
     lines = write(tmp_path, "rows.jsonl", ROWS)

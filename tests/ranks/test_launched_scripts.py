@@ -108,8 +108,8 @@ def test_a_script_without_its_guard_is_told_so_once(tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.endswith(
-        "LaunchError: the script calls launch() while it is imported, and every rank imports it. Put the call, and "
-        'whatever else must run once, under `if __name__ == "__main__":`.\n'
+        "LaunchError: the script starts ranks (launch(), reinforce() or finetune()) while it is imported, and every "
+        'rank imports it. Put the call, and whatever else must run once, under `if __name__ == "__main__":`.\n'
     )
 
 

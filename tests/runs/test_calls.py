@@ -8,6 +8,7 @@ import pandas
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, load_from_disk
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -207,6 +208,8 @@ def test_what_is_wrong_is_said_as_of_a_file(folder, tmp_path, monkeypatch, wrong
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said):
         vectorlm.reinforce(folder, ["a"], len, **{**FEW, **wrong})
+    with pytest.raises(ConfigError, match="LoraConfig as a dictionary"):
+        vectorlm.reinforce(folder, ["a"], len, **FEW, lora_peft_config=LoraConfig())
     with pytest.raises(ConfigError, match="rewards"):
         vectorlm.reinforce(folder, ["a"], [3], **FEW)
     for name in ("packing_type", "assistant_only_loss", "packing"):

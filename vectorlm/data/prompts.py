@@ -129,6 +129,7 @@ def _require_one_kind(settings: PromptSettings, setting: str) -> None:
 def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
     path = Path(source.path or "")
     named = f"{setting}={source.path!r}"
+    fix = f"Write {{path: {source.path}, split: NAME}}, where NAME is"
     is_saved = path.is_dir()
     if path.is_file() and path.suffix != PARQUET:
         if source.split is not None or source.hub_config is not None:
@@ -138,7 +139,7 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
         return _lazy_lines(path)
     try:
         if is_saved:
-            table: Any = take_split(splits_of(path, named), source.split, named)
+            table: Any = take_split(splits_of(path, named), source.split, named, fix)
         elif path.is_file():
             from datasets import Dataset
             from pyarrow import parquet
@@ -147,7 +148,8 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
             # pyarrow does not write to the cache of datasets.
             table = Dataset.from_parquet(str(path)) if is_large else Dataset(parquet.read_table(path))
         elif is_hub_name(str(source.path)):
-            table = take_split(load_hub(str(source.path), source.hub_config, named), source.split, named)
+            splits = load_hub(str(source.path), source.hub_config, named)
+            table = take_split(splits, source.split, named, fix)
         else:
             raise DatasetError(f"{named} does not exist. Make it first, or list the prompts.")
     except (OSError, ValueError, AttributeError, IndexError) as error:

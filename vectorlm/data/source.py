@@ -350,14 +350,19 @@ def _read_parquet(files: dict[str, list[str]], path: str, scratch: Path) -> Mapp
             ) from error
 
 
-def take_split(splits: Mapping[str, Dataset], split: str | None, named: str) -> Dataset:
-    """Select rows by an expression such as ``train[:10%]+test``; `named` is the dataset's name in errors."""
+def take_split(
+    splits: Mapping[str, Dataset], split: str | None, named: str, fix: str = "Set `split` to"
+) -> Dataset:
+    """Select rows by an expression such as ``train[:10%]+test``; `named` is the dataset's name in errors.
+
+    `fix` is the advice in an error for a missing expression; the names of the splits follow.
+    """
     from datasets import ReadInstruction, concatenate_datasets
 
     names = ", ".join(splits)
     if split is None:
         if len(splits) > 1:
-            raise DatasetError(f"{named} holds several splits. Set `split` to one of {names}.")
+            raise DatasetError(f"{named} holds several splits. {fix} one of {names}.")
         return next(iter(splits.values()))
     try:
         sizes = {name: len(rows) for name, rows in splits.items()}

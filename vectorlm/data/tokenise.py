@@ -395,6 +395,14 @@ def _joined(chosen: Tokens, rejected: Tokens, has_prompt: bool) -> Tokens:
     return Tokens(tokens, counted[0] + counted[1], "", remarks, num_first, images=images)
 
 
+def _other_kind(row: Mapping[str, Any], examples: str) -> str:
+    """Return advice to read the row as preference data, if it has the columns."""
+    kind = next(
+        (kind for kind, columns in COLUMNS.items() if kind != examples and {*columns} <= {*row}), None
+    )
+    return "" if kind is None else f" For preference data set dataset_preprocess.examples={kind}."
+
+
 def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings) -> Tokeniser:
     """Choose by the first row which columns to read, and whether they hold text or messages.
 
@@ -415,7 +423,9 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
         fix = f"{'' if wanted else 'Rename columns, or '}data_field must be one of"
         if examples != "texts":
             fix = f"dataset_preprocess.examples={examples} needs it, and the columns are"
-        raise DatasetError(f"the dataset has no column {lacks}: {fix} {', '.join(row)}.")
+        raise DatasetError(
+            f"the dataset has no column {lacks}: {fix} {', '.join(row)}.{_other_kind(row, examples)}"
+        )
     try:
         first = row[columns[0]] if columns[0] == "text" else chat_in(row[columns[0]])
     except ValueError:

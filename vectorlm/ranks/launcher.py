@@ -62,8 +62,8 @@ LINGER_S = 1.0
 SCRATCH_VARIABLE = "VECTORLM_SCRATCH"
 UNGUARDED = "unguarded"
 """The file that a rank writes to the scratch folder if it runs the whole script again."""
-GUARD_RULE = """the script calls launch() while it is imported, and every rank imports it. Put the call, and whatever \
-else must run once, under `if __name__ == "__main__":`."""
+GUARD_RULE = """the script starts ranks (launch(), reinforce() or finetune()) while it is imported, and every rank \
+imports it. Put the call, and whatever else must run once, under `if __name__ == "__main__":`."""
 
 
 def launch(fn: Callable[..., Any], *args: Any, world_size: int = 1, timeout_s: float = 1800.0) -> list[Any]:

@@ -89,3 +89,5 @@ def test_names_that_are_right_in_another_section_are_answered_with_that_section(
     for name in ("scale_rewards", "top_entropy_quantile", "lr_scheduler_type", "warmup_ratio"):
         place = next(path for path in all_settings() if path.rpartition(".")[2] == name)
         assert f"Did you mean '{place}'?" in refusal(write_config(RL), f"{name}=1")
+    # A similar name in the same section, rl.step_reward, has another meaning.
+    assert "Did you mean 'rl.algorithm.scale_rewards'?" in refusal(write_config(RL), "rl.scale_rewards=1")

@@ -359,10 +359,10 @@ def _describe_unknown(prefix: str, key: Any, origin: str, known: Sequence[str]) 
     """Return the error message for an unknown key, with the name that is meant or the most similar one."""
     if (foreign := FOREIGN.get(str(key))) is not None:
         return f"unknown setting '{prefix}{key}' ({origin}). {foreign.fix}"
-    near = closest(str(key), known)
-    candidates = [] if near is None else [prefix + near]
     # The key may belong to another section.
-    candidates += [path for path in all_settings() if path.rpartition(".")[2] == key]
+    candidates = [path for path in all_settings() if path.rpartition(".")[2] == key]
+    if (near := closest(str(key), known)) is not None:
+        candidates.append(prefix + near)
     if candidates:
         fix = f"Did you mean '{candidates[0]}'?"
     else:

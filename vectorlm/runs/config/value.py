@@ -151,6 +151,8 @@ def _fix(hint: Any, value: Any) -> str:
     base, info = _unwrap(hint)
     if get_origin(base) in _UNIONS and not info.examples:
         return " ".join(filter(None, (_fix(kind, value) for kind in get_args(base))))
+    if get_origin(base) is Mapping and is_dataclass(value):
+        return f"Pass the arguments of {type(value).__name__} as a dictionary."
     if get_origin(base) is Literal:
         choices = [str(choice) for choice in get_args(base)]
         # TRL's sigmoid is dpo, and looks like simpo.
