@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from vectorlm.errors import ConfigError, VectorLMError
 from vectorlm.ranks.wait import escape_what_the_console_cannot_show
@@ -157,7 +157,7 @@ def build_parser(names: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentP
 
     Only the commands in `names` get their arguments, because importing all modules takes a second.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="vectorlm",
         usage="vectorlm COMMAND ...",
         description=HELP.format(
@@ -181,6 +181,18 @@ def build_parser(names: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentP
         command.set_defaults(run_command=getattr(home, f"{name}_command"))
     parser.set_defaults(run_command=lambda args: _show_help(parser))
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that explains how to change a setting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Add a hint to the message about arguments such as ``a.b=c``, as verl takes them."""
+        if message.startswith("unrecognized arguments: ") and (
+            found := re.search(r"(?<= )[\w.]+=\S*", message)
+        ):
+            message += f". To change a setting, write --set {found[0]}."
+        super().error(message)
 
 
 def _show_help(parser: argparse.ArgumentParser) -> int:

@@ -3,6 +3,7 @@ import os
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ def test_output_that_nobody_reads_ends_a_command_without_a_traceback():
     reader.stdout.close()
     assert (reader.stderr.read(), reader.wait()) == ("", 141)
     reader.stderr.close()
+
+
+@pytest.mark.parametrize("words", [["my.yaml", "a.b=c", "d=1"], ["a.b=c"]])
+def test_an_override_without_set_is_answered_with_set(words, capsys):
+    with suppress(SystemExit):
+        main(["check", *words])
+    assert "write --set a.b=c" in capsys.readouterr().err
 
 
 def test_check_says_what_the_run_would_do(write_complete, capsys, monkeypatch):

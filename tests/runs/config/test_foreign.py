@@ -19,11 +19,11 @@ def test_every_place_exists(place):
     assert parent == "engine" or describe(settings[parent].hint).startswith("a mapping")
     if parent.endswith("sampling_params"):
         assert name in fields_of("sampling_params.py", "SamplingParams")
-    elif name == "tensor_parallel_size":
+    elif parent == "engine" and name != "url":
         assert name in fields_of("engine/arg_utils.py", "EngineArgs")
     else:
         # Arguments of wandb.init, and of the inference `server`.
-        assert place in ("wandb_config.name", "engine.url")
+        assert place in ("wandb_config.name", "wandb_config.project", "engine.url")
 
 
 def test_no_name_is_answered_that_means_something_here():
@@ -91,3 +91,51 @@ def test_names_that_are_right_in_another_section_are_answered_with_that_section(
         assert f"Did you mean '{place}'?" in refusal(write_config(RL), f"{name}=1")
     # A similar name in the same section, rl.step_reward, has another meaning.
     assert "Did you mean 'rl.algorithm.scale_rewards'?" in refusal(write_config(RL), "rl.scale_rewards=1")
+
+
+VERL = """
+algorithm: {adv_estimator: grpo, gamma: 1.0, kl_ctrl: {kl_coef: 0.001}}
+data: {train_files: train.parquet, train_batch_size: 8, image_key: images}
+actor_rollout_ref:
+  model: {path: model}
+  actor: {optim: {lr: 1.0e-6}, use_kl_loss: True, clip_ratio_c: 3}
+  rollout: {name: vllm, n: 8, gpu_memory_utilization: 0.6}
+custom_reward_function: {path: rewards.py, name: compute_score}
+trainer: {n_gpus_per_node: 2, total_epochs: 1}
+"""
+
+
+def test_a_file_of_verl_is_translated_setting_by_setting(write_config):
+    text = refusal(write_config(RL + VERL))
+    for name, place in {
+        "algorithm.adv_estimator": "rl.algorithm",
+        "algorithm.gamma": "rl.algorithm.gamma",
+        "algorithm.kl_ctrl.kl_coef": "rl.kl_coef",
+        "data.train_files": "rl.prompts",
+        "data.train_batch_size": "rl.prompts_per_step",
+        "actor_rollout_ref.model.path": "model",
+        "actor_rollout_ref.actor.optim.lr": "train_parameters.optimizer.lr",
+        "actor_rollout_ref.actor.use_kl_loss": "rl.kl_in",
+        "actor_rollout_ref.actor.clip_ratio_c": "rl.algorithm.dual_clip",
+        "actor_rollout_ref.rollout.name": "engine.inference",
+        "actor_rollout_ref.rollout.n": "rl.group_size",
+        "actor_rollout_ref.rollout.gpu_memory_utilization": "engine.gpu_memory_utilization",
+        "custom_reward_function": "rl.rewards",
+        "trainer.total_epochs": "rl.num_epochs_over_prompts",
+    }.items():
+        line = next(line for line in text.splitlines() if f"'{name}'" in line)
+        assert f"Did you mean '{place}'" in line
+    assert "Give the number of ranks as --world_size." in text
+    assert "no setting is like 'data.image_key'" in text
+
+
+def test_an_override_of_verl_is_translated(write_config):
+    assert "'rl.group_size'" in refusal(write_config(RL), "actor_rollout_ref.rollout.n=8")
+
+
+@pytest.mark.parametrize(
+    ("setting", "example"),
+    [("rl.rewards=a.py:right", "{a.py:right: VALUE}"), ("trackers=[tensorboard]", "{tensorboard: VALUE}")],
+)
+def test_a_name_in_place_of_a_mapping_is_answered_with_a_mapping(write_config, setting, example):
+    assert example in refusal(write_config(RL), setting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass, replace
 from os import PathLike, fspath
@@ -25,10 +25,12 @@ from vectorlm.runs.config.setting import (
 )
 from vectorlm.runs.config.value import (
     FOREIGN,
+    VERL_SECTIONS,
     Dumper,
     Entry,
     convert,
     describe_refusal,
+    find_foreign,
     parse_yaml,
     raise_problems,
 )
@@ -151,6 +153,7 @@ def _read_file(path: str) -> Entry:
             text = file.read()
     except OSError as error:
         hint = " It is the default: name the file to read." if path == DEFAULT_PATH else ""
+        hint = f" To change a setting, write --set {path}." if "=" in path else hint
         raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}.{hint}") from error
     tree = parse_yaml(text, lambda line: f"{path}:{line}")
     if tree.value is None:
@@ -234,7 +237,7 @@ def _read_section(section: type, entry: Entry, prefix: str, problems: list[str])
         elif other_keys_of(section) is not None:
             values[key] = child.plain()
         else:
-            problems.append(_describe_unknown(prefix, key, child.origin, [*known, *sorted(own)]))
+            problems += _describe_unknown(prefix, str(key), child, [*known, *sorted(own)])
     if beside:
         values["arguments"] = {**(values.get("arguments") or {}), **beside}
     missing = [name for name, setting in known.items() if setting.is_required and name not in values]
@@ -355,13 +358,19 @@ def _canonical_path(path: str) -> str:
     return path
 
 
-def _describe_unknown(prefix: str, key: Any, origin: str, known: Sequence[str]) -> str:
-    """Return the error message for an unknown key, with the name that is meant or the most similar one."""
-    if (foreign := FOREIGN.get(str(key))) is not None:
-        return f"unknown setting '{prefix}{key}' ({origin}). {foreign.fix}"
+def _describe_unknown(prefix: str, key: str, entry: Entry, known: Sequence[str]) -> list[str]:
+    """Return the error messages for an unknown key, with the name that is meant or the most similar one.
+
+    A section of verl gets a message for each of its settings.
+    """
+    origin, path = entry.origin, f"{prefix}{key}"
+    if not prefix and key in VERL_SECTIONS and isinstance(entry.value, dict):
+        return _describe_verl(key, entry)
+    if (foreign := find_foreign(path)) is not None:
+        return [f"unknown setting '{path}' ({origin}). {foreign.fix}"]
     # The key may belong to another section.
-    candidates = [path for path in all_settings() if path.rpartition(".")[2] == key]
-    if (near := closest(str(key), known)) is not None:
+    candidates = [place for place in all_settings() if place.rpartition(".")[2] == key]
+    if (near := closest(key, known)) is not None:
         candidates.append(prefix + near)
     if candidates:
         fix = f"Did you mean '{candidates[0]}'?"
@@ -369,7 +378,38 @@ def _describe_unknown(prefix: str, key: Any, origin: str, known: Sequence[str]) 
         place = f"'{prefix.removesuffix('.')}'" if prefix else "the top level"
         few = f"The settings of {place} are: {', '.join(known)}."
         fix = few if len(known) <= 12 else "No setting is like it; docs/config.md lists them all."
-    return f"unknown setting '{prefix}{key}' ({origin}). {fix}"
+    return [f"unknown setting '{path}' ({origin}). {fix}"]
+
+
+def _describe_verl(section: str, entry: Entry) -> list[str]:
+    """Return an error message for every setting in a section of verl; one message lists those without a counterpart."""
+    messages, strange = [], []
+    for path, leaf in _leaves(section, entry):
+        places = [place for place in all_settings() if place.rpartition(".")[2] == path.rpartition(".")[2]]
+        if (foreign := find_foreign(path)) is not None:
+            messages.append(f"unknown setting '{path}' ({leaf.origin}). {foreign.fix}")
+        elif len(places) == 1:
+            messages.append(f"unknown setting '{path}' ({leaf.origin}). Did you mean '{places[0]}'?")
+        else:
+            strange.append(path)
+    if strange:
+        names = ", ".join(map(repr, strange))
+        messages.append(
+            f"no setting is like {names} ({entry.origin}). Leave them out; see docs/from_verl.md."
+        )
+    return messages
+
+
+def _leaves(path: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
+    """Yield the settings in a section of verl by dotted path; a section that has a counterpart counts as one."""
+    section = path.rpartition(".")[2]
+    if isinstance(entry.value, dict) and (
+        find_foreign(path) is None or any(f"{section}.{name}" in FOREIGN for name in entry.value)
+    ):
+        for name, child in entry.value.items():
+            yield from _leaves(f"{path}.{name}", child)
+    else:
+        yield path, entry
 
 
 def _describe_missing(section: type, prefix: str, names: Sequence[str], origin: str) -> str:

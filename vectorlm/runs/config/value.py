@@ -60,6 +60,16 @@ FOREIGN: Mapping[str, Foreign] = dict(
 )
 """Settings by their name in another library; names with the same meaning here are left out."""
 
+VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "data", "reward", "trainer")
+"""Sections at the top of verl's configs."""
+
+
+def find_foreign(path: str) -> Foreign | None:
+    """Return the entry of `FOREIGN` for the longest end of a dotted path: `rollout.n` before `n`."""
+    parts = path.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((FOREIGN[end] for end in ends if end in FOREIGN), None)
+
 
 STRICT = ConfigDict(strict=True)
 _SHOWN_CHARACTERS = 60
@@ -158,6 +168,9 @@ def _fix(hint: Any, value: Any) -> str:
         # TRL's sigmoid is dpo, and looks like simpo.
         foreign = FOREIGN_VALUES.get(str(value).casefold())
         return f"Did you mean {foreign!r}?" if foreign in choices else nearest(str(value), choices)
+    if get_origin(base) is Mapping and isinstance(value, str | list) and value:
+        names = [value] if isinstance(value, str) else value
+        return f"Write {{{', '.join(f'{name}: VALUE' for name in names)}}}."
     is_text = base is str or (get_origin(base) in _UNIONS and str in get_args(base))
     if is_text and type(value) in (int, float, bool):
         return "Put quotes around it."
