@@ -238,7 +238,9 @@ def _naming(path: str | Path, what: str) -> Iterator[None]:
             fix = "Install the missing package."
         if re.search("Flash ?Attention", text):
             fix = "Set train_parameters.use_flash_attention to false, or install the package flash-attn."
-        raise ConfigError(f"the {what} in {str(path)!r} cannot be loaded: {text} {fix}") from error
+        raise ConfigError(
+            f"the {what} in {str(path)!r} cannot be loaded: {text.rstrip('.')}. {fix}"
+        ) from error
 
 
 def _description(path: str | Path, name: str = "config.json") -> dict[str, Any]:

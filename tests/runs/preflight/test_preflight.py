@@ -541,6 +541,23 @@ def test_reinforcement_learning_has_no_loss_that_a_schedule_could_follow(complet
     assert found.startswith(f"{TRAIN}.lr_scheduler_type")
 
 
+def test_a_model_folder_without_a_description_is_refused(complete):
+    Path("models/tiny/config.json").unlink()
+    assert refused(complete) == ["model"]
+
+
+def test_a_file_of_texts_in_place_of_a_dataset_is_sent_to_preprocess(complete):
+    Path("texts.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ConfigError, match="load_path, and run `vectorlm preprocess`"):
+        passes(complete, "dataset.train_ds=texts.jsonl")
+
+
+def test_an_unknown_argument_of_lora_is_refused_once_and_rank_is_r(complete):
+    with pytest.raises(ConfigError, match="Did you mean 'r'") as caught:
+        passes(complete, SAMPLER, f"{LORA}={{rank: 8}}")
+    assert num_of(caught.value) == 1
+
+
 def test_a_description_that_is_no_json_object_is_left_to_transformers(complete):
     Path("models/tiny/config.json").write_text(json.dumps([]))
     passes(complete)

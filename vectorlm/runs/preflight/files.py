@@ -41,6 +41,10 @@ def file_problems(config: Config) -> Iterator[str]:
     # Costs more than a minute: transformers asks the Hub for it, in every rank.
     if not folder.is_dir():
         yield refuse(config, "model", *describe_absent(config.model))
+    # `vectorlm check` would find nothing wrong, and only print that it has no memory plan.
+    elif not (folder / "config.json").is_file():
+        fix = "Name a folder that save_pretrained wrote."
+        yield refuse(config, "model", "must have a config.json, as Hugging Face models do", fix)
     else:
         # Costs more than a minute: all other files are read first. A folder without weights still has a memory plan.
         wrong = list(damaged_weights(folder))
@@ -95,8 +99,11 @@ def file_problems(config: Config) -> Iterator[str]:
 
 def _dataset_problem(folder: Path, examples: str, ignore_index: int) -> tuple[str, str] | None:
     """Return rule and fix for a folder that is not a preprocessed dataset; does not import `datasets`."""
+    if folder.is_file():
+        fix = "Name this file in dataset_preprocess.load_path, and run `vectorlm preprocess`."
+        return "must be a folder with a preprocessed dataset", fix
     if not folder.is_dir():
-        return "must be a folder", "Preprocess the dataset first."
+        return "must be a folder", "Preprocess the dataset first: `vectorlm preprocess` writes it."
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(str(child) for child in folder.iterdir() if child.is_dir())
         return "must be a single dataset", f"Name one of: {', '.join(splits)}."

@@ -133,11 +133,12 @@ def find_resumption(config: Config, world_size: int, num_examples: int | None = 
         raise CheckpointError(f"{found.path} was written by an earlier version of vectorlm. Delete {path}.")
     refused, changes = _compare(found.identity, now)
     if refused:
-        final = path.with_name("final-model")
+        final, steps = path.with_name("final-model"), _steps_for_batch(config, world_size, found.identity)
+        restore = f"Restore it with {steps}" if steps else "Restore it"
         start = f": a run there may start from these weights with model={final}" if final.is_dir() else ""
         raise CheckpointError(
             f"cannot resume from {found.path}: {'; '.join(refused)}. The weights of the checkpoint and its place in "
-            f"the data depend on this. Restore it, or choose another output_dir{start}. To start over, delete {path}."
+            f"the data depend on this. {restore}, or choose another output_dir{start}. To start over, delete {path}."
         )
     length = _length_setting(config)
     # A longer run would stop again at its next evaluation.
@@ -188,6 +189,15 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[st
             more = product if name == "global batch" else ""
             refused.append(f"{name}={new}{more} (was {old})")
     return refused, changes
+
+
+def _steps_for_batch(config: Config, world_size: int, before: Mapping[str, Any]) -> str | None:
+    """Return the setting that restores a checkpoint's global batch on this number of ranks, if it has changed."""
+    old, name = before["fixed"].get("global batch"), "train_parameters.gradient_accumulation_steps"
+    if old is None or config.dataset is None or old == (now := config.rows_per_step(world_size)):
+        return None
+    rows = now // config.train_parameters.loop.gradient_accumulation_steps
+    return f"{name}={old // rows}" if old % rows == 0 else None
 
 
 def _default(name: str) -> Any:

@@ -440,10 +440,16 @@ def _lora_problems(config: Config) -> Iterator[str]:
     known = set().union(*(fields_of(path, name, "peft") for path, name in LORA_CONFIG))
     for option, value in options.items():
         if known and option not in known:
-            fix = nearest(str(option), known) or "Leave it out."
-            yield refuse(config, f"{_LORA}.{option}", "must be an argument of peft.LoraConfig", fix, value)
+            fix = (
+                "Did you mean 'r'?"
+                if option in ("rank", "lora_r", "lora_rank")
+                else nearest(str(option), known)
+            )
+            rule = "must be an argument of peft.LoraConfig"
+            yield refuse(config, f"{_LORA}.{option}", rule, fix or "Leave it out.", value)
     # Silent: an engine would sample from different weights than the trained ones.
     mode = config.engine.lora_mode_of_run if config.has_engine else "merged"
+    options = {option: value for option, value in options.items() if not known or option in known}
     kind = WRITES if config.reward_model is None else SCORES
     for option, value, rule, fix in (*refused_options(options, mode), *refused_starts(options, kind)):
         yield refuse(config, f"{_LORA}.{option}", rule, fix, value)

@@ -99,11 +99,11 @@ def _text_rows(config: Config, world_size: int) -> dict[str, str]:
         every = {"logging_steps": train.loop.logging_steps} if held_out else {}
         if config.has_engine and (frequency := config.evaluation.every) is not None:
             every["evaluation.every"] = frequency
-        here = ", ".join(f"{name} {steps} is every {steps * num}" for name, steps in every.items())
-        there = ", ".join(f"{name} every {steps / num:g}" for name, steps in every.items())
+        there = ", ".join(f"{name}: {max(1, round(steps / num))}" for name, steps in every.items())
         if every:
             rows["micro-batches"] = (
-                f"{num} in an optimizer step: {here}. VectorLM counted these, which in optimizer steps is {there}"
+                f"{num} in an optimizer step. Intervals count optimizer steps; if yours are from VectorLM, "
+                f"which counted micro-batches, write {there}"
             )
     return rows
 
