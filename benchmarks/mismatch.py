@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 class MismatchedEngine:
-    """An engine that samples rollouts with stale, disturbed or coarse weights, and evaluations with the true ones.
-
-    Only evaluations sample without parameters.
-    """
+    """An engine that samples rollouts with stale, disturbed or coarse weights, and evaluations with the true ones."""
 
     def __init__(
         self, engine: Engine, *, staleness: int, noise: float, seed: int, num_bits: int | None = None
@@ -54,10 +51,14 @@ class MismatchedEngine:
             return self._engine.update(model, self._engine.version + 1, in_flight)
 
     def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
-        """Sample; without parameters, with the true weights."""
-        if sampling_params is None:
-            self._engine.update(self._model, self._engine.version + 1)
+        """Sample with the true weights; only evaluations call this and `submit_many`."""
+        self._engine.update(self._model, self._engine.version + 1)
         return self._engine.sample(prompts, sampling_params)
+
+    def submit_many(self, requests: Any) -> Any:
+        """Sample with the true weights."""
+        self._engine.update(self._model, self._engine.version + 1)
+        return self._engine.submit_many(requests)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -128,7 +128,7 @@ MIN_PART = 8
 def sample_with_progress(
     engine: Engine,
     prompts: Sequence[Prompt],
-    sampling_params: Mapping[str, Any] | None = None,
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     *,
     what: str = "sampling",
     is_on: bool = True,
@@ -141,10 +141,13 @@ def sample_with_progress(
     if len(prompts) <= size:
         with report_wait(what, is_on=is_on):
             return engine.sample(prompts, sampling_params)
-    parts = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+    parts = [slice(first, first + size) for first in range(0, len(prompts), size)]
+    params: Any = sampling_params
     answers: list[list[Completion]] = []
     with report_wait(f"{what}, prompts", is_on=is_on, done=lambda: len(answers), total=len(prompts)):
-        batches = engine.submit_many([(part, sampling_params) for part in parts])
+        batches = engine.submit_many(
+            [(prompts[part], params[part] if isinstance(params, Sequence) else params) for part in parts]
+        )
         try:
             for batch in batches:
                 answers += batch.result()

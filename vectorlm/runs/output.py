@@ -25,7 +25,7 @@ from vectorlm.report.metrics import (
     short_run,
 )
 from vectorlm.report.runs import save_start
-from vectorlm.rl.evaluation.evaluator import Evaluator, Play
+from vectorlm.rl.evaluation.evaluator import Evaluator, Play, seeded
 from vectorlm.rl.rewards.function import RewardFunction
 from vectorlm.rl.rewards.registry import short_name
 from vectorlm.rl.rewards.runner import Reward
@@ -184,6 +184,11 @@ def _make_evaluator(
         further={short_name(name): function(name) for name in [*run.config.evaluation_rewards][1:]},
         at_k=run.config.evaluation.at_k,
         play=play,
+        sampling_params=seeded(
+            run.config.evaluation.sampling_params,
+            run.config.train_parameters.seed,
+            len(run.checked.evaluation_prompts),
+        ),
         # 16 is the default of vLLM and of the other backends.
         max_tokens=run.config.evaluation.sampling_params.get("max_tokens", 16) or math.inf,
         run_tasks=run_tasks,

@@ -10,7 +10,7 @@ from kit.tiny_runs import build_loop
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import DatasetError, RewardError
 from vectorlm.ranks.topology import Topology
-from vectorlm.rl.evaluation.evaluator import Evaluator
+from vectorlm.rl.evaluation.evaluator import Evaluator, seeded
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
 from vectorlm.sampling.inline_engines import HFEngine
 from vectorlm.train.handover import DeviceTurn
@@ -109,6 +109,22 @@ def test_answers_that_the_context_cuts_off_before_max_tokens_are_counted(folder,
         evaluator.evaluate(1)
         assert [line["finish_reasons"] for line in lines(path)] == [["length"]]
     assert ["1 answers reached the engine's max_model_len" in text for text in said] == [False, True]
+
+
+def test_seeded_answers_do_not_depend_on_what_the_engine_sampled_before(folder, tmp_path):
+    params = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
+    records, found = [PromptRecord(prompt) for prompt in ("abc", "abc", "xyz")], []
+    for num_before in (0, 1):
+        engine = HFEngine(folder, topology=Topology(), sampling_params=params)
+        turn = turn_of(folder, load_model(folder), engine=engine)
+        path = tmp_path / f"{num_before}.jsonl"
+        evaluator = Evaluator(turn, records, samples_path=path, sampling_params=seeded(params, 7, 3))
+        for step in range(num_before + 1):
+            evaluator.evaluate(step)
+        found.append([line["options"] for line in lines(path)])
+    assert found[1] == 2 * found[0]
+    assert found[0][0] != found[0][1], "prompts share a seed"
+    assert seeded({"temperature": 0}, 7, 3) is seeded({"seed": 1}, 7, 3) is None
 
 
 def test_a_threshold_decides_what_is_right_and_weights_what_the_reward_is(folder, tmp_path):

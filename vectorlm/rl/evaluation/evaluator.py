@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vectorlm.data.encoding import asked, shown_prompt
 from vectorlm.report.step_lines import StepLines, report_wait, sample_with_progress
 from vectorlm.rl.evaluation.grade import grade, weighted_sums
@@ -45,7 +47,7 @@ def ask_prompts(
     engine: Engine,
     prompt_records: Sequence[PromptRecord],
     play: Mapping[str, Play],
-    sampling_params: Mapping[str, Any] | None,
+    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     *,
     what: str,
     is_on: bool,
@@ -60,6 +62,8 @@ def ask_prompts(
         answers |= zip(places, played, strict=True)
     places = [place for place in range(len(prompt_records)) if place not in answers]
     prompts = [asked(prompt_records[place]) for place in places]
+    if isinstance(sampling_params, Sequence):
+        sampling_params = [sampling_params[place] for place in places]
     # Ask the engine even without prompts: a run that evaluates tasks only must update its weights.
     sampled, batch = None, None
     if waits:
@@ -74,6 +78,17 @@ def ask_prompts(
         return [answers[place] for place in range(len(answers))]
 
     return all_answers
+
+
+def seeded(sampling_params: Mapping[str, Any], seed: int, count: int) -> list[dict[str, Any]] | None:
+    """Return the parameters with a seed for each of `count` prompts; None if they have a seed or are greedy.
+
+    The engine's random state does not survive a restart. With seeds, a resumed run repeats its evaluations.
+    """
+    if sampling_params.get("seed") is not None or sampling_params.get("temperature") == 0:
+        return None
+    seeds = np.random.default_rng(seed).integers(0, 2**62, count)
+    return [{**sampling_params, "seed": int(drawn)} for drawn in seeds]
 
 
 class Evaluator:
@@ -91,6 +106,7 @@ class Evaluator:
         further: Mapping[str, RewardFunction] | None = None,
         at_k: Sequence[int] = (),
         play: Mapping[str, Play] | None = None,
+        sampling_params: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: float = 0,
         run_tasks: Callable[[], Mapping[str, float]] | None = None,
         say: Callable[[str], None] = print,
@@ -109,6 +125,7 @@ class Evaluator:
             at_k: The k of pass@k and maj@k.
             play: Functions that play the prompts of a source with their environment. Without a reward, an answer is
                 correct if the metric `acc` is 1, or if its rewards add up to 1.
+            sampling_params: The parameters of each prompt; None uses the engine's.
             max_tokens: Limit of an answer; the console says how many answers the context cut off earlier.
             run_tasks: Evaluates further tasks with the engine, and returns metrics.
             say: Prints to the console.
@@ -127,6 +144,7 @@ class Evaluator:
         }
         self._weights = list((weights or {}).values()) or [1.0]
         self._further, self._at_k = further or {}, at_k
+        self._sampling_params = sampling_params
         self._max_tokens, self._run_tasks = max_tokens, run_tasks
         self._say = say
 
@@ -145,7 +163,7 @@ class Evaluator:
                 self._turn.engine,
                 self._prompt_records,
                 self._play,
-                None,
+                self._sampling_params,
                 what=f"step {step}: sampling the held-out prompts",
                 is_on=self._lines is not None,
                 waits=waits,
