@@ -193,8 +193,10 @@ class RLLoop:
                     metrics |= batch_metrics(batch)
                     metrics |= self.updater.update(batch, self.step, kl_coef=kl_coef, trains_policy=is_warm)
                 if metrics.get("policy/grad_norm") == 0:
+                    is_constant = metrics.get("reward/constant_groups") == 1
+                    why = ", because all groups have equal rewards" if is_constant else ""
                     self.recorder.say(
-                        f"step {self.step + 1}: the gradient is 0, so the policy did not change"
+                        f"step {self.step + 1}: the policy did not change: its gradient is 0{why}"
                     )
             if routers is not None and (share := routers.differing_share()) is not None:
                 metrics["policy/routes_differ"] = share
