@@ -87,7 +87,10 @@ PANELS = (
         always_named=True,
     ),
     Panel(
-        "Entropy", "falls slowly; near 0 nothing new is tried", "nats per token", {"policy/entropy": "policy"}
+        "Entropy",
+        "falls slowly; near 0 the policy stops exploring",
+        "nats per token",
+        {"policy/entropy": "policy"},
     ),
     Panel(
         "Length of completions",
@@ -97,8 +100,8 @@ PANELS = (
         from_zero=True,
     ),
     Panel(
-        "What teaches little",
-        "near 100% nothing is learned",
+        "Samples without signal",
+        "near 100% the policy learns nothing",
         "share",
         {
             "reward/constant_groups": "groups with equal rewards",
