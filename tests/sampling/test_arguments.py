@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from kit.rank_processes import on_ranks
@@ -136,6 +137,19 @@ def test_an_engine_shows_what_it_is_and_a_second_one_is_warned_of():
         with pytest.warns(UserWarning, match="another engine"):
             vectorlm.SamplingEngine("model", **scripted).close()
     assert repr(first) == f"<{what}: closed>"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        vectorlm.SamplingEngine("model", **scripted).close()
+
+
+@pytest.mark.slow
+def test_an_engine_that_could_not_be_built_ends_its_process_and_is_not_counted(tmp_path):
+    failed = vectorlm.SamplingEngine(tmp_path, inference="transformers")
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"config\.json"):
+            failed.sample("a")
+    assert not psutil.pid_exists(failed._channel.pid)
+    scripted = {"inference": "vectorlm.sampling.backends.scripted:Scripted", "answers": ["a"]}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         vectorlm.SamplingEngine("model", **scripted).close()

@@ -256,3 +256,6 @@ def test_a_folder_that_is_missing_but_may_be_a_models_name_is_pointed_out_at_onc
     monkeypatch.chdir(tmp_path)
     with pytest.warns(UserWarning, match="data/nowhere"):
         require_folder("data/nowhere")
+    for path in ("data/nowhere/model", "./nowhere", "../nowhere", "~/nowhere"):
+        with pytest.raises(FileNotFoundError, match=f"{path} does not exist"):
+            require_folder(path)

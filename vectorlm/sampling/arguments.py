@@ -204,10 +204,10 @@ def require_folder(model: str | Path, inference: str = "vllm") -> None:
     A possible name of a model hub passes, with a warning if it is not in the cache.
     """
     path = Path(model)
-    # A hub's "owner/name" has no folder called "owner" beside the script.
-    is_local = path.is_absolute() or (path.parent != Path() and path.parent.is_dir())
-    if is_local and not path.is_dir():
-        raise FileNotFoundError(f"the model folder {model} does not exist.")
+    # A hub's "owner/name" has one slash, and no folder called "owner" beside the script.
+    looks_local = str(model).startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
+    if not path.is_dir() and (looks_local or (path.parent != Path() and path.parent.is_dir())):
+        raise FileNotFoundError(f"the model folder {model} does not exist (working directory: {Path.cwd()}).")
     if inference == "vllm" and path.is_dir() and (rule := two_sets_of_weights(path)) is not None:
         raise ValueError(f"{model} {rule}. Delete one of them.")
     if str(model).count("/") == 1 and not path.is_dir():

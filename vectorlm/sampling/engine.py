@@ -165,7 +165,11 @@ class SamplingEngine:
 
     @property
     def version(self) -> int:
-        """The training step of the policy's weights; -1 for the checkpoint that the engine was started from."""
+        """The training step of the policy's weights; -1 for the checkpoint that the engine was started from.
+
+        After an interrupted `update` it is the step before. The engine may already sample with the new weights, which
+        `Completion.versions` shows.
+        """
         return self._swap.version
 
     @property
@@ -222,7 +226,11 @@ class SamplingEngine:
                 )[0]
             except EngineError as error:
                 # The sampler sends it once, but every later call must raise it. A silent engine may answer later.
-                self._final_error = None if isinstance(error, EngineTimeout) else error
+                if not isinstance(error, EngineTimeout):
+                    self._final_error = error
+                    _STARTED.discard(self)
+                    if self._channel is not None:
+                        self._channel.close()  # It would keep the memory of its imports.
                 raise
             if self._ready.runner and self._topology.is_main:
                 print(f"the engine is ready: {self._ready.runner}", file=sys.stderr, flush=True)
