@@ -124,7 +124,8 @@ def test_a_folder_without_a_model_is_named_before_anything_heavy_is_imported(tmp
 def test_an_engine_that_fails_ends_with_one_line_and_code_1(model_path, capsys):
     assert ask(model_path, "--prompt", "a" * 80) == 1
     assert capsys.readouterr().err == (
-        "EngineError: a prompt has 80 tokens: the engine holds 64, the completion included.\n"
+        "EngineError: a prompt has 80 tokens: the engine holds 64, the completion included. "
+        "Shorten the prompt, or raise max_model_len.\n"
     )
 
 

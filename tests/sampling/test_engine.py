@@ -201,6 +201,13 @@ def test_an_interrupted_generate_leaves_the_engine_usable(engine, models, next_s
     assert all(compare(engine, models[1])[0])
 
 
+def test_a_refusal_names_what_to_change(engine):
+    with pytest.raises(EngineError, match=r"prompt 1 .* has 300 tokens.*max_model_len"):
+        engine.sample([[2], [2] * 300])
+    with pytest.raises(EngineError, match=r"'num_return_sequences'\. Use 'n'"):
+        engine.sample([[2]], {"num_return_sequences": 2})
+
+
 @pytest.mark.parametrize(
     ("prompt", "params"),
     [([2, 10**6], None), ([-1], None), ([2], {"seed": 2**80}), ([2], {"seed": -(2**64)})],

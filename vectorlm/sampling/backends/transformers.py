@@ -99,7 +99,8 @@ class Transformers:
         num_left = self._context_length - len(ids)
         if num_left < 1:
             raise EngineError(
-                f"a prompt has {len(ids)} tokens: the engine holds {self._context_length}, the completion included."
+                f"a prompt has {len(ids)} tokens: the engine holds {self._context_length}, the completion included. "
+                "Shorten the prompt, or raise max_model_len."
             )
         seed = secrets.randbits(64) if parameters.seed in (None, -1) else parameters.seed
         limit = min(num_left, parameters.max_tokens or num_left)

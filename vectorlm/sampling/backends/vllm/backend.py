@@ -148,6 +148,12 @@ class VLLM:
         self._add(name, prompt, make_sampling_params(sampling_params), adapter)
 
     def _add(self, name: str, prompt: Sequence[int], params: Any, adapter: str) -> None:
+        longest = self._engine.vllm_config.model_config.max_model_len
+        if len(prompt) >= longest:
+            raise ValueError(
+                f"it has {len(prompt)} tokens, and max_model_len={longest} must hold prompt and completion. Shorten "
+                "the prompt, or build the engine with a larger max_model_len."
+            )
         request: dict[str, Any] = {
             "prompt_token_ids": list(prompt),
             "cache_salt": self._adapters.begin(name, adapter),

@@ -275,6 +275,16 @@ def default_arguments(model: str, on_cpu: bool) -> dict[str, Any]:
     return defaults
 
 
+OTHER_NAMES = {
+    "do_sample": "temperature",
+    "max_completion_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_generations": "n",
+    "num_return_sequences": "n",
+}
+"""Names of transformers and TRL, with vLLM's name for the same choice."""
+
+
 def make_sampling_params(given: Any, is_streamed: bool = False) -> Any:
     """Convert a mapping (or None) into ``vllm.SamplingParams`` that report a request once, when it is finished.
 
@@ -295,7 +305,8 @@ def make_sampling_params(given: Any, is_streamed: bool = False) -> Any:
     elif isinstance(given, Mapping | None):
         known = _sampling_parameters()
         if unknown := [name for name in given or {} if name not in known]:
-            hint = nearest(unknown[0], known)
+            of_others = OTHER_NAMES.get(unknown[0])
+            hint = nearest(unknown[0], known) if of_others is None else f"Use {of_others!r}."
             raise EngineError(f"vllm.SamplingParams has no argument {unknown[0]!r}. {hint}".rstrip())
         try:
             numbers = {
