@@ -9,7 +9,7 @@ from vectorlm.data.images import image_tokens_of
 from vectorlm.rl.rollout import Rollout
 from vectorlm.sampling.weights.model_size import names_of_vision
 from vectorlm.train.images import weights_of_parts
-from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.language_model import LanguageModel, probe
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.packing import Rows, pack
 from vectorlm.types import PromptRecord
@@ -211,3 +211,14 @@ def test_parts_of_a_model_are_frozen(path, parts):
     expected -= projector if "projector" in parts else set()
     expected -= every - vision - projector if "language" in parts else set()
     assert trained == expected
+
+
+def test_the_rows_of_a_trial_show_no_pictures_in_a_small_vocabulary(path):
+    model = load_model(path)
+    config = model.config
+    config.get_text_config().vocab_size = 24
+    config.image_token_id = 10
+    ids = probe(model).input_ids
+    # The trial adds one to some tokens.
+    assert not {10} & {*ids.unique().tolist(), *(ids + 1).unique().tolist()}
+    assert ids.max() < 23

@@ -386,8 +386,14 @@ def probe(model: nn.Module) -> Rows:
     lengths = torch.tensor([9, 12, 8, 11])[:, None]
     attention_mask = (torch.arange(12) < lengths).long()
     is_asked = attention_mask.bool() & (torch.arange(12) > 0)
-    input_ids %= inner_model(model).config.get_text_config().vocab_size - 1
-    return Rows(input_ids, attention_mask, is_asked, (0, 0, 0, 1))
+    config = inner_model(model).config
+    num_ids = config.get_text_config().vocab_size - 1
+    if getattr(config, "vision_config", None) is not None:
+        # A small vocabulary would repeat them, and the model would look for their pictures.
+        special = {value for name, value in vars(config).items() if name.endswith("_token_id")}
+        ordinary = [token for token in range(num_ids) if special.isdisjoint((token, token + 1))]
+        return Rows(torch.tensor(ordinary)[input_ids % len(ordinary)], attention_mask, is_asked, (0, 0, 0, 1))
+    return Rows(input_ids % num_ids, attention_mask, is_asked, (0, 0, 0, 1))
 
 
 def inner_model(model: nn.Module) -> Any:
