@@ -295,3 +295,28 @@ def test_a_wrong_row_is_named(tmp_path, row):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(DatasetError, match=r"rows\.jsonl:2"):
         read_prompts(str(tmp_path / "rows.jsonl"))
+
+
+def test_without_parts_a_mark_in_the_users_text_is_the_next_picture_as_in_verl(tmp_path):
+    picture("r").save(tmp_path / "red.png")
+    picture("b").save(tmp_path / "blue.png")
+    paths = [str(tmp_path / name) for name in ("red.png", "blue.png")]
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "<image>is it <image>?"}]
+    rows = {"prompt": asked, "images": [{"image": path} for path in paths]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows) + "\n")
+    (record,) = read_prompts(str(tmp_path / "rows.jsonl"))
+    assert record.prompt == [asked[0], user(image(paths[0]), text("is it "), image(paths[1]), text("?"))]
+    assert with_images(asked, []) == asked, "an ordinary text without pictures"
+    with pytest.raises(ValueError, match="more image parts than pictures"):
+        with_images(asked, paths[:1])
+
+
+@pytest.mark.parametrize("file", ["rows.jsonl", "saved"])
+def test_a_wrong_picture_is_not_called_a_wrong_prompt(tmp_path, file):
+    row = {"prompt": [user({"type": "image"}, text("?"))], "img": "red.png"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    Dataset.from_list([row]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DatasetError, match="column 'images' or 'image' is missing") as caught:
+        read_prompts(str(tmp_path / file))
+    assert "JSON object" not in str(caught.value)
+    assert "but needs" not in str(caught.value)

@@ -93,15 +93,19 @@ def with_template(tokenizer: Any, chat_template: str | None, variables: Mapping[
     return tokenizer
 
 
+class TextModelError(EngineError):
+    """Messages have images, and the model reads only text."""
+
+
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
     """Apply the tokenizer's chat template to `messages`; all of vectorlm's template calls are here.
 
     Raises:
-        EngineError: A message has images, and the model reads text alone.
+        TextModelError: A message has images, and the model reads only text.
     """
     how = {**getattr(tokenizer, VARIABLES, {}), **how}
     if images_of(messages) and not takes_images(tokenizer):
-        raise EngineError(
+        raise TextModelError(
             f"the messages have images, but the model in {tokenizer.name_or_path!r} takes only text: its folder has no "
             "processor_config.json or preprocessor_config.json. Use a vision-language model, or prompts of text."
         )

@@ -18,6 +18,9 @@ from vectorlm.errors import ConfigError
 HASH = "sha256"
 COLUMNS = ("images", "image")
 """Columns of a row with the pictures of its chat: a list of them, and a single one."""
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+MARK = "<image>"
+"""Text that stands for the next picture of a row, in verl's datasets."""
 
 
 class ImageError(ValueError):
@@ -94,8 +97,10 @@ def picture_of(value: Any) -> Picture:
     """
     if isinstance(value, Picture):
         return value
-    if isinstance(value, Mapping):  # {"bytes", "path"} of datasets.Image(decode=False), {"url"} of OpenAI
-        given = next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
+    # {"bytes", "path"} of datasets.Image(decode=False), {"url"} of OpenAI, {"image"} of verl
+    if isinstance(value, Mapping):
+        names = ("bytes", "path", "url", "image")
+        given = next((value[name] for name in names if value.get(name) is not None), None)
         if given is None:
             raise ValueError(f"{str(value)[:60]!r} is not an image: give `bytes`, a `path` or a `url`")
         return picture_of(given)
@@ -120,6 +125,15 @@ def picture_of(value: Any) -> Picture:
         ImageOps.exif_transpose(value).convert("RGB").save(buffer, format="PNG")
         return Picture.of_bytes(buffer.getvalue())
     raise ValueError(f"{str(value)[:60]!r} is not an image: give a path, a URL, bytes or a PIL.Image")
+
+
+def looks_like_image(value: Any) -> bool:
+    """Return whether the value of a column is an image or the path of an image, judged without a look at files."""
+    if isinstance(value, list | tuple):
+        return bool(value) and looks_like_image(value[0])
+    if isinstance(value, str | Path):
+        return Path(value).suffix.lower() in SUFFIXES
+    return hasattr(value, "getpixel") or (isinstance(value, Mapping) and value.keys() == {"bytes", "path"})
 
 
 def is_image(part: Any) -> bool:
@@ -173,13 +187,14 @@ def column_images(row: Mapping[str, Any]) -> list[Any]:
 def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
     """Return a chat whose image parts hold the pictures of a row's column `images`, in order.
 
-    Without image parts, all pictures come before the text of the first message of the user, as in TRL.
+    Without image parts, ``<image>`` in a text is the next picture, as in verl. Without that too, all pictures come
+    before the text of the first message of the user, as in TRL.
 
     Raises:
         ValueError: There are more or fewer empty image parts than pictures.
     """
     left = [picture_of(image) for image in images]
-    chat = [dict(message) for message in messages]
+    chat = _with_marks_as_parts(messages) if left else [dict(message) for message in messages]
     contents = [message["content"] for message in chat if isinstance(message.get("content"), list)]
     if left and not any(is_image(part) for content in contents for part in content):
         first = next((message for message in chat if message.get("role") == "user"), None)
@@ -193,12 +208,36 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) ->
         if not is_image(part) or "image" in (part := plain_image(part)):
             return part
         if not left:
-            raise ValueError("the chat has more image parts than the column 'images' has pictures")
+            has = (
+                f"'images' has {len(images)} pictures"
+                if images
+                else "'images' or 'image' is missing or empty"
+            )
+            raise ValueError(f"the chat has more image parts than pictures: the column {has}")
         return {"type": "image", "image": left.pop(0)}
 
     chat = _with_parts(chat, filled)
     if left:
         raise ValueError(f"the column 'images' has {len(left)} more pictures than the chat has image parts")
+    return chat
+
+
+def _with_marks_as_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat with image parts for ``<image>`` in the user's texts, unless it has image parts."""
+
+    def parts_of(text: str) -> list[dict[str, Any]]:
+        first, *others = ({"type": "text", "text": piece} for piece in text.split(MARK))
+        parts = [first, *(part for other in others for part in ({"type": "image"}, other))]
+        return [part for part in parts if part.get("text") != ""]
+
+    chat = [dict(message) for message in messages]
+    contents = [message["content"] for message in chat if isinstance(message.get("content"), list)]
+    if any(is_image(part) for content in contents for part in content):
+        return chat
+    for message in chat:
+        text = message.get("content")
+        if message.get("role") == "user" and isinstance(text, str) and MARK in text:
+            message["content"] = parts_of(text)
     return chat
 
 

@@ -103,8 +103,8 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
         _save(rows, summary, scratch, value, has_images=has_images)
         if not summary.loss_tokens:
             raise DatasetError(
-                f"no token counts in the loss within max_seq_len={max_seq_len}; of {summary.rows_in:,} rows were "
-                f"skipped {summary.why_skipped()}. Check data_field and seperator, or raise max_seq_len."
+                f"no token counts in the loss within max_seq_len={max_seq_len} ({summary.rows_in:,} rows, skipped "
+                f"{summary.why_skipped()}). Raise max_seq_len, or check data_field and separator."
             )
         if path.exists():
             path.rename(scratch / "before")

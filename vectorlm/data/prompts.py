@@ -15,6 +15,7 @@ import numpy as np
 from vectorlm.data import images
 from vectorlm.data.chat import chat_in
 from vectorlm.data.encoding import (
+    TextModelError,
     asked,
     encode,
     is_messages,
@@ -181,6 +182,8 @@ def read_rows(path: str | Path, read: Callable[[Any], Row], rule: str) -> list[R
 def _read_line(path: str | Path, number: int, line: bytes, read: Callable[[Any], Row], rule: str) -> Row:
     try:
         return read(json.loads(line.decode("utf-8-sig")))
+    except ImageError as error:
+        raise DatasetError(f"{path}:{number}: {error}. Correct the row.") from error
     except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         shown = line[:80].decode("utf-8", errors="replace")
         raise DatasetError(
@@ -213,6 +216,8 @@ def _record_in_table(table: Any, name: str, number: int) -> PromptRecord:
     names = ", ".join(row)
     try:
         return _prompt_record_of(row)
+    except ImageError as error:
+        raise DatasetError(f"row {number} of {name}: {error}. Correct the row.") from error
     except (KeyError, TypeError, ValueError) as error:
         raise DatasetError(
             f"row {number} of {name} has the columns {names}, but needs a {PROMPT} ({type(error).__name__}: {error})"
@@ -241,7 +246,10 @@ def _prompt_record_of(columns: Any) -> PromptRecord:
     if not prompt:
         raise TypeError("the prompt is empty")
     if is_chat:
-        prompt = with_images(prompt, column_images(columns))
+        try:
+            prompt = with_images(prompt, column_images(columns))
+        except ValueError as error:
+            raise ImageError(str(error)) from error
         columns = {name: value for name, value in columns.items() if name not in images.COLUMNS}
     for message in prompt if is_chat else ():
         if message.get("content") is None and not message.get("tool_calls"):
@@ -329,6 +337,8 @@ def _with_advice(
         raise DatasetError(
             f"prompt {index} of {setting}: {error}. Correct the file, or remove the row."
         ) from error
+    except TextModelError as error:
+        raise ConfigError(f"prompt {index} of {setting}: {error}") from error
     except Exception as error:  # Templates may raise any exception.
         name = tokenizer.name_or_path
         raise ConfigError(

@@ -68,8 +68,9 @@ def test_image_tokens_count(folder, files):
 
 
 def test_a_text_model_takes_no_images(folder, files):
-    with pytest.raises(ConfigError, match="takes only text"):
+    with pytest.raises(ConfigError, match="takes only text") as caught:
         check(folder, files, ["small.png"], model="model")
+    assert "chat_template" not in str(caught.value), "the template is not the cause"
 
 
 @pytest.mark.parametrize(
@@ -100,5 +101,14 @@ def test_a_column_of_images_beside_texts_is_an_ordinary_column_but_not_for_a_mod
         return preflight(config_of(folder, files / "out", overrides=given), 1)
 
     assert checked("model").prompts[""][0].columns["image"] == "small.png"
-    with pytest.raises(ConfigError, match=r"rl\.prompts.*next to text prompts"):
+    with pytest.raises(ConfigError, match=rf"rl\.prompts='{str(files)[:20]}.*next to text prompts"):
         checked("vlm")
+
+
+@pytest.mark.parametrize("column", ["picture", "image"])
+def test_a_note_names_images_in_a_column_that_the_model_does_not_read(folder, files, column):
+    rows = [{"prompt": [{"role": "user", "content": "?"}], column: str(files / "small.png"), "wanted": "a"}]
+    (files / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
+    given = [f"model={folder / 'vlm'}", f"rl.prompts={files / 'prompts.jsonl'}"]
+    notes = preflight(config_of(folder, files / "out", overrides=given), 1).config.notes
+    assert any("'picture' holds images" in note for note in notes) == (column == "picture")

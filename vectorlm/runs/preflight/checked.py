@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.data.encoding import end_tokens, has_chat_template, is_messages, render_chat
+from vectorlm.data.images import images_of, looks_like_image
 from vectorlm.data.prompts import check_lengths, fit_prompts, read_prompts
 from vectorlm.data.source import load_saved
 from vectorlm.data.summary import Summary, steps_per_epoch
@@ -263,6 +264,16 @@ def _prompt_notes(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[
         if hidden and not source.is_held_out:
             names = ", ".join(sorted(hidden))
             yield f"{source.setting}: rewards do not get the column {names}: the name is reserved. Rename the column"
+    # Silent: the model would answer without the picture.
+    for source in prompts if "vision_config" in (description_of(Path(config.model)) or {}) else ():
+        if any(images_of(record.prompt) for record in source.shown):
+            continue
+        for column in sorted({name for record in source.shown[:1] for name in record.columns}):
+            if looks_like_image(source.shown[0].columns[column]):
+                yield (
+                    f"{source.setting}: no prompt has an image, and the column {column!r} holds images. Rename it to "
+                    "'image' to let the model see them"
+                )
 
 
 def _data_notes(config: Config, world_size: int) -> Iterator[str]:

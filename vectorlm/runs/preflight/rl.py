@@ -75,7 +75,8 @@ def image_problems(config: Config, rl: RLSettings, prompts: Sequence[SourcePromp
         # Silent: the columns of a text are for rewards alone.
         if any(column_images(record.columns) for record in source.shown if not is_messages(record.prompt)):
             rule = "has images next to text prompts, and the model would not see them"
-            yield refuse(config, source.setting, rule, "Write the prompts as messages.", "…")
+            fix = 'Write the prompts as messages: [{"role": "user", "content": "…"}].'
+            yield refuse(config, source.setting, rule, fix)
     named = next((s.setting for s in prompts if any(images_of(record.prompt) for record in s.shown)), None)
     if named is None:
         return
