@@ -186,7 +186,7 @@ def test_without_room_for_a_further_turn_a_rollout_ends_and_not_the_run(tmp_path
         ("raises", "KeyError: 'no tool'.*agents.py:19"),
         ("silent", "without an answer of the policy"),
         # The client of Python alone would say "Bad Request".
-        ("refused", "HTTP Error 400.*its request was refused: seed=3"),
+        ("refused", "HTTP Error 400.*its request was refused: seed=3.*Change the request"),
         ("no_room", "prompt has 4000 tokens.*length of 4000.*Shorten the prompt"),
         ("hangs", "no request and no result within 1 s"),
         ("wrong", "it returned the reward 'good', which must be a number"),

@@ -317,6 +317,7 @@ def test_the_client_of_openai_goes_on_from_its_own_objects():
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}, 400, None),
         ("completions", {"prompt": "x", "best_of": 3}, 400, "best_of"),
         ("completions", {}, 400, "prompt"),
+        ("responses", {"input": "x"}, 404, "path"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_with_its_field(path, asked, status, param):

@@ -105,7 +105,12 @@ def test_an_environment_of_trl():
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"by": 2}}
     assert message["tool_calls"][0]["id"] == "000000000"
     assert reply.messages == [{"role": "tool", "tool_call_id": "000000000", "name": "add", "content": "5"}]
-    assert asyncio.run(game.step("It is 5."))[1].done
+    assert reply.metrics == {"tool_calls": 1.0, "tool_errors": 0.0}
+    _, reply = asyncio.run(game.step('<tool_call>{"name": "add", "arguments": {"to": 2}}</tool_call>'))
+    assert reply.messages[0]["content"].startswith("error: ")
+    _, reply = asyncio.run(game.step("It is 5."))
+    assert reply.done
+    assert reply.metrics == {"tool_calls": 2.0, "tool_errors": 1.0}
     assert asyncio.run(game.close()) == 0.5
 
 
@@ -318,6 +323,17 @@ def test_the_policy_is_told_of_the_tools_that_the_environment_of_its_rollout_has
     assert asyncio.run(rollouts()) == [([], []), added, taken, added]
 
 
+def test_a_tool_that_hangs_is_not_called_a_fault_of_step_alone():
+    class Hangs:
+        tools = (functools.wraps(add)(lambda a, b: time.sleep(60)),)
+
+        def step(self, message):
+            return None
+
+    with pytest.raises(RolloutError, match="failed in step or a tool: no answer within 1 s"):
+        play(Hangs, ['{"name": "add", "arguments": {"a": 1, "b": 2}}'], timeout_s=1.0)
+
+
 @pytest.mark.parametrize("prompt", ["Guess.", [5, 6]])
 def test_tools_beside_a_prompt_without_a_template_are_refused_before_the_first_turn(prompt):
     async def rollout():
@@ -472,7 +488,8 @@ def test_an_environment_that_fails_is_named_with_prompt_turn_and_text(method, fa
         pytest.skip("what close returns is not read")
     turn = 0 if method == "reset" else 1
     with pytest.raises(
-        RolloutError, match=rf"(?s)'Faulty' failed in {method}: {message}.*Guess.*turn {turn}, after"
+        RolloutError,
+        match=rf"(?s)'Faulty' failed in {method}(?: or a tool)?: {message}.*Guess.*turn {turn}, after",
     ):
         play(faulty(fault, method, is_async), ["5"], timeout_s=1.0)
 
@@ -559,6 +576,10 @@ class Responds:
         (type("Silent", (), {}), "the environment 'env.py:X' has no method `step`"),
         (Misspelt, r"no method `step`. Did you mean 'stepp'\?"),
         (Untyped, r"the tool 'add' .* missing a type hint .*test_environment.py:\d+"),
+        (
+            type("Named", (Guess,), {"tools": {"add": add}}),
+            "the tool 'add', a str: a tool must be a function",
+        ),
         (type("Steps", (), {"step": lambda self: None}), r"X.step' cannot be called with \(self, message\)"),
         (type("Many", (), {"step": lambda self, message, info: None}), "missing a required argument: 'info'"),
         (

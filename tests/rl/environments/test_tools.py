@@ -81,7 +81,8 @@ def test_calls_of_every_family_are_read(text, said, calls):
 def test_what_begins_like_a_call_and_is_none_is_answered(text, error):
     _, (call,) = parse_calls(text)
     assert call.error.startswith(error)
-    message = asyncio.run(call_tool(call, {}, value_of))
+    message, is_error = asyncio.run(call_tool(call, {}, value_of))
+    assert is_error
     assert message["role"] == "tool"
     assert message["content"].startswith(f"error: {error}")
 
@@ -89,7 +90,7 @@ def test_what_begins_like_a_call_and_is_none_is_answered(text, error):
 @given(st.text(), st.sampled_from(["", "<tool_call>", '{"name": ', "<|python_tag|>[", "```json\n{"]))
 def test_no_text_is_fatal(text, prefix):
     for call in parse_calls(prefix + text)[1]:
-        json.dumps(asyncio.run(call_tool(call, {}, value_of)))
+        json.dumps(asyncio.run(call_tool(call, {}, value_of))[0])
 
 
 json_values = st.recursive(
@@ -135,8 +136,8 @@ async def later(a: int) -> dict:
     ],
 )
 def test_a_tool_is_called_and_its_errors_are_answered(call, content):
-    answer = asyncio.run(call_tool(call, {"add": add, "later": later}, value_of))
-    assert answer["content"] == content
+    answer, is_error = asyncio.run(call_tool(call, {"add": add, "later": later}, value_of))
+    assert (answer["content"], is_error) == (content, content.startswith("error"))
 
 
 def exits():
@@ -197,7 +198,8 @@ def unsayable():
     ],
 )
 def test_however_a_tool_fails_the_policy_is_told(tool, content):
-    answer = asyncio.run(call_tool(ToolCall("tool", {}), {"tool": tool}, value_of))
+    answer, is_error = asyncio.run(call_tool(ToolCall("tool", {}), {"tool": tool}, value_of))
+    assert is_error
     assert answer["content"].startswith(content)
 
 

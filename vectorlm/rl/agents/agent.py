@@ -73,11 +73,14 @@ class AgentHost:
         except (WorkerLost, RuntimeError) as error:
             # Frameworks raise if the context is full. That ends the rollout, not the run.
             if not session.is_full:
-                # Clients that raise for a status may not show the gateway's answer.
-                refusal = session.refusal and f", after its request was refused: {session.refusal}"
+                refusal, fix = "", "Correct the agent, or catch the error in it and return a reward or None"
+                if session.refusal:
+                    fix = "Change the request"
+                    # Clients that raise for a status may not show the gateway's answer.
+                    if session.refusal not in str(error):
+                        refusal = f", after its request was refused: {session.refusal}"
                 raise RolloutError(
-                    f"the agent {self._run!r} failed: {error}{refusal} (prompt {str(record.prompt)[:80]!r}). Catch the "
-                    "error in the agent, and return a reward or None."
+                    f"the agent {self._run!r} failed: {error}{refusal} (prompt {str(record.prompt)[:80]!r}). {fix}."
                 ) from error
             reward, measured = None, {}
         finally:

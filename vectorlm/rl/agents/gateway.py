@@ -77,7 +77,7 @@ class Gateway:
             Route("/inference/v1/generate", _Endpoint(self, TokenRequest), methods=["POST"]),
         ]
         config = Config(
-            Starlette(routes=routes),
+            Starlette(routes=routes, exception_handlers={404: _unknown_path}),
             http=_Connection,
             ws="none",
             proxy_headers=False,
@@ -185,7 +185,7 @@ class Gateway:
         asked = form.model_validate_json(await _body(request))
         name = asked.model or POLICY
         if name not in self.models:
-            rule = f"the model must be one of {', '.join(self.models)}."
+            rule = f"the model must be {' or '.join(map(repr, self.models))}."
             raise RequestError(f"model={name!r}: {rule}", "model", 404, NOT_FOUND)
         if session.is_free or name != POLICY:
             session = session.beside(partial(self._ask, name))
@@ -311,6 +311,11 @@ def _digest(key: str) -> bytes:
 
 async def _health(request: Request) -> Response:
     return JSONResponse({})
+
+
+async def _unknown_path(request: Request, _: Exception) -> Response:
+    rule = "the path must be /v1/chat/completions, /v1/completions or /v1/messages."
+    return _refusal(RequestError(f"path={request.url.path!r}: {rule}", "path", 404, NOT_FOUND), ChatRequest)
 
 
 async def _body(request: Request) -> bytes:

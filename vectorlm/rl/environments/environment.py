@@ -237,7 +237,7 @@ class Player:
         self._turns = environment if form is None else form(environment)
         self.tools = self._own_tools()
         """Tools that the policy may call, by name."""
-        self._num_calls = 0
+        self._num_calls = self._num_errors = 0
 
     async def reset(self, prompt: Any, columns: Mapping[str, Any]) -> Any:
         """Return the prompt with the messages that the environment adds."""
@@ -276,8 +276,15 @@ class Player:
         self._num_calls += len(calls)
         message = message_of(content if calls else text, calls)
         if calls:
-            return message, Reply([await call_tool(call, self.tools, self._value_of) for call in calls])
-        return message, to_reply(await self._value_of(self._turns.step(message)))
+            results = [await call_tool(call, self.tools, self._value_of) for call in calls]
+            self._num_errors += sum(is_error for _, is_error in results)
+            reply = Reply([result for result, _ in results])
+        else:
+            reply = to_reply(await self._value_of(self._turns.step(message)))
+        if not self.tools:
+            return message, reply
+        counts = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
+        return message, replace(reply, metrics={**counts, **reply.metrics})
 
     async def close(self) -> float | None:
         """Close the environment; return the reward that TRL's form gives the whole rollout."""

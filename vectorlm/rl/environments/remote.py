@@ -139,6 +139,8 @@ class RemoteEnvironment:
         except (WorkerLost, RuntimeError) as error:
             methods = {"describe": "its import or constructor", "begin": "reset", "end": "close"}
             method = methods.get(what, what.replace("_", " "))
+            if what == "step" and isinstance(error, WorkerLost):
+                method = "step or a tool"  # Errors of tools go to the policy.
             fix = "Correct the environment, or catch the error in it and return a reply"
             raise self.failure(f"failed in {method}: {error}", fix) from error
 

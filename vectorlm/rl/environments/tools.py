@@ -185,15 +185,17 @@ def tool_message(call: ToolCall, content: str) -> dict[str, Any]:
 
 async def call_tool(
     call: ToolCall, tools: Mapping[str, Callable[..., Any]], value_of: Callable[[Any], Awaitable[Any]]
-) -> dict[str, Any]:
-    """Run a tool; return the message with its result, or with its error, so that the policy can correct the call.
+) -> tuple[dict[str, Any], bool]:
+    """Run a tool; return the message with its result or its error, and whether it is an error.
+
+    The message lets the policy correct its call.
 
     `value_of` awaits the result of a coroutine function.
     """
     if call.error is not None:
-        return tool_message(call, f"error: {call.error}")
+        return tool_message(call, f"error: {call.error}"), True
     if call.name not in tools:
-        return tool_message(call, f"error: there is no tool {call.name!r}, only {', '.join(tools)}")
+        return tool_message(call, f"error: there is no tool {call.name!r}, only {', '.join(tools)}"), True
     try:
         found = await value_of(tools[call.name](**call.arguments))
         content = found if isinstance(found, str) else json.dumps(found, default=str)
@@ -201,8 +203,8 @@ async def call_tool(
     except BaseException as error:  # A tool may run the policy's text, which may raise anything.
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             raise
-        return tool_message(call, f"error: {type(error).__name__}: {text_of(error)}")
-    return tool_message(call, content)
+        return tool_message(call, f"error: {type(error).__name__}: {text_of(error)}"), True
+    return tool_message(call, content), False
 
 
 def _is_cancelled() -> bool:

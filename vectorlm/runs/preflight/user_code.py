@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -136,7 +136,7 @@ def _class_tools(make: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(make, type):
         return []
     kind = kind_of(make, where)
-    has_tools = kind == "trl" or isinstance(getattr(make, "tools", None), list | tuple)
+    has_tools = kind == "trl" or isinstance(getattr(make, "tools", None), Iterable)
     return schemas_of(tools_of(make, kind), where) if has_tools else []
 
 
