@@ -184,17 +184,24 @@ def cancelled_requests_raise_and_leave_the_others_alone(subject: EngineUnderTest
 
 
 def cancelled_requests_hold_nobody_up(subject: EngineUnderTest) -> None:
-    """After 40 times as many cancelled requests, the next ones take less than ten times as long as alone."""
+    """After 40 times as many cancelled requests, the next ones take less than ten times as long as alone.
+
+    A second try forgives other work on the machine.
+    """
     start = time.monotonic()
     subject.engine.sample(PROMPTS, LONG)
     alone_s = max(gather(subject.topology, time.monotonic() - start))
-    subject.engine.submit(PROMPTS * 40, LONG).cancel()
-    handle = subject.engine.submit(PROMPTS, LONG)
-    try:
-        handle.result(timeout_s=min(max(10 * alone_s, 1.0), PATIENCE_S))
-    except EngineTimeout:
-        raise AssertionError(f"alone they take {alone_s:.2g} s: cancel() must end the requests.") from None
-    subject.engine.poll()
+    for _ in range(2):
+        subject.engine.submit(PROMPTS * 40, LONG).cancel()
+        handle = subject.engine.submit(PROMPTS, LONG)
+        try:
+            handle.result(timeout_s=min(max(10 * alone_s, 1.0), PATIENCE_S))
+        except EngineTimeout:
+            handle.cancel()
+        else:
+            subject.engine.poll()
+            return
+    raise AssertionError(f"alone they take {alone_s:.2g} s: cancel() must end the requests.")
 
 
 def every_rank_gets_the_same_answers(subject: EngineUnderTest) -> None:
