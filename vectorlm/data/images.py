@@ -194,9 +194,10 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) ->
         ValueError: There are more or fewer empty image parts than pictures.
     """
     left = [picture_of(image) for image in images]
-    chat = _with_marks_as_parts(messages) if left else [dict(message) for message in messages]
-    contents = [message["content"] for message in chat if isinstance(message.get("content"), list)]
-    if left and not any(is_image(part) for content in contents for part in content):
+    chat = [dict(message) for message in messages]
+    if left and not _has_image_parts(chat):
+        chat = _with_marks_as_parts(chat)
+    if left and not _has_image_parts(chat):
         first = next((message for message in chat if message.get("role") == "user"), None)
         if first is None:
             raise ValueError("the column 'images' has pictures, but no message is the user's")
@@ -222,23 +223,27 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) ->
     return chat
 
 
-def _with_marks_as_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat with image parts for ``<image>`` in the user's texts, unless it has image parts."""
+def _has_image_parts(chat: Sequence[Mapping[str, Any]]) -> bool:
+    contents = [message["content"] for message in chat if isinstance(message.get("content"), list)]
+    return any(is_image(part) for content in contents for part in content)
+
+
+def _with_marks_as_parts(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat with image parts for ``<image>`` in the user's texts."""
 
     def parts_of(text: str) -> list[dict[str, Any]]:
         first, *others = ({"type": "text", "text": piece} for piece in text.split(MARK))
         parts = [first, *(part for other in others for part in ({"type": "image"}, other))]
         return [part for part in parts if part.get("text") != ""]
 
-    chat = [dict(message) for message in messages]
-    contents = [message["content"] for message in chat if isinstance(message.get("content"), list)]
-    if any(is_image(part) for content in contents for part in content):
-        return chat
-    for message in chat:
+    def is_marked(message: Mapping[str, Any]) -> bool:
         text = message.get("content")
-        if message.get("role") == "user" and isinstance(text, str) and MARK in text:
-            message["content"] = parts_of(text)
-    return chat
+        return message.get("role") == "user" and isinstance(text, str) and MARK in text
+
+    return [
+        {**message, "content": parts_of(message["content"])} if is_marked(message) else dict(message)
+        for message in chat
+    ]
 
 
 def with_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

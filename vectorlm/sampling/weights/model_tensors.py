@@ -19,6 +19,13 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module."
 """Parts that wrappers insert into parameter names; no checkpoint has them."""
 
 
+def without_wrappers(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers insert."""
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Shard parameters again that FSDP2 left whole.
 
@@ -165,10 +172,8 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def checkpoint_name(name: str) -> str:
     """Return the name of a parameter or module in the base model's checkpoint."""
-    for part in WRAPPERS:
-        name = name.replace(part, "")
     # DistributedDataParallel and PEFT wrap the whole model. No checkpoint's names begin like this.
-    name = name.removeprefix("module.").removeprefix("base_model.model.")
+    name = without_wrappers(name).removeprefix("module.").removeprefix("base_model.model.")
     return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)", "", name)
 
 

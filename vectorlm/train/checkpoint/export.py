@@ -24,7 +24,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.packages import is_installed
 from vectorlm.ranks.engine_ranks import capture, results_or_first_error
 from vectorlm.ranks.wait import report_wait
-from vectorlm.sampling.weights.model_tensors import WRAPPERS
+from vectorlm.sampling.weights.model_tensors import without_wrappers
 from vectorlm.sampling.weights.plan import shortened
 from vectorlm.train.checkpoint import folder
 from vectorlm.train.lora import STARTING, lasting_name
@@ -249,12 +249,7 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     named = model.named_parameters(remove_duplicate=not has_adapters)
     trained = [(name, weight) for name, weight in named if weight.requires_grad or not has_adapters]
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in trained + buffers:
-        for part in WRAPPERS:
-            name = name.replace(part, "")
-        tensors[name] = tensor
-    return tensors
+    return {without_wrappers(name): tensor for name, tensor in trained + buffers}
 
 
 SOURCE = "gguf_source.txt"

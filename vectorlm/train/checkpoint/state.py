@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 
 from vectorlm.ranks.wait import report_wait
 from vectorlm.sampling.weights.boxes import Box, boxes_of
-from vectorlm.sampling.weights.model_tensors import WRAPPERS
+from vectorlm.sampling.weights.model_tensors import without_wrappers
 from vectorlm.train.checkpoint import folder
 from vectorlm.types import TrainedModel
 
@@ -245,12 +245,8 @@ def state_of(trained: TrainedModel) -> dict[str, Any]:
 
 def _without_frozen(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Return `weights` without frozen ones: torch removes only the first name of a weight with several names."""
-    frozen = set()
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        for part in WRAPPERS:
-            name = name.replace(part, "")
-        if not weight.requires_grad:
-            frozen.add(name)
+    named = model.named_parameters(remove_duplicate=False)
+    frozen = {without_wrappers(name) for name, weight in named if not weight.requires_grad}
     return {name: weight for name, weight in weights.items() if name not in frozen}
 
 
