@@ -54,6 +54,12 @@ def test_a_card_says_what_the_model_is_and_how_to_use_it(tmp_path):
     assert yaml.safe_load(fold.split("````yaml\n")[1].split("````")[0]) == config
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "mine.py:grpo", {"name": "grpo", "kl_coef": 0.1}])
+def test_a_card_names_the_algorithm(tmp_path, algorithm):
+    run = save_run(tmp_path / "run", {"model": "llama", "rl": {"algorithm": algorithm}})
+    assert "grpo)" in card_of(run, 3, is_adapter=False)
+
+
 @pytest.mark.parametrize(
     ("card", "step"),
     [

@@ -97,7 +97,9 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
         name = base or f"{Path(config['model']).name} (a folder on the machine that trained it)"
         kind = "a reward model" if is_scorer else "supervised fine-tuning"
         if isinstance(rl, dict):
-            kind = f"reinforcement learning ({Path(str(rl.get('algorithm'))).name})"
+            algorithm = rl.get("algorithm")
+            name_of_algorithm = algorithm.get("name") if isinstance(algorithm, dict) else algorithm
+            kind = f"reinforcement learning ({Path(str(name_of_algorithm)).name})"
         what = "with LoRA adapters" if has_lora else "all weights"
         steps = "" if step is None else f", step {step}"
         origin = f"Base model: {name}. Trained by vectorlm: {kind}, {what}{steps}.\n"

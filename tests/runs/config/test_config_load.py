@@ -21,6 +21,12 @@ def with_train_line(line):
     return ("dataset:\n", f"  {line}\ndataset:\n")
 
 
+@pytest.mark.parametrize("name", ["train.py", "train.ipynb"])
+def test_a_script_is_no_config(tmp_path, name):
+    (tmp_path / name).write_text("import torch\n\nprint(f'{torch}')\n")
+    assert "with python" in refusal(str(tmp_path / name))
+
+
 def test_every_key_of_a_full_file_arrives(write_config):
     assert load_config(write_config(FULL)) == Config(
         model="models/tiny",

@@ -214,6 +214,12 @@ def test_a_dataset_made_with_another_ignore_index_is_refused(complete):
     assert "ignore_index=0" in found
 
 
+def test_a_misspelt_setting_of_the_old_section_is_named_where_it_is_now(complete):
+    overrides = f"{TRAIN}.sampler={{sample_freq: 2, prompts: [a]}}", f"{TRAIN}.epochs=1"
+    (found,) = settings.setting_problems(load_config(complete, overrides), 1)
+    assert "'evaluation.every'" in found
+
+
 @pytest.mark.parametrize("inference", ["vlm", "mine.py:Egnine", "absent.py:Engine"])
 def test_an_engine_that_does_not_exist_is_refused(complete, inference):
     Path("mine.py").write_text("class Engine: ...\n")

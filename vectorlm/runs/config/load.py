@@ -155,6 +155,8 @@ def _read_file(path: str) -> Entry:
         hint = " It is the default: name the file to read." if path == DEFAULT_PATH else ""
         hint = f" To change a setting, write --set {path}." if "=" in path else hint
         raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}.{hint}") from error
+    if path.endswith((".py", ".ipynb")):
+        raise ConfigError(f"{path!r} is no config file. Run a script with python, and name a file in YAML here.")
     tree = parse_yaml(text, lambda line: f"{path}:{line}")
     if tree.value is None:
         tree.value = {}

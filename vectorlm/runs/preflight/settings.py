@@ -15,7 +15,7 @@ from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.metrics import short_run
 from vectorlm.report.runs import flat
 from vectorlm.rl.rewards.registry import short_name
-from vectorlm.runs.config.schema import Config
+from vectorlm.runs.config.schema import ALIASES, OLD_SECTION, Config
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.runs.config.value import describe_refusal, show
 from vectorlm.runs.preflight.local_model import EXPERTS, HEADS, description_of, number_in, vocab_size
@@ -30,7 +30,7 @@ from vectorlm.sampling.weights.lora_factors import (
     refused_options,
     refused_starts,
 )
-from vectorlm.settings import nearest
+from vectorlm.settings import closest, nearest
 from vectorlm.train.optimizers import OPTIMIZERS, accepted, make_optimizer
 from vectorlm.train.settings import BY_LOSS, OptimizerSettings
 
@@ -368,7 +368,10 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
             yield refuse(config, f"engine.{name}", "must be set elsewhere", f"Set '{place}' instead.", value)
         # Costs more than a minute: the engine starts after models are loaded.
         elif known and name not in known and name not in _SECRETS:
-            fix = nearest(name, [*settings_of(EngineSettings), *known]) or "Leave it out."
+            # VectorLM's section held settings of evaluations too.
+            old = {place.rpartition(".")[2]: place for place in ALIASES if place.startswith(f"{OLD_SECTION}.")}
+            near = closest(name, [*settings_of(EngineSettings), *known, *old])
+            fix = "Leave it out." if near is None else f"Did you mean {ALIASES.get(old.get(near, ''), near)!r}?"
             yield refuse(
                 config, f"engine.{name}", "is neither a setting nor an argument of vLLM's engine", fix, value
             )
