@@ -47,6 +47,7 @@ def test_no_name_is_answered_that_means_something_here():
     [
         ("rl.num_generations=8", "'rl.group_size'"),
         ("rl.max_completion_length=256", "'rl.sampling_params.max_tokens'"),
+        ("rl.num_completions_to_print=2", "'rl.show_every'"),
         ("rl.zzzz=1", "docs/config.md"),
         ("rl.push_to_hub=true", "'push_to_hub'"),
         ("train_parameters.learning_rate=1e-6", "'train_parameters.optimizer.lr'"),
