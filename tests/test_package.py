@@ -87,3 +87,14 @@ def test_the_installed_package_is_light_and_runs_from_any_folder(installed, tmp_
 def test_the_files_around_the_package_have_its_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == vectorlm.__version__
     assert f"## {vectorlm.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_public_names_complete_before_their_first_use():
+    code = (
+        "import sys, vectorlm; assert not set(vectorlm.__all__) - set(dir(vectorlm)); "
+        "print({'torch', 'vllm'} & set(sys.modules)); "
+        "import vectorlm.algorithms; print(*dir(vectorlm.algorithms))"
+    )
+    loaded, names = run([sys.executable, "-c", code], ROOT).splitlines()
+    assert loaded == "set()"
+    assert {"entropy", "kl_estimate", "ppo_policy_loss", "AlgorithmSpec"} <= set(names.split())

@@ -127,7 +127,8 @@ def token_values(
         chunk_tokens: States per chunk, see `token_logprobs`.
         places: int64 [N], indices into `states`; None for all, in their order.
         head: The model's output layer.
-        entropy: Whether to compute entropies (else they are 0), and with gradient.
+        entropy: ``none`` (entropies are 0), ``value``, ``gradient`` (with gradient), or ``collision`` (the sum of
+            squared probabilities instead).
         support: The tokens that the sampler could sample.
         bitmasks: int32 [N, ceil(V / 32)], the tokens that a grammar allowed, as bits; None for all.
         compare: A function of each softmax, whose results are returned too.
