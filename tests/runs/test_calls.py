@@ -289,7 +289,7 @@ def test_keys_that_the_first_row_lacks_are_kept(prepared, tmp_path):
         ([{"text": "ab"}, 3], r"\[1\].*int"),
         (b"abc", "bytes"),
         (7, "int"),
-        ([{"text": "ab", "picture": b"x"}], "bytes"),
+        ([{"prompt": "a", "completion": "b", "picture": b"x"}], "bytes"),
         (DatasetDict(train=Dataset.from_dict({"text": ["a"]})), "train"),
     ],
 )
@@ -299,6 +299,12 @@ def test_what_is_no_list_of_rows_is_refused(folder, tmp_path, given, named):
     if not isinstance(given, Mapping):
         with pytest.raises(DatasetError, match=named):
             vectorlm.reinforce(folder, given, len, max_steps=1, max_seq_len=8, output_dir=tmp_path)
+
+
+@pytest.mark.parametrize("make", [list, Dataset.from_list, pandas.DataFrame])
+def test_rows_without_a_prompt_are_named_by_their_place_and_columns(tmp_path, make):
+    with pytest.raises(DatasetError, match=r"prompts\[0\].*question, answer"):
+        _prompts(make([{"question": "2+2=", "answer": "4"}]), tmp_path)
 
 
 def test_prompts_of_a_data_frame_are_its_rows(tmp_path):

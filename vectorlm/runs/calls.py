@@ -318,7 +318,13 @@ def _prompts(prompts: Any, folder: Path) -> Any:
     """Return a value of `rl.prompts`; prompts in memory are saved to the run's folder."""
     if isinstance(prompts, Mapping) and not hasattr(prompts, "save_to_disk"):
         return prompts
-    return _saved(_rows_of(prompts, "prompts", "prompt", "prompt"), folder / "prompts", keeps_tables=False)
+    rows = _rows_of(prompts, "prompts", "prompt", "prompt")
+    columns = [] if isinstance(rows, str) else [rows.column_names] if hasattr(rows, "column_names") else rows
+    for index, names in enumerate(columns):
+        if "prompt" not in names:
+            found = ", ".join(map(str, names)) or "nothing"
+            raise DatasetError(f"prompts[{index}] must have a 'prompt', but has {found}. Rename its column.")
+    return _saved(rows, folder / "prompts", keeps_tables=False)
 
 
 def _rows_of(given: Any, argument: str, text_name: str, list_name: str) -> Any:
