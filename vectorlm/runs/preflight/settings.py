@@ -369,9 +369,10 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         # Costs more than a minute: the engine starts after models are loaded.
         elif known and name not in known and name not in _SECRETS:
             # VectorLM's section held settings of evaluations too.
-            old = {place.rpartition(".")[2]: place for place in ALIASES if place.startswith(f"{OLD_SECTION}.")}
+            start = f"{OLD_SECTION}."
+            old = {alias.removeprefix(start): now for alias, now in ALIASES.items() if alias.startswith(start)}
             near = closest(name, [*settings_of(EngineSettings), *known, *old])
-            fix = "Leave it out." if near is None else f"Did you mean {ALIASES.get(old.get(near, ''), near)!r}?"
+            fix = "Leave it out." if near is None else f"Did you mean {old.get(near, near)!r}?"
             yield refuse(
                 config, f"engine.{name}", "is neither a setting nor an argument of vLLM's engine", fix, value
             )
