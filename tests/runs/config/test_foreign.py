@@ -135,6 +135,31 @@ def test_an_override_of_verl_is_translated(write_config):
 
 
 @pytest.mark.parametrize(
+    ("setting", "answer"),
+    [
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "'rl.environment'"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "'rl.environment'"),
+        ("actor_rollout_ref.rollout.multi_turn.max_assistant_turns=4", "'rl.max_turns'"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "'rl.environment'"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs=8", "'engine'"),
+        ("reward_model.enable=True", "'rl.reward_models'"),
+        ("reward_model.model.path=judge", "'rl.reward_models'"),
+        ("reward.reward_model.model_path=judge", "'rl.reward_models'"),
+        ("reward.num_workers=8", "'rl.reward_workers'"),
+        ("trainer.rollout_data_dir=rollouts", "rollouts.jsonl"),
+    ],
+)
+def test_turns_tools_and_reward_models_of_verl_are_translated(write_config, setting, answer):
+    assert answer in refusal(write_config(RL), setting)
+
+
+def test_a_misspelt_name_of_an_old_section_is_answered_with_it(write_config):
+    assert "Did you mean 'train_parameters.sampler'?" in refusal(
+        write_config(RL), "train_parameters.samplers.prompts=[a]"
+    )
+
+
+@pytest.mark.parametrize(
     ("setting", "example"),
     [("rl.rewards=a.py:right", "{a.py:right: VALUE}"), ("trackers=[tensorboard]", "{tensorboard: VALUE}")],
 )

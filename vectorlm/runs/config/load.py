@@ -325,6 +325,7 @@ def _apply_override(tree: Entry, text: str) -> None:
     """Set one value, `a.b=c` with `c` in YAML, in a tree without aliases."""
     origin = f"--set {text}"
     name, equals, written = text.partition("=")
+    name = name.lstrip("+")  # Hydra's mark of an added setting
     if not equals or not name:
         raise ConfigError(f"{origin!r} must name a setting and its value. Write --set name=value.")
     value = parse_yaml(written, lambda line: origin)
@@ -372,7 +373,9 @@ def _describe_unknown(prefix: str, key: str, entry: Entry, known: Sequence[str])
         return [f"unknown setting '{path}' ({origin}). {foreign.fix}"]
     # The key may belong to another section.
     candidates = [place for place in all_settings() if place.rpartition(".")[2] == key]
-    if (near := closest(key, known)) is not None:
+    # Old names have no field, but people misspell them too.
+    old = [place.removeprefix(prefix) for place in ALIASES if place.startswith(prefix)]
+    if (near := closest(key, [*known, *old])) is not None:
         candidates.append(prefix + near)
     if candidates:
         fix = f"Did you mean '{candidates[0]}'?"
