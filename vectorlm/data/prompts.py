@@ -238,6 +238,10 @@ def _prompt_record_of(columns: Any) -> PromptRecord:
     graded = columns.get("reward_model")
     if isinstance(graded, Mapping) and "ground_truth" in graded:
         columns.setdefault("ground_truth", graded["ground_truth"])
+    if isinstance(extra := columns.get("extra_info"), Mapping):
+        for name in ("tools_kwargs", "interaction_kwargs"):
+            if name in extra:
+                columns.setdefault(name, extra[name])
     is_list = isinstance(prompt, list)
     is_tokens = is_list and all(type(token) is int and token >= 0 for token in prompt)
     is_chat = is_list and all(isinstance(message, dict) for message in prompt)

@@ -189,10 +189,13 @@ def test_verls_compute_score_is_called_as_verl_calls_it(tmp_path):
         "prompt": [{"role": "user", "content": "2 + 2?"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "4"},
-        "extra_info": {"split": "train", "index": 0},
+        "extra_info": {"split": "train", "index": 0, "tools_kwargs": {"add": {"create_kwargs": {"a": 1}}}},
     }
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     (record,) = read_prompts(tmp_path / "train.jsonl")
+
+    # Environments get the arguments of verl's tools by name.
+    assert record.columns["tools_kwargs"] == {"add": {"create_kwargs": {"a": 1}}}
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
         assert (data_source, extra_info["index"]) == ("openai/gsm8k", 0)
