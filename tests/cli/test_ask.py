@@ -107,8 +107,15 @@ def test_values_are_read_as_in_a_config():
 
 
 def test_a_folder_without_a_model_is_named_before_anything_heavy_is_imported(tmp_path):
+    for name in ("other", "step-00000004/shards", "final-model"):
+        (tmp_path / name).mkdir(parents=True)
+    other = "Name a folder that save_pretrained wrote."
+    export = f"`vectorlm export {tmp_path / 'step-00000004'}`"
+    checkpoint = f"It is a checkpoint: run {export}, and name the new folder."
     for folder, what in (
-        (tmp_path, "has no config.json: it must be a folder written by save_pretrained."),
+        (tmp_path / "other", f"must have a config.json. {other}"),
+        (tmp_path / "step-00000004", f"must have a config.json. {checkpoint}"),
+        (tmp_path, f"must have a config.json. Name {tmp_path / 'final-model'}."),
         (tmp_path / "absent", "is not a folder. Download the model and name its folder."),
     ):
         code = (

@@ -16,7 +16,7 @@ from vectorlm.errors import ConfigError, EngineError
 from vectorlm.packages import is_installed
 from vectorlm.report.metrics import printable
 from vectorlm.runs.config.value import parse_yaml, raise_problems
-from vectorlm.runs.preflight.local_model import describe_absent, download, local_folder
+from vectorlm.runs.preflight.local_model import advise_without_config, describe_absent, download, local_folder
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.train.lora import base_of, is_adapter_folder
 from vectorlm.types import Prompt
@@ -173,9 +173,7 @@ def require_model(args: argparse.Namespace) -> tuple[str, str | None]:
     if is_adapter_folder(Path(model)):
         model, adapter = str(base_of(Path(model))), model
     elif not (Path(model) / "config.json").is_file():
-        raise ConfigError(
-            f"--model {model} has no config.json: it must be a folder written by save_pretrained."
-        )
+        raise ConfigError(f"--model {model} must have a config.json. {advise_without_config(Path(model))}")
     if args.trust_remote_code:
         from vectorlm.train.load import trust_code
 

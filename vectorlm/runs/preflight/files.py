@@ -21,6 +21,7 @@ from vectorlm.report.metrics import TRACKERS
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.preflight.local_model import (
+    advise_without_config,
     describe_absent,
     description_of,
     is_mxfp4,
@@ -43,7 +44,7 @@ def file_problems(config: Config) -> Iterator[str]:
         yield refuse(config, "model", *describe_absent(config.model))
     # `vectorlm check` would find nothing wrong, and only print that it has no memory plan.
     elif not (folder / "config.json").is_file():
-        fix = "Name a folder that save_pretrained wrote."
+        fix = advise_without_config(folder)
         yield refuse(config, "model", "must have a config.json, as Hugging Face models do", fix)
     else:
         # Costs more than a minute: all other files are read first. A folder without weights still has a memory plan.

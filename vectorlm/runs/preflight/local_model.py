@@ -194,6 +194,15 @@ def describe_absent(name: str) -> tuple[str, str]:
     return rule, f"Run `hf download {how}`, or name a folder."
 
 
+def advise_without_config(folder: Path) -> str:
+    """Return the fix for a folder without a config.json, which may be a checkpoint or a run's folder."""
+    if (folder / "shards").is_dir():
+        return f"It is a checkpoint: run `vectorlm export {folder}`, and name the new folder."
+    if (folder / "final-model").is_dir():
+        return f"Name {folder / 'final-model'}."
+    return "Name a folder that save_pretrained wrote."
+
+
 def missing_files(folder: Path) -> list[str]:
     """Return missing files of a model: its description, tokenizer, code and weights; or of adapters."""
     if is_adapter_folder(folder):
