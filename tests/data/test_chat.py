@@ -364,6 +364,7 @@ def test_best_fit_cuts_conversations_apart_unless_it_truncates():
     made, summary = chat_rows(rows, packing_type="best_fit", max_seq_len=12)
     assert (len(made), summary.goes_on) == (3, 1)
     assert "cut in the middle of a text: 1 times" in str(summary)
+    assert "3 rows of 3 texts or parts of texts" in summary.head()
     made, summary = chat_rows(rows, packing_type="best_fit", max_seq_len=12, truncate=True)
     assert made == [("u:x$\na:yyyyy", "u:x$\na:yyyyy"), ("u:q$\na:w$\n", "u:q$\na:w$\n")]
     assert (summary.truncated, summary.lost_tokens, summary.lost_loss_tokens, summary.goes_on) == (1, 9, 9, 0)

@@ -138,8 +138,9 @@ class Summary:
 
     def head(self) -> str:
         """Return the size of the dataset as a line of text."""
+        texts = _count_of(self.texts, "text") + " or parts of texts" * bool(self.goes_on)
         return (
-            f"{_count_of(self.rows_out, 'row')} of {_count_of(self.texts, 'text')}, {self.tokens:,} tokens, of which "
+            f"{_count_of(self.rows_out, 'row')} of {texts}, {self.tokens:,} tokens, of which "
             f"{self.loss_tokens:,} count in the loss"
         )
 
