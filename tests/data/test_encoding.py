@@ -140,6 +140,8 @@ def test_content_that_is_not_text_is_refused(content):
     tokenizer = tokenizer_of(CHATML)
     with pytest.raises(ValueError, match=r"content|no image"):
         encode([{"role": "user", "content": content}], lambda: tokenizer)
+    with pytest.raises(ValueError, match="no `type`"):
+        plain_message({"role": "user", "content": [{"image": "a.png"}]})
     # A tool may return any JSON value, which some templates write as such.
     assert plain_message({"role": "tool", "content": {"a": None}}) == {"role": "tool", "content": {"a": None}}
 

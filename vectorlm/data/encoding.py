@@ -181,7 +181,9 @@ def plain_message(
         kind for kind, part in zip(kinds, parts, strict=True) if kind != "text" and not is_image(part)
     ]:
         raise ValueError(
-            f"a part of its content has the type {other[0]!r}, but only text and images are supported"
+            "a part of its content has no `type`, such as text or image"
+            if other[0] is None
+            else f"a part of its content has the type {other[0]!r}, but only text and images are supported"
         )
     if any(map(is_image, parts)):
         return {**found, "content": list(map(_plain_part, parts))}

@@ -228,6 +228,16 @@ def _has_image_parts(chat: Sequence[Mapping[str, Any]]) -> bool:
     return any(is_image(part) for content in contents for part in content)
 
 
+def has_marks(chat: Any) -> bool:
+    """Return whether a text of the user in a chat has ``<image>``."""
+    return any(_is_marked(message) for message in chat)
+
+
+def _is_marked(message: Mapping[str, Any]) -> bool:
+    text = message.get("content")
+    return message.get("role") == "user" and isinstance(text, str) and MARK in text
+
+
 def _with_marks_as_parts(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a chat with image parts for ``<image>`` in the user's texts."""
 
@@ -236,12 +246,8 @@ def _with_marks_as_parts(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         parts = [first, *(part for other in others for part in ({"type": "image"}, other))]
         return [part for part in parts if part.get("text") != ""]
 
-    def is_marked(message: Mapping[str, Any]) -> bool:
-        text = message.get("content")
-        return message.get("role") == "user" and isinstance(text, str) and MARK in text
-
     return [
-        {**message, "content": parts_of(message["content"])} if is_marked(message) else dict(message)
+        {**message, "content": parts_of(message["content"])} if _is_marked(message) else dict(message)
         for message in chat
     ]
 

@@ -105,6 +105,24 @@ def test_a_column_of_images_beside_texts_is_an_ordinary_column_but_not_for_a_mod
         checked("vlm")
 
 
+@pytest.mark.parametrize("column", ["picture", "image", None])
+def test_a_mark_without_any_image_is_an_error_for_a_model_that_sees(folder, files, column):
+    row = {"prompt": [{"role": "user", "content": "<image>?"}], "wanted": "a"}
+    row |= {} if column is None else {column: str(files / "small.png")}
+    (files / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(4)))
+
+    def checked(model):
+        given = [f"model={folder / model}", f"rl.prompts={files / 'prompts.jsonl'}"]
+        return preflight(config_of(folder, files / "out", overrides=given), 1)
+
+    if column == "image":
+        assert checked("vlm").prompts[""]
+        return
+    assert checked("model").prompts[""], "a text model may read the mark"
+    with pytest.raises(ConfigError, match=r"rl\.prompts=.*'<image>' in its texts"):
+        checked("vlm")
+
+
 @pytest.mark.parametrize("column", ["picture", "image"])
 def test_a_note_names_images_in_a_column_that_the_model_does_not_read(folder, files, column):
     rows = [{"prompt": [{"role": "user", "content": "?"}], column: str(files / "small.png"), "wanted": "a"}]

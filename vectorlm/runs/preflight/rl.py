@@ -18,7 +18,7 @@ from vectorlm.algorithms.settings import (
 from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.algorithms.support import Support
 from vectorlm.data.encoding import is_messages
-from vectorlm.data.images import column_images, images_of
+from vectorlm.data.images import column_images, has_marks, images_of
 from vectorlm.data.prompts import check_lengths
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.rl.environments.environment import AGENT
@@ -77,6 +77,11 @@ def image_problems(config: Config, rl: RLSettings, prompts: Sequence[SourcePromp
             rule = "has images next to text prompts, and the model would not see them"
             fix = 'Write the prompts as messages: [{"role": "user", "content": "…"}].'
             yield refuse(config, source.setting, rule, fix)
+        chats = [record.prompt for record in source.shown if is_messages(record.prompt)]
+        # Silent too.
+        if any(map(has_marks, chats)) and not any(images_of(chat) for chat in chats):
+            rule = "has '<image>' in its texts and no images, so the model would read the mark as text"
+            yield refuse(config, source.setting, rule, "Put the images into the column 'images'.")
     named = next((s.setting for s in prompts if any(images_of(record.prompt) for record in s.shown)), None)
     if named is None:
         return
