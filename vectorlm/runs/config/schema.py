@@ -105,7 +105,7 @@ class TrainSettings:
     shares it if possible: the engine must be vLLM with `lora_mode: adapter` and the trainer's `dtype`, must not be
     quantised, and its weights must not sleep."""
     optimizer: OptimizerSettings
-    """The arguments of the optimizer."""
+    """Arguments of the optimizer, such as `{lr: 1.0e-5}`."""
     batch_size: int | None = None
     """Not read; accepted so that existing files load."""
     schedule: ScheduleSettings = inline(ScheduleSettings)
