@@ -143,28 +143,31 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     mismatches = list(dict.fromkeys(run["mismatch"] for run in found))
-    corrections = list(dict.fromkeys(run["correction"] for run in found))
     columns = min(4, len(mismatches))
     rows = -(-len(mismatches) // columns)
     figure = Figure(figsize=(3.0 * columns, 2.6 * rows + 0.6), dpi=120, layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    panels = figure.subplots(rows, columns, sharex=True, squeeze=False).flatten()
     for panel, mismatch in zip(panels, mismatches, strict=False):
-        for place, correction in enumerate(reversed(corrections)):
+        tried = list(dict.fromkeys(run["correction"] for run in found if run["mismatch"] == mismatch))[::-1]
+        for place, correction in enumerate(tried):
             points = gains(found, mismatch=mismatch, correction=correction)
-            if not points:
-                continue
             colour = "tab:gray" if correction == "off" else "tab:blue"
             panel.scatter(points, [place] * len(points), s=14, color=colour, alpha=0.45, linewidths=0)
             panel.plot([statistics.fmean(points)] * 2, [place - 0.32, place + 0.32], color=colour, lw=2.5)
         panel.set_title(mismatch, fontsize=10)
-        panel.set_yticks(range(len(corrections)), reversed(corrections))
+        panel.set_yticks(range(len(tried)), tried)
+        panel.set_ylim(-0.6, len(tried) - 0.4)
+        panel.tick_params(labelbottom=True)
         panel.axvline(0, color="black", lw=0.6)
         panel.grid(axis="x", alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     for panel in panels[len(mismatches) :]:
         panel.set_visible(False)
-    figure.suptitle("Countdown: gain in right answers where the engine is not the policy", fontsize=11)
-    figure.supxlabel("points of held-out accuracy; dots: seeds, bars: their mean", fontsize=9)
+    figure.suptitle(
+        "Gain in right answers on Countdown when the engine's probabilities differ from the trainer's",
+        fontsize=11,
+    )
+    figure.supxlabel("percentage points of held-out accuracy (dots: seeds; bars: their mean)", fontsize=9)
     figure.savefig(path)
 
 

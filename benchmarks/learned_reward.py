@@ -163,10 +163,10 @@ def _row(algorithm: str, n: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Draw what both rewards say over N, and the gold rule over the divergence that it cost."""
+    """Draw both rewards over N, and the gold reward over the divergence from the start."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(15, 4.4), dpi=110, layout="constrained")
     panels = figure.subplots(1, 3)
     sizes = sorted({run["n"] for run in runs})
     for algorithm, colour in ALGORITHMS.items():
@@ -187,12 +187,12 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     for panel in panels[:2]:
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, list(map(str, sizes)))
-        panel.set_xlabel("N, mini-batches of a rollout, each trained on once")
-    panels[0].set(title="What the reward model says", ylabel="its score of held-out answers; dots: seeds")
-    panels[1].set(title="What the gold rule says", ylabel="its score of the same answers; line: the start")
+        panel.set_xlabel("N, mini-batches per rollout batch")
+    panels[0].set(title="Reward model", ylabel="mean score of held-out answers (dots: seeds)")
+    panels[1].set(title="Gold reward", ylabel="mean score of the same answers (line: before training)")
     panels[2].set(
-        title="The gold rule, and what it costs",
-        xlabel="KL from the start, nats of a completion; larger dots: larger N",
+        title="Gold reward and divergence",
+        xlabel="KL from the start, nats a completion (larger dots: larger N)",
         xscale="log",
     )
     for panel in panels:
