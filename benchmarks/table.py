@@ -66,15 +66,6 @@ RESULTS = {
             ),
         ),
     ),
-    "before_after": Result(
-        code=(*_SAMPLING, "benchmarks/before_after.py"),
-        tables=(
-            Table(
-                "Sampling, swaps and dynamic sampling of two commits, and bare vLLM (medians of three "
-                "rounds, in turn)",
-            ),
-        ),
-    ),
     "broadcast": Result(
         code=("vectorlm/sampling", "vectorlm/ranks", "benchmarks/broadcast.py"),
         tables=(
@@ -241,14 +232,6 @@ RESULTS = {
                 "Sampling with log-probabilities, prompts of 32 tokens (medians of 7, interleaved)",
                 ("prompts x new tokens", "what", "tokens/s"),
                 leave_out="SamplingEngine.generate",
-            ),
-        ),
-    ),
-    "sampling_parts": Result(
-        code=(*_SAMPLING, "benchmarks/sampling_parts.py"),
-        tables=(
-            Table(
-                "Where sampling's time goes, with texts and log-probabilities (medians of three rounds)",
             ),
         ),
     ),
