@@ -124,13 +124,13 @@ def _draw(countdown: dict[str, Any], correction: dict[str, Any], overlap: dict[s
     weights.set_xticks(range(len(mismatches)), mismatches)
     weights.set(title="TIS: weights save a stale policy", ylabel="points of accuracy gained")
     for name, colour in ((TURNS, GREY), (ONE_OFF, BLUE)):
-        label: str | None = "taking turns" if name == TURNS else name
+        shown: str | None = "taking turns" if name == TURNS else name
         for run in overlapping._of(overlap["runs"], "long tail", name):
             smooth: Sequence[float] = overlapping.smoothed(run)
             reward.plot(
-                run["ends_s"][overlapping.SMOOTHED - 1 :], smooth, color=colour, label=label, alpha=0.8
+                run["ends_s"][overlapping.SMOOTHED - 1 :], smooth, color=colour, label=shown, alpha=0.8
             )
-            label = None
+            shown = None
     reward.set(
         title="One step off against taking turns",
         xlabel="seconds of training",

@@ -87,7 +87,8 @@ def save_texts(folder: Path) -> Path:
     texts: list[TokenisedText] = []
     while sum(map(len, texts)) < (STEPS + 1) * STEP_ROWS * MAX_TOKENS:
         length = min(max(int(generator.expovariate(1 / MEAN_TOKENS)), 16), MAX_TOKENS)
-        texts.append(TokenisedText.counted([generator.randrange(3, 8000) for _ in range(length)]))
+        ids = [generator.randrange(3, 8000) for _ in range(length)]
+        texts.append(TokenisedText(ids, [True] * length))
     Dataset.from_list([{"input_ids": text.input_ids} for text in texts]).save_to_disk(folder)
     packed = pack_texts(texts, Frame(MAX_TOKENS), Summary(MAX_TOKENS, ignore_index=-100), "full")
     rows = [asdict(row) for row in packed]

@@ -6,7 +6,7 @@ import heapq
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -230,7 +230,7 @@ def simulate(
         asked_at = clock.now
         groups = source.collect(step, Timer(lambda: clock.now))
         waits.append(clock.now - asked_at)
-        tokens = sum(sum(group.rollouts) for group in kept_groups(groups))
+        tokens = sum(sum(cast("Sequence[int]", group.rollouts)) for group in kept_groups(groups))
         # A prompt is computed once for its group.
         tokens += len(kept_groups(groups)) * work.prompt_tokens
         engines.train(costs.train_s(tokens))

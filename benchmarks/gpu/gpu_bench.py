@@ -49,7 +49,7 @@ class Bench:
         """Save a config alone: of Qwen2.5-7B (with 12 of its layers on 80 GiB) or 3B, of a tiny one on CPU."""
         from transformers import Qwen2Config
 
-        sizes = dict(zip(SIZES, shape if self.is_cuda else REHEARSAL, strict=True))
+        sizes: dict[str, Any] = dict(zip(SIZES, shape if self.is_cuda else REHEARSAL, strict=True))
         if self.is_cuda and shape == QWEN_7B and self.memory_gib < ROOM_FOR_7B_GIB:
             sizes["num_hidden_layers"] = 12
         sizes |= {"max_position_embeddings": 2048, "architectures": ["Qwen2ForCausalLM"]}

@@ -39,10 +39,11 @@ def groups_on_rank(bench: Bench) -> None:
     device = vectorlm.Topology.from_environment().device
     dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
     dist.all_reduce(torch.ones(1, device=device))
-    model = fully_shard(torch.nn.Linear(64, 64))
+    model = torch.nn.Linear(64, 64)
+    fully_shard(model)
     model(torch.ones(2, 64, device=device)).sum().backward()
-    gradients = [each.grad.full_tensor() for each in model.parameters()]
-    bench.note("group and sharded backward pass", all(bool(each.isfinite().all()) for each in gradients))
+    gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    bench.note("group and sharded backward pass", all(bool(grad.isfinite().all()) for grad in gradients))
 
 
 def train(bench: Bench) -> None:
