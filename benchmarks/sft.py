@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 from report import ROOT, write_result
@@ -91,7 +90,10 @@ def save_texts(folder: Path) -> Path:
         texts.append(TokenisedText(ids, [True] * length))
     Dataset.from_list([{"input_ids": text.input_ids} for text in texts]).save_to_disk(folder)
     packed = pack_texts(texts, Frame(MAX_TOKENS), Summary(MAX_TOKENS, ignore_index=-100), "full")
-    rows = [asdict(row) for row in packed]
+    rows = [
+        {"input_ids": row.input_ids, "labels": row.labels(-100), "seq_lengths": list(row.seq_lengths)}
+        for row in packed
+    ]
     Dataset.from_list(rows[: STEPS * STEP_ROWS]).save_to_disk(folder.with_suffix(".packed"))
     return folder
 
