@@ -240,7 +240,7 @@ RESULTS = {
         tables=(
             Table(
                 "Fine-tuning on texts of a long tail of lengths, packed into rows of 1,024 tokens "
-                "(medians of nine steps)",
+                "(medians of two runs, interleaved)",
                 ("", "tokens per second", "times as fast", "peak memory of a process, MB"),
             ),
         ),
