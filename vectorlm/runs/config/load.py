@@ -14,7 +14,7 @@ from pydantic import PydanticSchemaGenerationError
 
 from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.errors import ConfigError
-from vectorlm.runs.config.schema import ALIASES, OLD_SECTION, AlgorithmChoice, Config
+from vectorlm.runs.config.schema import ALIASES, OLD_SECTION, AlgorithmChoice, Config, old_names
 from vectorlm.runs.config.setting import (
     Setting,
     all_settings,
@@ -156,7 +156,9 @@ def _read_file(path: str) -> Entry:
         hint = f" To change a setting, write --set {path}." if "=" in path else hint
         raise ConfigError(f"cannot read the config file {path!r}: {error.strerror}.{hint}") from error
     if path.endswith((".py", ".ipynb")):
-        raise ConfigError(f"{path!r} is no config file. Run a script with python, and name a file in YAML here.")
+        raise ConfigError(
+            f"{path!r} is no config file. Run a script with python, and name a file in YAML here."
+        )
     tree = parse_yaml(text, lambda line: f"{path}:{line}")
     if tree.value is None:
         tree.value = {}
@@ -374,8 +376,7 @@ def _describe_unknown(prefix: str, key: str, entry: Entry, known: Sequence[str])
     # The key may belong to another section.
     candidates = [place for place in all_settings() if place.rpartition(".")[2] == key]
     # Old names have no field, but people misspell them too.
-    old = [place.removeprefix(prefix) for place in ALIASES if place.startswith(prefix)]
-    if (near := closest(key, [*known, *old])) is not None:
+    if (near := closest(key, [*known, *old_names(prefix)])) is not None:
         candidates.append(prefix + near)
     if candidates:
         fix = f"Did you mean '{candidates[0]}'?"

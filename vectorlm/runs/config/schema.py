@@ -78,6 +78,11 @@ ALIASES: Mapping[str, str] = {
 """Older places of settings and sections, and their places in the resolved config; of several, the longest counts."""
 
 
+def old_names(prefix: str) -> Mapping[str, str]:
+    """Return the older names of settings that begin with `prefix`, without it, and their places now."""
+    return {old.removeprefix(prefix): place for old, place in ALIASES.items() if old.startswith(prefix)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """How the model is trained."""

@@ -15,7 +15,7 @@ from vectorlm.ranks.topology import has_gpu
 from vectorlm.report.metrics import short_run
 from vectorlm.report.runs import flat
 from vectorlm.rl.rewards.registry import short_name
-from vectorlm.runs.config.schema import ALIASES, OLD_SECTION, Config
+from vectorlm.runs.config.schema import OLD_SECTION, Config, old_names
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.runs.config.value import describe_refusal, show
 from vectorlm.runs.preflight.local_model import EXPERTS, HEADS, description_of, number_in, vocab_size
@@ -369,8 +369,7 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         # Costs more than a minute: the engine starts after models are loaded.
         elif known and name not in known and name not in _SECRETS:
             # VectorLM's section held settings of evaluations too.
-            start = f"{OLD_SECTION}."
-            old = {alias.removeprefix(start): now for alias, now in ALIASES.items() if alias.startswith(start)}
+            old = old_names(f"{OLD_SECTION}.")
             near = closest(name, [*settings_of(EngineSettings), *known, *old])
             fix = "Leave it out." if near is None else f"Did you mean {old.get(near, near)!r}?"
             yield refuse(
