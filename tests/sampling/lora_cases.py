@@ -22,8 +22,12 @@ WITH_LORA = {"enable_lora": True, "max_lora_rank": 8}
 
 def adapted(folder, options=OPTIONS):
     """Return a PEFT model with adapters that are zero."""
+    return with_adapters(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), options)
+
+
+def with_adapters(base, options=OPTIONS):
+    """Put adapters that are zero on a model."""
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **options})).eval()
 
 

@@ -16,9 +16,17 @@ from vectorlm.errors import ConfigError, EngineError
 from vectorlm.packages import is_installed
 from vectorlm.report.metrics import printable
 from vectorlm.runs.config.value import parse_yaml, raise_problems
-from vectorlm.runs.preflight.local_model import advise_without_config, describe_absent, download, local_folder
+from vectorlm.runs.preflight.local_model import (
+    advise_without_config,
+    describe_absent,
+    description_of,
+    download,
+    local_folder,
+)
 from vectorlm.runs.preflight.sampling import sampling_problems
-from vectorlm.train.lora import base_of, is_adapter_folder
+from vectorlm.sampling.weights.lora_factors import engine_arguments
+from vectorlm.train.four_bit import four_bit_method
+from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder
 from vectorlm.types import Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
@@ -214,6 +222,10 @@ def open_engine(
 
     An `EngineError` keeps its first paragraph only, without the engine's traceback.
     """
+    in_4_bits = four_bit_method(description_of(Path(model)) or {}) is not None
+    if in_4_bits and adapter is not None:
+        options = description_of(Path(adapter), ADAPTER_CONFIG) or {}
+        engine_args = {**engine_args, **engine_arguments(options)}
     try:
         if inference == "vllm":
             from vectorlm.sampling.engine import SamplingEngine
@@ -235,10 +247,14 @@ def open_engine(
             if adapter is not None:
                 from transformers import AutoModelForCausalLM
 
+                from vectorlm.train.load import load_model
                 from vectorlm.train.lora import load_adapters
 
-                # The engine receives the merged weights like the weights of a training step.
-                base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+                # The engine receives the merged weights like the weights of a training step, or a base in 4 bits alone.
+                if in_4_bits:
+                    base: Any = load_model(model, dtype="bfloat16")
+                else:
+                    base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
                 engine.update(load_adapters(Path(adapter), base), 0)
             yield engine
     except EngineError as error:

@@ -232,6 +232,7 @@ class SamplingEngine:
                     if self._channel is not None:
                         self._channel.close()  # It would keep the memory of its imports.
                 raise
+            self._swap.keeps_base = self._ready.keeps_base
             if self._ready.runner and self._topology.is_main:
                 print(f"the engine is ready: {self._ready.runner}", file=sys.stderr, flush=True)
         return self._ready

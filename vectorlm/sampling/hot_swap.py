@@ -91,6 +91,8 @@ class HotSwap:
         """The last model, a snapshot of it, and its weight sets if later updates may use them."""
         self._shared: SharedBase | None = None
         """The base that a model shares with the engines; updates then send adapters alone."""
+        self.keeps_base = False
+        """Whether the engines cannot take another base; updates then send adapters alone."""
         self._sent: dict[str, Sent] = {}
         """By adapter, if known: what the engines hold on the base that they hold now."""
         self.adapters = {BASE: -1, POLICY: -1} if settings.lora_mode == "adapter" else {POLICY: -1}
@@ -178,6 +180,10 @@ class HotSwap:
             raise ConfigError(
                 "share_base() needs an engine with LoRA layers. Build it with enable_lora=True."
             )
+        if self.keeps_base:
+            raise ConfigError(
+                "share_base() needs an engine in 16 or 32 bits, and its base has 4. Train a second copy of the base."
+            )
         if any(hasattr(tensor, "device_mesh") for tensor in trainer_tensors(model).values()):
             raise ConfigError(
                 "share_base() needs a model that is not sharded yet. Call it before fully_shard."
@@ -221,7 +227,12 @@ class HotSwap:
         return self._shared
 
     def require_own_weights(self) -> None:
-        """Raise `EngineError` if a trainer computes with the engine's weights."""
+        """Raise `EngineError` if a trainer computes with the engine's weights, or no update would bring them back."""
+        if self.keeps_base:
+            raise EngineError(
+                "the engine's weights cannot sleep: its base has 4 bits, and no update brings it back. Call "
+                "sleep(weights=False)."
+            )
         if self._shared is not None and not self._shared.is_over:
             raise EngineError(
                 "the engine's weights cannot sleep: a trainer computes with them (share_base). Call "
@@ -330,6 +341,13 @@ class HotSwap:
     def _weight_sets_of(self, model: Any) -> Sequence[WeightSet]:
         """Return the weight sets of `model` to send: all, or the adapters of a model that shares its base."""
         sets = self._all_weight_sets_of(model)
+        if self.keeps_base:
+            if len(sets) < 2 or getattr(sets[0].fingerprint, "is_trained", True):
+                raise ConfigError(
+                    "the engine's base has 4 bits, and updates bring adapters alone. Build it with enable_lora=True, "
+                    "and send a PEFT model with active LoRA adapters and a frozen base."
+                )
+            return sets[1:]
         if self._shared is None or self._shared.is_over:
             self._shared = None
             return sets

@@ -54,6 +54,8 @@ class Ready:
     """A warning about the weights before the first update; empty if there is none."""
     runner: str = ""
     """The inference library with its version, and the part of it that runs the model; empty if unknown."""
+    keeps_base: bool = False
+    """Whether its base cannot be replaced, so that updates must bring adapters alone."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from vectorlm.data.encoding import with_template
 from vectorlm.data.settings import PLAIN_CHAT, ChatSettings
 from vectorlm.errors import ConfigError
 from vectorlm.sampling.weights.plan import dtype_of
+from vectorlm.train.four_bit import four_bit_method, unpacked_weights
 from vectorlm.train.shard import transformer_blocks
 
 if TYPE_CHECKING:
@@ -190,23 +191,44 @@ def load_pretrained(
     Raises:
         ConfigError: It cannot be read, or lacks a tensor whose name does not begin with one of `new`.
     """
+    from transformers import AutoConfig, GenerationConfig
+
     arguments["dtype"] = dtype_of(dtype)
-    if not is_empty:
+    with _naming(path, "model"):
+        is_packed = four_bit_method(_description(path)) is not None
+    if not is_empty and not is_packed:
         with _naming(path, "model"), _without_report() if new else nullcontext():
             model, info = auto.from_pretrained(path, output_loading_info=True, **arguments)
-        if missing := sorted(name for name in info["missing_keys"] if not name.startswith(new)):
-            raise ConfigError(
-                f"model={str(path)!r} lacks {len(missing)} tensors ({', '.join(missing[:5])}), which would get "
-                "random values. Use a complete checkpoint."
-            )
-        return model
+        return _complete(model, info, path, new)
     from accelerate import init_empty_weights
-    from transformers import AutoConfig
 
     of_config = {name: arguments.pop(name) for name in ("num_labels",) if name in arguments}
     with _naming(path, "model"), init_empty_weights(include_buffers=False):
-        model = auto.from_config(AutoConfig.from_pretrained(path, **of_config), **arguments)
-    model.tie_weights()
+        config = AutoConfig.from_pretrained(path, **of_config)
+        if is_packed:
+            del config.quantization_config
+        model = auto.from_config(config, **arguments)
+    if is_empty:
+        model.tie_weights()
+        return model
+    weights = unpacked_weights(path, arguments["dtype"])
+    with _naming(path, "model"), _without_report() if new else nullcontext():
+        arguments |= {"config": config, "state_dict": weights}
+        model, info = type(model).from_pretrained(None, output_loading_info=True, **arguments)
+    # Read from tensors, the model does not know its folder, which adapters name as their base.
+    model.config.name_or_path = model.name_or_path = str(path)
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return _complete(model, info, path, new)
+
+
+def _complete(model: Any, info: Mapping[str, Any], path: str | Path, new: tuple[str, ...]) -> Any:
+    """Return `model`; raise if it lacks a tensor whose name does not begin with one of `new`."""
+    if missing := sorted(name for name in info["missing_keys"] if not name.startswith(new)):
+        raise ConfigError(
+            f"model={str(path)!r} lacks {len(missing)} tensors ({', '.join(missing[:5])}), which would get "
+            "random values. Use a complete checkpoint."
+        )
     return model
 
 

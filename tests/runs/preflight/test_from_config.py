@@ -129,7 +129,7 @@ def test_the_engines_settings_arrive(path):
     assert (set_.bytes_per_weight, set_.kv_cache_bytes, set_.device_share) == (4, 4096, 0.5)
     assert (set_.max_model_len, set_.sleep, set_.offload_optimizer) == (64, "all", True)
     assert not set_.is_packed
-    assert demand(path, "engine.quantization=int8").engine.is_quantised
+    assert demand(path, "engine.quantization=int8").engine.bytes_in_blocks == 1
     on_cpu = demand(path, "engine.receiver=packed", is_cpu=True).engine
     assert on_cpu.is_packed
     assert on_cpu.kv_cache_bytes == 512 << 20

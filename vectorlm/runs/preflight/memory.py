@@ -15,7 +15,9 @@ from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.settings import CPU_PASS_TOKENS, SELF
 from vectorlm.runs.config.schema import Config, TrainSettings
 from vectorlm.runs.config.setting import to_plain, value_at, with_value
+from vectorlm.runs.preflight.local_model import description_of
 from vectorlm.runs.preflight.memory_plan import (
+    FOUR_BIT_BYTES,
     GIB,
     Demand,
     EngineDemand,
@@ -35,6 +37,7 @@ from vectorlm.sampling.weights.model_size import (
     empty_model,
     read_model_size,
 )
+from vectorlm.train.four_bit import four_bit_method
 from vectorlm.train.optimizers import state_bytes
 from vectorlm.train.settings import gathers_once, stays_plain
 
@@ -253,6 +256,7 @@ def _engine_demand(
     staged = {"push": None, "pull": 0}.get(config.engine.transport, BUCKET_BYTES)
     packs = config.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
     is_quantised = config.engine.quantization is not None
+    in_4_bits = four_bit_method(description_of(Path(config.model)) or {}) is not None
     is_server = config.engine.inference == "server"
     return EngineDemand(
         bytes_per_weight=per_weight,
@@ -265,8 +269,11 @@ def _engine_demand(
         device_share=share,
         max_model_len=context,
         # The arena of a quantised engine on CPU is no memory of its parameters.
-        is_packed=is_cpu and is_vllm and (is_quantised or (config.engine.receiver != "live" and packs)),
-        is_quantised=is_quantised,
+        is_packed=is_cpu
+        and is_vllm
+        and not in_4_bits
+        and (is_quantised or (config.engine.receiver != "live" and packs)),
+        bytes_in_blocks=FOUR_BIT_BYTES if in_4_bits else 1.0 if is_quantised else None,
         staged_bytes=staged if is_vllm else None,
         sleep=config.engine.turn.sleep,
         offload_optimizer=config.engine.turn.offload_optimizer,

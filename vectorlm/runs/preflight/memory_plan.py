@@ -13,6 +13,8 @@ GIB = 1 << 30
 CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 500 << 20
 NF4_BYTES = 1 / 2 + (1 + 4 / 256) / 64
 """Bytes per NF4 weight: 4 bits, an 8-bit scale per 64 weights, an fp32 scale per 256 scales."""
+FOUR_BIT_BYTES = 1 / 2 + (2 + 1 / 2) / 32
+"""Most bytes per weight of AWQ and GPTQ: 4 bits, a scale in 16 bits and a zero point in 4 per 32 weights or more."""
 CUDA_PROCESS_BYTES, CUDA_HOST_PROCESS_BYTES = 1 * GIB, 3 * GIB
 """Memory of a process besides tensors: measured on CPU (docs/dev/log.md), assumed for CUDA devices and their hosts."""
 
@@ -41,8 +43,8 @@ class EngineDemand:
     """Longest sequence, in tokens."""
     is_packed: bool = False
     """Whether the weights are held twice, plain and in oneDNN's layout (CPU)."""
-    is_quantised: bool = False
-    """Whether the weights in the transformer blocks are held in 8 bits."""
+    bytes_in_blocks: float | None = None
+    """Bytes per weight in the transformer blocks, where they are quantised; None where they are not."""
     staged_bytes: int | None = None
     """The most host memory for weights that are being sent; None for a whole copy."""
     sleep: str = "none"
@@ -386,9 +388,10 @@ def block_input_bytes(demand: Demand) -> int:
 
 def engine_weight_bytes(demand: Demand, engine: EngineDemand) -> int:
     """Return the bytes of the engine's weights on one device; packed weights are stored twice."""
-    in_8_bits = demand.model.num_in_blocks if engine.is_quantised else 0
-    in_full = demand.model.num_parameters - in_8_bits
-    once = (engine.bytes_per_weight * in_full + in_8_bits) // engine.tensor_parallel
+    in_blocks = demand.model.num_in_blocks
+    per_weight = engine.bytes_per_weight if engine.bytes_in_blocks is None else engine.bytes_in_blocks
+    num_bytes = engine.bytes_per_weight * (demand.model.num_parameters - in_blocks) + per_weight * in_blocks
+    once = int(num_bytes) // engine.tensor_parallel
     return 2 * once if engine.is_packed else once
 
 

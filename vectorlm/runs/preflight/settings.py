@@ -31,6 +31,7 @@ from vectorlm.sampling.weights.lora_factors import (
     refused_starts,
 )
 from vectorlm.settings import closest, nearest
+from vectorlm.train.four_bit import four_bit_method, why_not_unpacked
 from vectorlm.train.optimizers import OPTIMIZERS, accepted, make_optimizer
 from vectorlm.train.settings import BY_LOSS, OptimizerSettings
 
@@ -63,6 +64,7 @@ def setting_problems(config: Config, world_size: int, num_nodes: int = 1) -> Ite
     yield from _lora_problems(config)
     if config.train_parameters.model.quantization is not None:
         yield from _quantization_problems(config)
+    yield from _four_bit_problems(config)
     if config.train_parameters.model.exact:
         yield from _exact_problems(config)
     yield from _secret_problems(config)
@@ -492,6 +494,37 @@ def _quantization_problems(config: Config) -> Iterator[str]:
         for option, value, _, _ in refused_options(train.lora_peft_config or {}, "adapter"):
             rule = f"cannot be used with {path}: it reads or trains the base"
             yield refuse(config, f"{_LORA}.{option}", rule, "Leave it out.", value)
+
+
+def _four_bit_problems(config: Config) -> Iterator[str]:
+    """Yield the settings that a model in 4 bits cannot be used with; nothing for other models."""
+    # All of these cost more than a minute: the engine starts, and the model is read, first.
+    train, engine, description = config.train_parameters, config.engine, description_of(Path(config.model))
+    if description is None or (method := four_bit_method(description)) is None:
+        return
+    what = f"with a model in 4 bits ({method})"
+    if (reason := why_not_unpacked(description)) is not None:
+        yield refuse(config, "model", f"cannot be read: {reason}", "Use another checkpoint.")
+    if train.lora_peft_config is None:
+        yield refuse(config, _LORA, f"must be set {what}, whose weights are frozen", "Add it.")
+        return
+    for option, value, _, _ in refused_options(train.lora_peft_config, "adapter"):
+        rule = f"cannot be used {what}: it reads or trains the base"
+        yield refuse(config, f"{_LORA}.{option}", rule, "Leave it out.", value)
+    if not config.has_engine:
+        return
+    if engine.lora_mode_of_run != "adapter":
+        fix = "Use inference: vllm with lora_mode: adapter."
+        yield refuse(config, "engine.lora_mode", f"must be adapter {what}", fix)
+    if engine.quantization is not None:
+        rule = f"cannot be used {what}"
+        yield refuse(config, "engine.quantization", rule, "Leave it out.")
+    if config.engine_dtype(has_gpu()) in ("float32", "float"):
+        rule = f"must have 16 bits {what}, because the kernels compute in them"
+        yield refuse(config, "engine.dtype", rule, "Use bfloat16.", config.engine_dtype(has_gpu()))
+    if engine.turn.sleep == "all":
+        rule = f"cannot be all {what}: no update would bring the base back"
+        yield refuse(config, "engine.sleep", rule, "Use kv_cache.")
 
 
 _EXACT_VALUES: Mapping[str, tuple[Any, ...]] = {

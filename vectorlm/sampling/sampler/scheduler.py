@@ -68,6 +68,7 @@ def ready(backend: Backend, load_s: float) -> messages.Ready:
         getattr(backend, "tokenizer", None),
         getattr(backend, "warning", ""),
         getattr(backend, "runner", ""),
+        getattr(backend, "keeps_base", False),
     )
 
 

@@ -54,20 +54,20 @@ class Fingerprint:
         # Compares the objects too, because a new model may reuse the addresses of an old one.
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
         self._states = [_state(tensor) for tensor in tensors]
-        self._is_trained = any(tensor.requires_grad for tensor in tensors)
+        self.is_trained = any(tensor.requires_grad for tensor in tensors)
 
     def again(self) -> Fingerprint:
         """Return the fingerprint of the same tensors as they are now; None of them may have been replaced."""
         later = copy.copy(self)
         tensors: list[Any] = [ref() for ref in self._tensors]
         later._states = [_state(tensor) for tensor in tensors]
-        later._is_trained = any(tensor.requires_grad for tensor in tensors)
+        later.is_trained = any(tensor.requires_grad for tensor in tensors)
         return later
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Fingerprint)
-            and not (self._is_trained or other._is_trained)
+            and not (self.is_trained or other.is_trained)
             and self._states == other._states
             and all(
                 mine() is theirs() is not None

@@ -217,12 +217,20 @@ def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         return shapes_of(empty_model(folder))
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file")
-    return {
+    shapes = {
         name: tuple(entry["shape"])
         for path in files
         for name, entry in _head(path)[1].items()
         if name != "__metadata__"
     }
+    # A layer in 4 bits (AWQ, GPTQ) holds eight weights in a word, and a scale per group and output.
+    for layer in [name.removesuffix(".qweight") for name in shapes if name.endswith(".qweight")]:
+        num_weights = 8 * math.prod(shapes.pop(f"{layer}.qweight"))
+        num_outputs = shapes.pop(f"{layer}.scales", (1,))[-1]
+        for part in ("qzeros", "g_idx"):
+            shapes.pop(f"{layer}.{part}", None)
+        shapes[f"{layer}.weight"] = num_outputs, num_weights // num_outputs
+    return shapes
 
 
 @cache

@@ -87,6 +87,7 @@ class VLLM:
             self.require_slot, self.remove_adapter = self._adapters.require_slot, self._adapters.remove
             warm_up(self._engine)
         self.receiver = self._receiver.kind
+        self.keeps_base: bool = self._call("vectorlm_does_keep_base")
         self._captures_routes = False
         if on_cpu and enable_return_routed_experts:
             self._captures_routes = self._call("vectorlm_capture_routes") > 0

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vectorlm.errors import WeightMismatch
 from vectorlm.ranks.engine_ranks import CallResult, capture
 from vectorlm.sampling.backends.vllm import packs_by_itself
 from vectorlm.sampling.backends.vllm.pack import (
@@ -13,6 +14,7 @@ from vectorlm.sampling.backends.vllm.pack import (
     compute_exactly,
     derive,
     derived_names,
+    keeps_base,
     pack,
     packed_experts,
     require_derivable,
@@ -68,7 +70,9 @@ class WeightExtension:
             raise ValueError("receiver='packed' needs a model on CPU. Use 'live' on CUDA.")
         if is_on_cpu and kind != "exact":
             use_norm_kernel()
-        require_plain_layers(model, self._vectorlm_may_be_quantised)
+        self._vectorlm_keeps_base = keeps_base(model)
+        if not self._vectorlm_keeps_base:
+            require_plain_layers(model, self._vectorlm_may_be_quantised)
         check_quantised(model)
         if kind == "exact":
             compute_exactly(model, self.model_runner.model_config.hf_config.to_dict())
@@ -82,6 +86,11 @@ class WeightExtension:
         if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
             self._vectorlm_receivers[ADAPTER] = AdapterReceiver(manager, model)
         return kind
+
+    @as_call_result
+    def vectorlm_does_keep_base(self) -> bool:
+        """Return whether updates bring adapters alone, because the base has 4 bits."""
+        return self._vectorlm_keeps_base
 
     @as_call_result
     def vectorlm_runner(self) -> str:
@@ -106,6 +115,11 @@ class WeightExtension:
     def vectorlm_describe(self, weight_set: str, manifest: Sequence[TensorSpec]) -> Any:
         """Return the `LoadPlan` of this worker."""
         if weight_set == BASE:
+            if self._vectorlm_keeps_base:
+                raise WeightMismatch(
+                    "the engine's base has 4 bits (AWQ, GPTQ), so it takes no other. Send adapters alone, with "
+                    "SamplingEngine.update."
+                )
             require_derivable(self.model_runner.get_model(), self.model_runner.model_config.dtype)
         return self._vectorlm_receivers[weight_set].describe(manifest)
 
