@@ -116,7 +116,10 @@ def test_a_folder_without_a_model_is_named_before_anything_heavy_is_imported(tmp
         (tmp_path / "other", f"must have a config.json. {other}"),
         (tmp_path / "step-00000004", f"must have a config.json. {checkpoint}"),
         (tmp_path, f"must have a config.json. Name {tmp_path / 'final-model'}."),
-        (tmp_path / "absent", "is not a folder. Download the model and name its folder."),
+        (
+            tmp_path / "absent",
+            f"is not a folder. {tmp_path} has the folders final-model, other, step-00000004. Name one with a model.",
+        ),
     ):
         code = (
             "import sys; from vectorlm.cli import main; code = main(sys.argv[1:]); "

@@ -232,16 +232,17 @@ def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_VERL_COLUMNS = {"reward_model": ("ground_truth",), "extra_info": ("tools_kwargs", "interaction_kwargs")}
+"""By column of verl's datasets: the keys inside it that are columns here."""
+
+
 def _prompt_record_of(columns: Any) -> PromptRecord:
     prompt = chat_in(columns.pop("prompt"))
-    # The layout of verl's datasets.
-    graded = columns.get("reward_model")
-    if isinstance(graded, Mapping) and "ground_truth" in graded:
-        columns.setdefault("ground_truth", graded["ground_truth"])
-    if isinstance(extra := columns.get("extra_info"), Mapping):
-        for name in ("tools_kwargs", "interaction_kwargs"):
-            if name in extra:
-                columns.setdefault(name, extra[name])
+    for place, names in _VERL_COLUMNS.items():
+        held = columns.get(place)
+        for name in names if isinstance(held, Mapping) else ():
+            if name in held:
+                columns.setdefault(name, held[name])
     is_list = isinstance(prompt, list)
     is_tokens = is_list and all(type(token) is int and token >= 0 for token in prompt)
     is_chat = is_list and all(isinstance(message, dict) for message in prompt)

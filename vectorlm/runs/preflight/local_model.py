@@ -183,6 +183,10 @@ def describe_absent(name: str) -> tuple[str, str]:
     if (converted := _converted(name)) is not None:
         return "must be converted, because it is a GGUF file", f"Run `vectorlm model {name} {converted}`."
     if not HUB_NAME.fullmatch(name):
+        near = next(folder for folder in Path(name).absolute().parents if folder.is_dir())
+        names = sorted(path.name for path in near.iterdir() if path.is_dir())[-5:]
+        if names and near not in (Path.cwd(), *Path.cwd().parents):
+            return "is not a folder", f"{near} has the folders {', '.join(names)}. Name one with a model."
         return "is not a folder", "Download the model and name its folder."
     from huggingface_hub import constants
 
