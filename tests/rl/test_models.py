@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -161,6 +162,19 @@ def test_the_head_of_a_critic_alone_may_be_missing(folder, tmp_path, caplog):
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="broken"):
         load_critic(str(broken), lambda load: load(False))
+
+
+def warnings_of_a_critic(topology, folder, packs):
+    critic = build(topology, folder, "ppo", packs=packs).models.critic
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        critic(ROWS).sum().backward()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_sharded_critic_does_not_warn(folder, packs):
+    assert on_ranks(2, warnings_of_a_critic, folder, packs) == [[], []]
 
 
 def test_a_critic_with_more_recurrent_layers_than_the_policy_pads_its_rows(tmp_path):

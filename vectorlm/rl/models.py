@@ -225,9 +225,15 @@ def load_critic(path: str, load_sharded: LoadSharded, dtype: str = "float32") ->
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.zero_()
+        # A linear layer with a bias returns a view, about which FSDP warns in every forward pass.
+        head.register_forward_hook(_without_view)
         return disable_dropout(model.train())
 
     return load_sharded(load)
+
+
+def _without_view(head: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.clone()
 
 
 def disable_dropout(model: Any) -> Any:
