@@ -54,6 +54,11 @@ def test_no_name_is_answered_that_means_something_here():
         ("beta=0.04", "'rl.kl_coef' or 'rl.algorithm.beta'"),
         ("rl.temperature=0.9", "'rl.sampling_params.temperature'"),
         ("rl.repetition_penalty=1.1", "trainer"),
+        ("rl.gamma=0.9", "'rl.algorithm.gamma'"),
+        ("rl.cliprange=0.2", "'rl.algorithm.clip_low'"),
+        ("rl.critic.learning_rate=1e-5", "'rl.critic.lr'"),
+        ("train_parameters.metric_for_best_model=eval_loss", "'train_parameters.best_metric'"),
+        ("train_parameters.completion_only_loss=true", "dataset_preprocess.separator"),
     ],
 )
 def test_an_unknown_setting_of_trl_is_answered_with_its_name_here(write_config, setting, answer):
