@@ -131,6 +131,41 @@ def test_a_whole_section_stands_beside_what_the_call_fills_in(folder, tmp_path, 
     assert len(load_from_disk(found[1].dataset.train_ds)[0]["input_ids"]) == 8
 
 
+@pytest.mark.parametrize("make", [list, Dataset.from_list, pandas.DataFrame])
+def test_held_out_prompts_may_be_in_memory(folder, tmp_path, monkeypatch, make):
+    found = []
+    monkeypatch.setattr("vectorlm.runs.calls.start", lambda config, *_: found.append(config))
+    rows = make([{"prompt": "abcdefgh", "answer": "b"}, {"prompt": "cd", "answer": "d"}])
+    held_out = {"prompts": rows, "every": 1}
+    given = {"max_tokens": 4, "output_dir": tmp_path}
+    vectorlm.reinforce(folder, ["a"], "countdown", evaluation=held_out, **given)
+    records = read_prompts(found[0].evaluation.prompts)
+    assert [(record.prompt, record.columns["answer"]) for record in records] == [
+        ("abcdefgh", "b"),
+        ("cd", "d"),
+    ]
+    assert [record.prompt for record in read_prompts(found[0].rl.collect.prompts)] == ["a"]
+    assert held_out["prompts"] is rows
+    with pytest.raises(DatasetError, match=r"evaluation\.prompts\[0\].*answer"):
+        vectorlm.reinforce(
+            folder, ["a"], "countdown", evaluation={"prompts": make([{"answer": "b"}])}, **given
+        )
+
+
+def test_ctrl_c_names_the_step_from_which_the_call_resumes(folder, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        step = tmp_path / "checkpoints" / "step-00000002"
+        step.mkdir(parents=True)
+        (step / "state.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vectorlm.runs.calls.launch", interrupted)
+    given = {"checkpointing_enabled": True, "engine": ENGINE, "output_dir": tmp_path, **FEW}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        vectorlm.reinforce(folder, ["a"], lambda text: 0.0, **given)
+    assert "step 2" in caught.value.__notes__[0]
+
+
 def _lines(table):
     return table if isinstance(table, list) else table.to_dict("records")
 
@@ -304,7 +339,7 @@ def test_what_is_no_list_of_rows_is_refused(folder, tmp_path, given, named):
 @pytest.mark.parametrize("make", [list, Dataset.from_list, pandas.DataFrame])
 def test_rows_without_a_prompt_are_named_by_their_place_and_columns(tmp_path, make):
     with pytest.raises(DatasetError, match=r"prompts\[0\].*question, answer"):
-        _prompts(make([{"question": "2+2=", "answer": "4"}]), tmp_path)
+        _prompts(make([{"question": "2+2=", "answer": "4"}]), tmp_path, "prompts")
 
 
 def test_prompts_of_a_data_frame_are_its_rows(tmp_path):
@@ -312,7 +347,7 @@ def test_prompts_of_a_data_frame_are_its_rows(tmp_path):
         {"prompt": ["2+2=", "3+3="], "answer": [4, None], "day": pandas.Timestamp("2026-01-01")}
     )
     for given in (frame, Dataset.from_pandas(frame)):
-        records = read_prompts(_prompts(given, tmp_path))
+        records = read_prompts(_prompts(given, tmp_path, "prompts"))
         assert [record.prompt for record in records] == ["2+2=", "3+3="]
         assert records[0].columns["answer"] == 4
 

@@ -88,14 +88,16 @@ def reinforce(
         lr: Learning rate.
         prompts_per_step: Prompts per step.
         group_size: Completions that the engine samples for every prompt.
-        output_dir: Folder of the run; None makes a new one under ``runs``. An interrupted run resumes in its folder.
+        output_dir: Folder of the run; None makes a new one under ``runs``. With ``checkpointing_enabled=True``, an
+            interrupted run resumes in its folder.
         world_size: Number of ranks.
         callbacks: Objects with any of the methods ``on_step(run, step, metrics)``, ``on_rollouts(run, step,
             rollouts)``, ``on_evaluation(run, step, metrics)`` and ``on_checkpoint(run, step, folder)``, called on
             rank 0. ``run`` is a `RunControl`. If a callback raises, the run fails.
         **settings: Sampling parameters of vLLM (``max_tokens=64``), and other settings of a config, by the last part
             of their name (``kl_coef=0.01``). If several settings share that name, the one nearest to the top of the
-            config is set. You can also pass whole sections (``train_parameters={"optimizer": {"lr": 1e-6}}``).
+            config is set. You can also pass whole sections: ``evaluation={"prompts": rows, "every": 10}`` evaluates on
+            held-out prompts, which may be in memory too.
             ``max_seq_len`` is by default the longest prompt plus ``max_tokens``, at most the model's limit;
             ``max_steps`` is by default one pass over the prompts.
 
@@ -114,10 +116,11 @@ def reinforce(
         "group_size": group_size,
         "rl": {
             **settings.pop("rl", {}),
-            "prompts": _prompts(prompts, folder),
+            "prompts": _prompts(prompts, folder, "prompts"),
             "rewards": _rewards(rewards, folder),
         },
     }
+    settings |= _held_out(settings.get("evaluation"), folder)
     known = fields_of("sampling_params.py", "SamplingParams") - {"seed"}  # The seed is the run's.
     if sampling := {name: settings.pop(name) for name in sorted(known & settings.keys())}:
         given["sampling_params"] = {**settings.pop("sampling_params", {}), **sampling}
@@ -297,7 +300,7 @@ def start(config: Config, world_size: int, callbacks: Sequence[Any] = ()) -> str
     on_rank: Callable[..., None] = on_dataset if config.rl is None else by_rewards
     try:
         launch(partial(on_rank, callbacks=callbacks), checked or config, world_size=world_size)
-    except RankFailed as error:
+    except (RankFailed, KeyboardInterrupt) as error:
         steps = steps_in(Path(config.train_parameters.output_dir) / "checkpoints")
         if steps and config.train_parameters.checkpointing_enabled:
             error.add_note(f"The same command resumes from step {steps[-1]}.")
@@ -314,17 +317,31 @@ def _folder(output_dir: str | os.PathLike[str] | None, name: str) -> Path:
     return folder
 
 
-def _prompts(prompts: Any, folder: Path) -> Any:
-    """Return a value of `rl.prompts`; prompts in memory are saved to the run's folder."""
+def _prompts(prompts: Any, folder: Path, setting: str) -> Any:
+    """Return a value of `rl.prompts` or `evaluation.prompts`; prompts in memory are saved to the run's folder."""
     if isinstance(prompts, Mapping) and not hasattr(prompts, "save_to_disk"):
         return prompts
-    rows = _rows_of(prompts, "prompts", "prompt", "prompt")
+    rows = _rows_of(prompts, setting, "prompt", "prompt")
     columns = [] if isinstance(rows, str) else [rows.column_names] if hasattr(rows, "column_names") else rows
     for index, names in enumerate(columns):
         if "prompt" not in names:
             found = ", ".join(map(str, names)) or "nothing"
-            raise DatasetError(f"prompts[{index}] must have a 'prompt', but has {found}. Rename its column.")
-    return _saved(rows, folder / "prompts", keeps_tables=False)
+            raise DatasetError(
+                f"{setting}[{index}] must have a 'prompt', but has {found}. Rename its column."
+            )
+    return _saved(rows, folder / setting.replace(".", "_"), keeps_tables=False)
+
+
+def _held_out(evaluation: Any, folder: Path) -> dict[str, Any]:
+    """Return the section `evaluation` with the path of its prompts; nothing if it has no prompts."""
+    if not isinstance(evaluation, Mapping) or evaluation.get("prompts") is None:
+        return {}
+    return {
+        "evaluation": {
+            **evaluation,
+            "prompts": _prompts(evaluation["prompts"], folder, "evaluation.prompts"),
+        }
+    }
 
 
 def _rows_of(given: Any, argument: str, text_name: str, list_name: str) -> Any:
