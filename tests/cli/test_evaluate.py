@@ -6,6 +6,7 @@ from datetime import date
 
 import pyarrow as pa
 import pytest
+from datasets import Dataset
 from kit.rank_processes import forked
 from kit.rl_runs import config_of, save_files
 from pyarrow import parquet
@@ -158,7 +159,9 @@ def test_the_file_is_json_whatever_the_columns_hold(files, tmp_path):
     (tmp_path / "half.jsonl").write_text(
         '{"prompt": "ab", "wanted": "a", "share": NaN, "half": "é\\ud83d"}\n'
     )
+    Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
     for name, columns in (
+        ("rows", {"when": "2026-01-02", "share": None}),
         ("rows.parquet", {"when": "2026-01-02", "share": None}),
         ("half.jsonl", {"share": None, "half": "é\ud83d"}),
     ):

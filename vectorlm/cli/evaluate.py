@@ -57,7 +57,9 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = "one of the config's rl.sources: its held-out questions and rewards"
     parser.add_argument("--source", metavar="NAME", help=help_text)
     parser.add_argument(
-        "--prompts", metavar="FILE", help="a JSONL file of questions, with a `prompt` on every line"
+        "--prompts",
+        metavar="PATH",
+        help="questions with a `prompt` each: a JSONL or Parquet file, or a folder of Dataset.save_to_disk",
     )
     help_text = "a reward for the answers: countdown, or file.py:NAME; may be repeated"
     parser.add_argument("--reward", dest="rewards", action="append", metavar="NAME", help=help_text)
@@ -161,9 +163,10 @@ def _require_sense(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--engine_arg has no effect with --engine hf, because it is for vLLM's engine. Leave it out."
         )
-    if args.prompts and not Path(args.prompts).is_file():
+    if args.prompts and not Path(args.prompts).exists():
         raise ConfigError(
-            f"--prompts {args.prompts}: it must be a JSONL file with a prompt on every line. Correct the path."
+            f"--prompts {args.prompts}: it must be a JSONL or Parquet file, or a folder of Dataset.save_to_disk. "
+            "Correct the path."
         )
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit {args.limit}: it must be at least 1. Use a larger number.")
