@@ -102,12 +102,20 @@ def test_a_trained_base_is_refused_and_nothing_changes(tmp_path):
     folder = save_four_bit(save_family(FAMILIES["Llama"], tmp_path / "plain"), tmp_path / "model", "awq")
     model = with_adapters(load_model(folder))
     with SamplingEngine(folder, **OPTIONS) as engine:
+        fresh = answers_of(engine)
+        move([model], seed=0)
         engine.update(model, 0)
         before = answers_of(engine)
+        assert before != fresh
+        with model.disable_adapter():
+            engine.update(model, 1)
+        assert answers_of(engine) == fresh, "without adapters the engine samples with its base"
+        engine.update(model, 2)
+        assert answers_of(engine) == before
         with pytest.raises(ConfigError, match="share_base"):
             engine.share_base(model)
         model.get_input_embeddings().weight.requires_grad_(True)
-        with pytest.raises(ConfigError, match="frozen base"):
-            engine.update(model, 1)
+        with pytest.raises(ConfigError, match="base is frozen"):
+            engine.update(model, 3)
         assert answers_of(engine) == before
-        assert engine.version == 0
+        assert engine.version == 2

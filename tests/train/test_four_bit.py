@@ -59,12 +59,36 @@ def test_the_weights_are_the_nearest_of_sixteen(plain, tmp_path, method):
         ("awq", {"version": "gemv"}, "version"),
         ("awq", {"zero_point": False}, "zero_point"),
         ("awq", {"lm_head": True}, "lm_head"),
+        ("gptq", {"bits": None}, "bits"),
     ],
 )
 def test_a_layout_that_is_not_read_is_refused_by_name(plain, tmp_path, method, options, text):
     folder = save_four_bit(plain, tmp_path / "model", method, **options)
     with pytest.raises(ConfigError, match=f"quantization_config.{text} "):
         load_model(folder)
+
+
+def test_only_files_that_the_index_names_are_read(plain, tmp_path):
+    """vLLM reads no others, and a file that is left over could hold other weights."""
+    folder = save_four_bit(plain, tmp_path / "model", "awq")
+    expected, whole = load_model(folder).state_dict(), folder / "model.safetensors"
+    tensors = load_file(whole)
+    halves = [dict(list(tensors.items())[start::2]) for start in (0, 1)]
+    files = {f"model-{number}-of-2.safetensors": half for number, half in enumerate(halves)}
+    for name, half in files.items():
+        save_file(half, folder / name, {"format": "pt"})
+    names = {name: file for file, half in files.items() for name in half}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    save_file(
+        {name: tensor + 1 for name, tensor in tensors.items()}, folder / "old.safetensors", {"format": "pt"}
+    )
+    whole.unlink()
+    for name, weight in load_model(folder).state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    for broken in (b"", b"version https://git-lfs"):
+        (folder / "model-1-of-2.safetensors").write_bytes(broken)
+        with pytest.raises(ConfigError, match="cannot be loaded"):
+            load_model(folder)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +138,11 @@ dataset: {train_bs: 4, eval_bs: 4, train_ds: data, eval_ds: data}
         (["engine.inference=transformers"], ["engine.lora_mode"]),
         (["engine.sleep=all"], ["engine.sleep"]),
         (["engine.sleep=kv_cache"], []),
+        (
+            ["train_parameters.exact=true"],
+            ["train_parameters.exact", "engine.dtype", "train_parameters.exact"],
+        ),
+        (["train_parameters.lora_peft_config={r: 4, bias: all}"], ["train_parameters.lora_peft_config.bias"]),
         (["evaluation.prompts=null", "engine.dtype=auto"], []),
         (
             [
@@ -143,6 +172,37 @@ def test_the_memory_plan_counts_4_bits_for_the_engine(plain, tmp_path, monkeypat
     assert not engine.is_packed
 
 
+@pytest.mark.parametrize(
+    ("described", "keys"),
+    [
+        ({"quantization_config": {"quant_method": ["awq"]}}, []),
+        ({"quantization_config": {"quant_method": {}}}, []),
+        ({"quantization_config": ["awq"]}, []),
+        ({"quantization_config": {"quant_method": "GPTQ"}}, ["model", "rl.teacher.model"]),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "zero_point": True}},
+            ["model", "rl.teacher.model"],
+        ),
+        ({"num_experts": 4}, ["model", "rl.teacher.model"]),
+    ],
+)
+def test_every_model_of_a_run_is_checked_whatever_its_config_says(tmp_path, described, keys):
+    files = save_files(tmp_path)
+    (files / "model").rename(files / "plain")
+    folder = save_four_bit(files / "plain", files / "model", "awq")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **described}))
+    overrides = [
+        f"rl.teacher={{model: {folder}, kind: full}}",
+        "train_parameters.lora_peft_config={r: 8}",
+        "engine.dtype=bfloat16",
+    ]
+    texts = setting_problems(config_of(files, tmp_path / "run", overrides=overrides), 1)
+    assert [
+        text.partition("=")[0] for text in texts if "4 bits" in text or "quantization_config" in text
+    ] == keys
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "method"), [(2, "awq"), (1, "gptq")])
 def test_a_run_saves_adapters_that_sample_and_merge(tmp_path, monkeypatch, capsys, world_size, method):
@@ -154,6 +214,7 @@ def test_a_run_saves_adapters_that_sample_and_merge(tmp_path, monkeypatch, capsy
         "train_parameters.lora_peft_config={r: 8, target_modules: all-linear}",
         "train_parameters.optimizer.lr=1e-2",
         "rl.kl_coef=0.01",
+        "rl.keep_adapters={every: 1, last: 2}",  # The engine samples with its base, too.
     ]
     on_ranks(world_size, run, config_of(files, tmp_path / "run", overrides=overrides))
     gaps = [

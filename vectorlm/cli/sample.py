@@ -223,6 +223,8 @@ def open_engine(
     An `EngineError` keeps its first paragraph only, without the engine's traceback.
     """
     in_4_bits = four_bit_method(description_of(Path(model)) or {}) is not None
+    if in_4_bits and engine_args.get("dtype") in ("float32", "float"):
+        engine_args = {**engine_args, "dtype": "bfloat16"}  # The kernels compute in 16 bits.
     if in_4_bits and adapter is not None:
         options = description_of(Path(adapter), ADAPTER_CONFIG) or {}
         engine_args = {**engine_args, **engine_arguments(options)}

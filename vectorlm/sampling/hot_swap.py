@@ -342,10 +342,11 @@ class HotSwap:
         """Return the weight sets of `model` to send: all, or the adapters of a model that shares its base."""
         sets = self._all_weight_sets_of(model)
         if self.keeps_base:
-            if len(sets) < 2 or getattr(sets[0].fingerprint, "is_trained", True):
+            # Without active adapters, the engine samples with its base.
+            if getattr(sets[0].fingerprint, "is_trained", True):
                 raise ConfigError(
                     "the engine's base has 4 bits, and updates bring adapters alone. Build it with enable_lora=True, "
-                    "and send a PEFT model with active LoRA adapters and a frozen base."
+                    "and send a PEFT model whose base is frozen."
                 )
             return sets[1:]
         if self._shared is None or self._shared.is_over:

@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import ConfigError
+from vectorlm.sampling.weights.model_size import files_of_index
 
 if TYPE_CHECKING:
     import torch
 
-_VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "awq": {"bits": (4,), "version": ("gemm",), "zero_point": (True,), "lm_head": (False,)},
-    "gptq": {"bits": (4,), "sym": (True,), "desc_act": (False,), "lm_head": (False,), "dynamic": ({}, None)},
+_REQUIRED: Mapping[str, Mapping[str, Any]] = {
+    "awq": {"bits": 4, "zero_point": True},
+    "gptq": {"bits": 4, "sym": True, "desc_act": False},
 }
-"""By method: the values of `quantization_config` that vLLM and this module read, the default first."""
+"""By method: values of `quantization_config` that vLLM and this module read; vLLM has no default for them."""
+_OPTIONAL: Mapping[str, tuple[Any, ...]] = {
+    "version": (None, "gemm"),
+    "lm_head": (None, False),
+    "dynamic": (None, {}),
+    "checkpoint_format": (None, "gptq", "gptq_v2"),
+}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """AWQ's place in a word for each of eight adjacent outputs."""
 
@@ -24,28 +31,31 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 def four_bit_method(description: Mapping[str, Any]) -> str | None:
     """Return `awq` or `gptq` if a model's config.json declares such weights; None for other models."""
     settings = description.get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    return method if method in _VALUES else None
+    method = str(settings.get("quant_method")).lower() if isinstance(settings, Mapping) else None
+    return method if method in _REQUIRED else None
 
 
 def why_not_unpacked(description: Mapping[str, Any]) -> str | None:
     """Return why the weights of an AWQ or GPTQ model cannot be read, as a clause; None if they can."""
-    settings, method = description["quantization_config"], four_bit_method(description)
-    for name, allowed in _VALUES[method or ""].items():
-        value = settings.get(name, allowed[0])
+    settings, size = description["quantization_config"], description["quantization_config"].get("group_size")
+    required = _REQUIRED[four_bit_method(description) or ""]
+    for name, allowed in {**{name: (value,) for name, value in required.items()}, **_OPTIONAL}.items():
+        value = settings.get(name)
         if (value.lower() if isinstance(value, str) else value) not in allowed:
-            return f"quantization_config.{name} of its config.json is {value!r}, and must be {allowed[0]!r}"
+            return f"quantization_config.{name} of its config.json is {value!r}, and must be {allowed[-1]!r}"
+    if type(size) is not int or not (size == -1 or size > 0):
+        return f"quantization_config.group_size of its config.json is {size!r}, and must be a number"
     return None
 
 
 def unpacked_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read an AWQ or GPTQ model's weights by name; quantised ones are ``(number - zero point) * scale``, [N, K].
 
-    Scales are rounded to `dtype` before the product, as in vLLM. Source of the layouts: vLLM 0.32, ``auto_awq.py`` and
-    ``auto_gptq.py``.
+    Scales are rounded to `dtype` before the product, as vLLM rounds them to the engine's. Source of the layouts: vLLM
+    0.32, ``auto_awq.py`` and ``auto_gptq.py``.
 
     Raises:
-        ConfigError: The layout is not supported.
+        ConfigError: The layout is not supported, or a layer is damaged.
     """
     from safetensors import safe_open
 
@@ -53,23 +63,26 @@ def unpacked_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.
     description = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if (reason := why_not_unpacked(description)) is not None:
         raise ConfigError(f"model={str(folder)!r} cannot be read: {reason}. Use another checkpoint.")
-    whole = folder / "model.safetensors"
-    files = [
-        safe_open(path, "pt")
-        for path in ([whole] if whole.is_file() else sorted(folder.glob("*.safetensors")))
-    ]
+    whole, index = "model.safetensors", folder / "model.safetensors.index.json"
+    names = (
+        [whole]
+        if (folder / whole).is_file()
+        else files_of_index(index) or [path.name for path in folder.glob("*.safetensors")]
+    )
+    files = [safe_open(folder / name, "pt") for name in sorted(names)]
     place = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    is_awq, size = four_bit_method(description) == "awq", description["quantization_config"]["group_size"]
     found = {}
     for name, file in place.items():
         layer, _, part = name.rpartition(".")
         is_quantised = f"{layer}.qweight" in place
         if is_quantised and part == "qweight":
-            names = [
+            held = [
                 other for other in ("qweight", "qzeros", "scales", "g_idx") if f"{layer}.{other}" in place
             ]
-            parts = {other: place[f"{layer}.{other}"].get_tensor(f"{layer}.{other}") for other in names}
+            parts = {other: place[f"{layer}.{other}"].get_tensor(f"{layer}.{other}") for other in held}
             try:
-                found[f"{layer}.weight"] = _unpack(parts, dtype, is_awq=four_bit_method(description) == "awq")
+                found[f"{layer}.weight"] = _unpack(parts, dtype, is_awq, size)
             except (KeyError, RuntimeError, ValueError) as error:
                 raise ConfigError(
                     f"model={str(folder)!r} cannot be read: {layer}: {error}. Download it again."
@@ -80,7 +93,9 @@ def unpacked_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.
     return found
 
 
-def _unpack(parts: Mapping[str, torch.Tensor], dtype: torch.dtype, is_awq: bool) -> torch.Tensor:
+def _unpack(
+    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, is_awq: bool, group_size: int
+) -> torch.Tensor:
     """Return the weight [N, K] of one layer.
 
     Words hold 8 numbers: adjacent outputs in AWQ (`qweight` [K, N/8], `qzeros` [G, N/8]), adjacent inputs in GPTQ
@@ -98,10 +113,11 @@ def _unpack(parts: Mapping[str, torch.Tensor], dtype: torch.dtype, is_awq: bool)
         numbers = _nibbles(parts["qweight"].t()).reshape(num_outputs, -1).t()
         zeros = torch.full((num_groups, num_outputs), 8)
     num_inputs = len(numbers)
-    if "g_idx" in parts:
-        groups = torch.arange(num_inputs) // (num_inputs // num_groups)
-        if not torch.equal(parts["g_idx"].long(), groups):
-            raise ValueError("its groups are not of adjacent inputs (g_idx), as vLLM expects")
+    size = num_inputs if group_size == -1 else group_size
+    if num_groups * size != num_inputs:
+        raise ValueError(f"{num_inputs} inputs have {num_groups} scales, and group_size is {group_size}")
+    if "g_idx" in parts and not torch.equal(parts["g_idx"].long(), torch.arange(num_inputs) // size):
+        raise ValueError("its groups are not of adjacent inputs (g_idx), as vLLM expects")
     grouped = numbers.reshape(num_groups, -1, num_outputs) - zeros.view(num_groups, 1, num_outputs)
     return (grouped * scales.unsqueeze(1)).view(num_inputs, num_outputs).to(dtype).t().contiguous()
 

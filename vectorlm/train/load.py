@@ -211,9 +211,8 @@ def load_pretrained(
     if is_empty:
         model.tie_weights()
         return model
-    weights = unpacked_weights(path, arguments["dtype"])
-    with _naming(path, "model"), _without_report() if new else nullcontext():
-        arguments |= {"config": config, "state_dict": weights}
+    with _naming(path, "model"), _without_report():
+        arguments |= {"config": config, "state_dict": unpacked_weights(path, arguments["dtype"])}
         model, info = type(model).from_pretrained(None, output_loading_info=True, **arguments)
     # Read from tensors, the model does not know its folder, which adapters name as their base.
     model.config.name_or_path = model.name_or_path = str(path)
@@ -234,7 +233,7 @@ def _complete(model: Any, info: Mapping[str, Any], path: str | Path, new: tuple[
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Silence transformers' report that a new head should be trained."""
+    """Silence transformers' report of missing tensors."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -250,7 +249,7 @@ def _naming(path: str | Path, what: str) -> Iterator[None]:
     """Name the folder in errors of transformers."""
     try:
         yield
-    except (MemoryError, RuntimeError):
+    except (MemoryError, RuntimeError, ConfigError):
         # Out of memory, for example: another file would not help.
         raise
     except Exception as error:

@@ -456,7 +456,8 @@ def _lora_problems(config: Config) -> Iterator[str]:
     mode = config.engine.lora_mode_of_run if config.has_engine else "merged"
     options = {option: value for option, value in options.items() if not known or option in known}
     kind = WRITES if config.reward_model is None else SCORES
-    for option, value, rule, fix in (*refused_options(options, mode), *refused_starts(options, kind)):
+    refused = [] if _in_4_bits(config) else refused_options(options, mode)
+    for option, value, rule, fix in (*refused, *refused_starts(options, kind)):
         yield refuse(config, f"{_LORA}.{option}", rule, fix, value)
     if not config.has_engine:
         return
@@ -496,15 +497,29 @@ def _quantization_problems(config: Config) -> Iterator[str]:
             yield refuse(config, f"{_LORA}.{option}", rule, "Leave it out.", value)
 
 
+def _in_4_bits(config: Config) -> bool:
+    """Whether the trained model is a checkpoint in 4 bits."""
+    return four_bit_method(description_of(Path(config.model)) or {}) is not None
+
+
 def _four_bit_problems(config: Config) -> Iterator[str]:
     """Yield the settings that a model in 4 bits cannot be used with; nothing for other models."""
     # All of these cost more than a minute: the engine starts, and the model is read, first.
-    train, engine, description = config.train_parameters, config.engine, description_of(Path(config.model))
-    if description is None or (method := four_bit_method(description)) is None:
+    for setting, folder in config.model_folders.items():
+        described = description_of(Path(folder)) or {}
+        is_packed = four_bit_method(described) is not None
+        if is_packed and (reason := why_not_unpacked(described)) is not None:
+            yield refuse(config, setting, f"cannot be read: {reason}", "Use another checkpoint.", folder)
+        if is_packed and has_experts(described):
+            rule = "cannot have experts in 4 bits: they are not supported"
+            yield refuse(config, setting, rule, "Use the model in 16 bits.", folder)
+    train, engine = config.train_parameters, config.engine
+    if not _in_4_bits(config):
         return
-    what = f"with a model in 4 bits ({method})"
-    if (reason := why_not_unpacked(description)) is not None:
-        yield refuse(config, "model", f"cannot be read: {reason}", "Use another checkpoint.")
+    what = "with a model in 4 bits"
+    if train.model.exact:
+        yield refuse(config, "train_parameters.exact", f"cannot be used {what}", "Leave it out.")
+        return
     if train.lora_peft_config is None:
         yield refuse(config, _LORA, f"must be set {what}, whose weights are frozen", "Add it.")
         return

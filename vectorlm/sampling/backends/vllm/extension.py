@@ -117,8 +117,8 @@ class WeightExtension:
         if weight_set == BASE:
             if self._vectorlm_keeps_base:
                 raise WeightMismatch(
-                    "the engine's base has 4 bits (AWQ, GPTQ), so it takes no other. Send adapters alone, with "
-                    "SamplingEngine.update."
+                    "the engine's base has 4 bits (AWQ, GPTQ) and cannot be replaced. Train LoRA adapters, and send "
+                    "them with SamplingEngine.update, or serve a model in 16 bits."
                 )
             require_derivable(self.model_runner.get_model(), self.model_runner.model_config.dtype)
         return self._vectorlm_receivers[weight_set].describe(manifest)

@@ -205,8 +205,8 @@ def require_plain_layers(model: torch.nn.Module, may_be_quantised: bool = False)
 
 
 def keeps_base(model: torch.nn.Module) -> bool:
-    """Return whether linear layers hold 4-bit words of AWQ or GPTQ, which no update can bring."""
-    return any(getattr(module, "qweight", None) is not None for module in model.modules())
+    """Return whether layers hold 4-bit words of AWQ or GPTQ, which no update can bring."""
+    return any(name.endswith("qweight") for name, _ in model.named_parameters())
 
 
 def _derived(model: torch.nn.Module) -> Iterator[tuple[str, Any, dict[str, torch.Tensor]]]:
