@@ -6,6 +6,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from vectorlm.errors import ConfigError
 from vectorlm.rl.environments.environment import value_of
@@ -183,9 +184,37 @@ def unsayable():
     raise Unsayable
 
 
+def screenshot():
+    return [{"type": "image", "image": Image.new("RGB", (4, 4), "red")}, {"type": "text", "text": "red"}]
+
+
+def bare_image():
+    return Image.new("RGB", (4, 4))
+
+
+def image_of_verl():
+    return {"image": [Image.new("RGB", (4, 4))], "text": "red"}
+
+
+def missing_image():
+    return [{"type": "image", "image": "nowhere.png"}]
+
+
+def test_a_tool_shows_images():
+    answer, is_error = asyncio.run(call_tool(ToolCall("tool", {}), {"tool": screenshot}, value_of))
+    assert not is_error
+    assert answer["role"] == "tool"
+    image, text = answer["content"]
+    assert image["image"].open().getpixel((0, 0)) == (255, 0, 0)
+    assert text == {"type": "text", "text": "red"}
+
+
 @pytest.mark.parametrize(
     ("tool", "content"),
     [
+        (bare_image, "error: TypeError: a tool must return images as parts"),
+        (image_of_verl, "error: TypeError: a tool must return images as parts"),
+        (missing_image, "error: ImageError: the image 'nowhere.png' cannot be read"),
         (exits, "error: SystemExit: None"),
         (interrupts, "error: KeyboardInterrupt: "),
         (gives_up, "error: CancelledError: "),

@@ -8,9 +8,11 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vectorlm.data.encoding import escaped_halves, require_whole_characters, without_thoughts
+from vectorlm.data.images import is_image, looks_like_image, with_content
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import text_of
 
@@ -172,15 +174,34 @@ def identity_of(tool: Any) -> tuple[str, str | None, str]:
     return getattr(tool, "__name__", str(tool)), tool.__doc__, signature
 
 
-def tool_message(call: ToolCall, content: str) -> dict[str, Any]:
+def tool_message(call: ToolCall, content: str | list[Any]) -> dict[str, Any]:
     """Return the message with the result of a call."""
     # Errors may quote lone surrogates.
-    return {
-        "role": "tool",
-        "tool_call_id": call.id,
-        "name": call.name,
-        "content": escaped_halves(content),
-    }
+    content = escaped_halves(content) if isinstance(content, str) else content
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+
+
+def content_of(result: Any) -> str | list[Any]:
+    """Return a tool's result as the content of a message: its text, or its parts if it shows images.
+
+    Raises:
+        TypeError: An image is not in a list of parts, or JSON has no form for a value.
+        ValueError: An image cannot be read, or the text has lone surrogates.
+    """
+    if isinstance(result, list) and any(map(is_image, result)):
+        (message,) = with_content([{"content": result}])
+        texts = [part for part in message["content"] if not is_image(part)]
+        require_whole_characters(json.dumps(texts, ensure_ascii=False))
+        return list(message["content"])
+    content = result if isinstance(result, str) else json.dumps(result, default=_as_text)
+    require_whole_characters(content)
+    return content
+
+
+def _as_text(value: Any) -> str:
+    if looks_like_image(value) and not isinstance(value, Path):
+        raise TypeError('a tool must return images as parts: [{"type": "image", "image": …}]')
+    return str(value)
 
 
 async def call_tool(
@@ -198,8 +219,7 @@ async def call_tool(
         return tool_message(call, f"error: there is no tool {call.name!r}, only {', '.join(tools)}"), True
     try:
         found = await value_of(tools[call.name](**call.arguments))
-        content = found if isinstance(found, str) else json.dumps(found, default=str)
-        require_whole_characters(content)
+        content = content_of(found)
     except BaseException as error:  # A tool may run the policy's text, which may raise anything.
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             raise
