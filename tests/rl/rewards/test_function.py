@@ -279,6 +279,19 @@ def test_the_log_says_where_a_call_hung(pool, tmp_path):
     assert "in hang_in_c" in (tmp_path / "rewards.log").read_text()
 
 
+def test_the_log_has_no_stack_of_an_idle_worker(pool, tmp_path):
+    async def end_a_worker_after_its_job():
+        worker = await pool.start_shared()
+        assert await worker.ask("builtins:range", 3, 4) == 3
+        pool.end(worker, "no longer needed")
+
+    pool.submit(end_a_worker_after_its_job()).result()
+    score(lambda text: print("scored"), pool, "a")
+    pool.close()
+    (line,) = (tmp_path / "rewards.log").read_text().splitlines()
+    assert line.endswith("] scored")
+
+
 def test_the_first_failure_stops_the_rest(pool):
     def reward(text):
         if text == "bad":

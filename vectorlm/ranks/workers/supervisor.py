@@ -217,7 +217,8 @@ def serve(connection: socket.socket) -> None:
     Generators run one after the other, asynchronous ones at the same time. A request without a function name cancels
     the request with its number.
     """
-    faulthandler.register(STACK_SIGNAL, all_threads=False)
+    # An idle worker has no late call, so it writes no stack. Children would inherit SIG_IGN.
+    signal.signal(STACK_SIGNAL, lambda *_: None)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     pid, loop = os.getpid(), asyncio.new_event_loop()
@@ -241,12 +242,24 @@ def serve(connection: socket.socket) -> None:
         except BaseException as error:
             send(number, ERROR, RuntimeError(raised_at(error)))
 
+    @contextmanager
+    def watched() -> Iterator[None]:
+        faulthandler.register(STACK_SIGNAL, all_threads=False)
+        try:
+            yield
+        finally:
+            if not tasks:
+                faulthandler.unregister(STACK_SIGNAL)
+
     async def carry_out(number: int, values: AsyncIterator[Any]) -> None:
         with reported(number):
-            async for value in values:
-                send(number, VALUE, value)
+            with watched():
+                try:
+                    async for value in values:
+                        send(number, VALUE, value)
+                finally:
+                    del tasks[number]
             send(number, END)
-        del tasks[number]
 
     def read(size: int) -> bytes:
         data = b""
@@ -267,12 +280,13 @@ def serve(connection: socket.socket) -> None:
                 tasks[number].cancel()
             continue
         with reported(number):
-            function, given = load_plugin(name), pickle.loads(arguments)
-            if inspect.isasyncgenfunction(function):
-                tasks[number] = loop.create_task(carry_out(number, function(*given)))
-                continue
-            for value in function(*given):
-                send(number, VALUE, value)
+            with watched():
+                function, given = load_plugin(name), pickle.loads(arguments)
+                if inspect.isasyncgenfunction(function):
+                    tasks[number] = loop.create_task(carry_out(number, function(*given)))
+                    continue
+                for value in function(*given):
+                    send(number, VALUE, value)
             send(number, END)
 
 
