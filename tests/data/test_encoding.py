@@ -190,6 +190,11 @@ def test_text_gets_the_tokenizers_special_tokens_and_ids_need_no_tokenizer():
     assert {type(token) for item in encoded for token in item} == {int}
 
 
+def test_a_prompt_with_images_beside_it_is_told_where_they_belong():
+    with pytest.raises(TypeError, match=r"'images'.*parts of messages"):
+        as_list([{"prompt": "ab", "images": ["a.png"]}])
+
+
 def test_a_bos_that_the_text_begins_with_is_not_doubled_and_that_is_said():
     tokenizer = tokenizer_of()
     plain = encode("ab", lambda: tokenizer)

@@ -48,6 +48,7 @@ def test_prompts_replies_and_marks_of_training_have_the_variables(template, how)
     [
         ({"think": True}, "'thinks'"),
         ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"tools": []}, r"'tools': \[\.\.\.\]"),
         ({"x": 1}, "x"),
     ],
 )

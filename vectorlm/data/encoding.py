@@ -86,9 +86,12 @@ def with_template(tokenizer: Any, chat_template: str | None, variables: Mapping[
             rule = (
                 "is set by vectorlm itself" if name in OWN_VARIABLES else "is not read by the chat template"
             )
-            raise ConfigError(
-                f"chat_template_kwargs.{name} {rule}. {nearest(name, read - OWN_VARIABLES)}".rstrip()
-            )
+            fix = "" if name in OWN_VARIABLES else nearest(name, read - OWN_VARIABLES)
+            if name == "tools":
+                fix = (
+                    "Give an environment `tools`, or sample the prompt {'prompt': messages, 'tools': [...]}."
+                )
+            raise ConfigError(f"chat_template_kwargs.{name} {rule}. {fix}".rstrip())
         setattr(tokenizer, VARIABLES, dict(variables))
     return tokenizer
 

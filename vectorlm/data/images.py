@@ -171,7 +171,7 @@ def images_of(prompt: Any) -> list[Picture]:
             if is_image(part):
                 if "image" not in (plain := plain_image(part)):
                     raise ValueError(
-                        "a part of the type image names no image, and the row has no column 'images'"
+                        "a part of the type image names no image. Add `image` to it, or a column `images` to the row."
                     )
                 found.append(plain["image"])
     return found

@@ -423,6 +423,9 @@ def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
                 fix = " Put the conversation in a list: [messages]."
             elif hasattr(prompt, "__index__"):
                 fix = " Put the token ids in a list: [token_ids]."
+            elif isinstance(prompt, Mapping) and prompt.keys() & KEYS:
+                others = ", ".join(map(repr, sorted(prompt.keys() - KEYS, key=str)))
+                fix = f" Leave out {others}: a mapping has only a prompt and `tools`. Images are parts of messages."
             raise TypeError(
                 f"prompt {index} is {str(prompt)[:60]!r}, a {type(prompt).__name__}: a prompt is text, token ids or "
                 f"chat messages ({{'role': …, 'content': …}}).{fix}"
