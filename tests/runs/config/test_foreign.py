@@ -101,7 +101,7 @@ def test_names_that_are_right_in_another_section_are_answered_with_that_section(
 
 VERL = """
 algorithm: {adv_estimator: grpo, gamma: 1.0, kl_ctrl: {kl_coef: 0.001}}
-data: {train_files: train.parquet, train_batch_size: 8, image_key: images}
+data: {train_files: train.parquet, train_batch_size: 8, image_key: images, shuffle: True}
 actor_rollout_ref:
   model: {path: model}
   actor: {optim: {lr: 1.0e-6}, use_kl_loss: True, clip_ratio_c: 3}
@@ -132,7 +132,8 @@ def test_a_file_of_verl_is_translated_setting_by_setting(write_config):
         line = next(line for line in text.splitlines() if f"'{name}'" in line)
         assert f"Did you mean '{place}'" in line
     assert "Give the number of ranks as --world_size." in text
-    assert "no setting is like 'data.image_key'" in text
+    assert "Name the columns prompt and images" in text
+    assert "no setting is like 'data.shuffle'" in text
 
 
 def test_an_override_of_verl_is_translated(write_config):
@@ -152,6 +153,8 @@ def test_an_override_of_verl_is_translated(write_config):
         ("reward.reward_model.model_path=judge", "'rl.reward_models'"),
         ("reward.num_workers=8", "'rl.reward_workers'"),
         ("trainer.rollout_data_dir=rollouts", "rollouts.jsonl"),
+        ("custom_reward_function.reward_kwargs.scale=2", "file.py:NAME(scale=2)"),
+        ("algorithm.rollout_correction.rollout_is=token", "'rl.correction.preset'"),
     ],
 )
 def test_turns_tools_and_reward_models_of_verl_are_translated(write_config, setting, answer):
