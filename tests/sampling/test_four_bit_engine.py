@@ -74,7 +74,8 @@ def test_a_swapped_engine_is_a_fresh_one_on_the_trainers_base(family, method, wo
     folder = str(save_four_bit(plain, tmp_path / "model", method))
     arguments = folder, str(plain), options
     outcomes = [swap(*arguments)] if world_size == 1 else forked(swap, *arguments, world_size=world_size)
-    factors = [each for name, each in with_adapters(load_model(folder)).named_parameters() if "lora_" in name]
+    adapted = with_adapters(load_model(folder))
+    factors = [factor for name, factor in adapted.named_parameters() if "lora_" in name]
     for first, swapped, recovered, fresh, gaps, num_bytes in outcomes:
         assert swapped == recovered == fresh, "the engine is not the one that starts with these adapters"
         assert first != swapped, "the updates changed nothing, so equality proves nothing"

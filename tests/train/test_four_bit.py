@@ -28,7 +28,7 @@ def plain(tmp_path):
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_the_weights_are_the_nearest_of_sixteen(plain, tmp_path, method):
-    """Half a step off at most: a wrong order of numbers, a wrong zero point or scale would be further off."""
+    """A wrong order of numbers, a wrong zero point or a wrong scale would be further off."""
     model = load_model(save_four_bit(plain, tmp_path / "model", method))
     expected, empty = load_model(plain), load_model(tmp_path / "model", is_empty=True)
     assert [*empty.state_dict()] == [*model.state_dict()] == [*expected.state_dict()]
@@ -205,7 +205,7 @@ def test_every_model_of_a_run_is_checked_whatever_its_config_says(tmp_path, desc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "method"), [(2, "awq"), (1, "gptq")])
-def test_a_run_saves_adapters_that_sample_and_merge(tmp_path, monkeypatch, capsys, world_size, method):
+def test_a_run_saves_adapters_that_sample_and_merge(tmp_path, capsys, world_size, method):
     files = save_files(tmp_path)
     (files / "model").rename(files / "plain")
     save_four_bit(files / "plain", files / "model", method)

@@ -21,11 +21,11 @@ from vectorlm.runs.preflight.local_model import (
     describe_absent,
     description_of,
     download,
+    four_bit_method_of,
     local_folder,
 )
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.sampling.weights.lora_factors import engine_arguments
-from vectorlm.train.four_bit import four_bit_method
 from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder
 from vectorlm.types import Prompt
 
@@ -222,7 +222,7 @@ def open_engine(
 
     An `EngineError` keeps its first paragraph only, without the engine's traceback.
     """
-    in_4_bits = four_bit_method(description_of(Path(model)) or {}) is not None
+    in_4_bits = four_bit_method_of(model) is not None
     if in_4_bits and engine_args.get("dtype") in ("float32", "float"):
         engine_args = {**engine_args, "dtype": "bfloat16"}  # The kernels compute in 16 bits.
     if in_4_bits and adapter is not None:

@@ -37,12 +37,13 @@ def four_bit_method(description: Mapping[str, Any]) -> str | None:
 
 def why_not_unpacked(description: Mapping[str, Any]) -> str | None:
     """Return why the weights of an AWQ or GPTQ model cannot be read, as a clause; None if they can."""
-    settings, size = description["quantization_config"], description["quantization_config"].get("group_size")
+    settings = description["quantization_config"]
     required = _REQUIRED[four_bit_method(description) or ""]
     for name, allowed in {**{name: (value,) for name, value in required.items()}, **_OPTIONAL}.items():
         value = settings.get(name)
         if (value.lower() if isinstance(value, str) else value) not in allowed:
             return f"quantization_config.{name} of its config.json is {value!r}, and must be {allowed[-1]!r}"
+    size = settings.get("group_size")
     if type(size) is not int or not (size == -1 or size > 0):
         return f"quantization_config.group_size of its config.json is {size!r}, and must be a number"
     return None
@@ -64,12 +65,12 @@ def unpacked_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.
     if (reason := why_not_unpacked(description)) is not None:
         raise ConfigError(f"model={str(folder)!r} cannot be read: {reason}. Use another checkpoint.")
     whole, index = "model.safetensors", folder / "model.safetensors.index.json"
-    names = (
+    file_names = (
         [whole]
         if (folder / whole).is_file()
         else files_of_index(index) or [path.name for path in folder.glob("*.safetensors")]
     )
-    files = [safe_open(folder / name, "pt") for name in sorted(names)]
+    files = [safe_open(folder / name, "pt") for name in sorted(file_names)]
     place = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
     is_awq, size = four_bit_method(description) == "awq", description["quantization_config"]["group_size"]
     found = {}
@@ -77,10 +78,8 @@ def unpacked_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.
         layer, _, part = name.rpartition(".")
         is_quantised = f"{layer}.qweight" in place
         if is_quantised and part == "qweight":
-            held = [
-                other for other in ("qweight", "qzeros", "scales", "g_idx") if f"{layer}.{other}" in place
-            ]
-            parts = {other: place[f"{layer}.{other}"].get_tensor(f"{layer}.{other}") for other in held}
+            names = {other: f"{layer}.{other}" for other in ("qweight", "qzeros", "scales", "g_idx")}
+            parts = {other: place[key].get_tensor(key) for other, key in names.items() if key in place}
             try:
                 found[f"{layer}.weight"] = _unpack(parts, dtype, is_awq, size)
             except (KeyError, RuntimeError, ValueError) as error:

@@ -20,6 +20,7 @@ from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.config.value import show
 from vectorlm.sampling.weights.model_size import files_of_index
+from vectorlm.train.four_bit import four_bit_method
 from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, options_of
 
 HUB_NAME = re.compile(r"(?!\.)([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
@@ -263,6 +264,11 @@ def is_mxfp4(folder: Path) -> bool:
     """Whether the experts of a model are in MXFP4, as gpt-oss is published."""
     quantised = (description_of(folder) or {}).get("quantization_config")
     return isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
+
+
+def four_bit_method_of(folder: str | Path) -> str | None:
+    """Return `awq` or `gptq` if the model in a folder has 4-bit weights of this kind, else None."""
+    return four_bit_method(description_of(Path(folder)) or {})
 
 
 def vocab_size(folder: Path) -> float:

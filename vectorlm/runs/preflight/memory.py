@@ -15,7 +15,7 @@ from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.settings import CPU_PASS_TOKENS, SELF
 from vectorlm.runs.config.schema import Config, TrainSettings
 from vectorlm.runs.config.setting import to_plain, value_at, with_value
-from vectorlm.runs.preflight.local_model import description_of
+from vectorlm.runs.preflight.local_model import four_bit_method_of
 from vectorlm.runs.preflight.memory_plan import (
     FOUR_BIT_BYTES,
     GIB,
@@ -37,7 +37,6 @@ from vectorlm.sampling.weights.model_size import (
     empty_model,
     read_model_size,
 )
-from vectorlm.train.four_bit import four_bit_method
 from vectorlm.train.optimizers import state_bytes
 from vectorlm.train.settings import gathers_once, stays_plain
 
@@ -256,7 +255,7 @@ def _engine_demand(
     staged = {"push": None, "pull": 0}.get(config.engine.transport, BUCKET_BYTES)
     packs = config.engine.receiver == "packed" or packs_by_itself(model.num_parameters)
     is_quantised = config.engine.quantization is not None
-    in_4_bits = four_bit_method(description_of(Path(config.model)) or {}) is not None
+    in_4_bits = four_bit_method_of(config.model) is not None
     is_server = config.engine.inference == "server"
     return EngineDemand(
         bytes_per_weight=per_weight,

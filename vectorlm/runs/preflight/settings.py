@@ -18,7 +18,14 @@ from vectorlm.rl.rewards.registry import short_name
 from vectorlm.runs.config.schema import OLD_SECTION, Config, old_names
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.runs.config.value import describe_refusal, show
-from vectorlm.runs.preflight.local_model import EXPERTS, HEADS, description_of, number_in, vocab_size
+from vectorlm.runs.preflight.local_model import (
+    EXPERTS,
+    HEADS,
+    description_of,
+    four_bit_method_of,
+    number_in,
+    vocab_size,
+)
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.runs.preflight.shared_base import sharing_problems
 from vectorlm.sampling.contract import BACKENDS
@@ -456,7 +463,8 @@ def _lora_problems(config: Config) -> Iterator[str]:
     mode = config.engine.lora_mode_of_run if config.has_engine else "merged"
     options = {option: value for option, value in options.items() if not known or option in known}
     kind = WRITES if config.reward_model is None else SCORES
-    refused = [] if _in_4_bits(config) else refused_options(options, mode)
+    # `_four_bit_problems` has its own answer.
+    refused = [] if four_bit_method_of(config.model) else refused_options(options, mode)
     for option, value, rule, fix in (*refused, *refused_starts(options, kind)):
         yield refuse(config, f"{_LORA}.{option}", rule, fix, value)
     if not config.has_engine:
@@ -488,18 +496,18 @@ def _quantization_problems(config: Config) -> Iterator[str]:
         rule = f"cannot be used with {path}, where every rank holds the whole model"
         yield refuse(config, "train_parameters.low_cpu_mem_usage", rule, fix)
     # The base is sent once. Merged weights would be sent at every update, and would differ from the trainer's.
+    yield from _frozen_base_problems(config, path, names_options=not config.has_engine)
+
+
+def _frozen_base_problems(config: Config, what: str, names_options: bool) -> Iterator[str]:
+    """Yield the settings that would replace or train the base of adapters; `what` keeps it frozen."""
     if config.has_engine and config.engine.lora_mode_of_run != "adapter":
         fix = "Use inference: vllm with lora_mode: adapter."
-        yield refuse(config, "engine.lora_mode", f"must be adapter with {path}", fix)
-    elif not config.has_engine:
-        for option, value, _, _ in refused_options(train.lora_peft_config or {}, "adapter"):
-            rule = f"cannot be used with {path}: it reads or trains the base"
-            yield refuse(config, f"{_LORA}.{option}", rule, "Leave it out.", value)
-
-
-def _in_4_bits(config: Config) -> bool:
-    """Whether the trained model is a checkpoint in 4 bits."""
-    return four_bit_method(description_of(Path(config.model)) or {}) is not None
+        yield refuse(config, "engine.lora_mode", f"must be adapter with {what}", fix)
+    options = (config.train_parameters.lora_peft_config or {}) if names_options else {}
+    for option, value, _, _ in refused_options(options, "adapter"):
+        rule = f"cannot be used with {what}: it reads or trains the base"
+        yield refuse(config, f"{_LORA}.{option}", rule, "Leave it out.", value)
 
 
 def _four_bit_problems(config: Config) -> Iterator[str]:
@@ -514,31 +522,26 @@ def _four_bit_problems(config: Config) -> Iterator[str]:
             rule = "cannot have experts in 4 bits: they are not supported"
             yield refuse(config, setting, rule, "Use the model in 16 bits.", folder)
     train, engine = config.train_parameters, config.engine
-    if not _in_4_bits(config):
+    if four_bit_method_of(config.model) is None:
         return
-    what = "with a model in 4 bits"
+    what = "a model in 4 bits"
     if train.model.exact:
-        yield refuse(config, "train_parameters.exact", f"cannot be used {what}", "Leave it out.")
+        yield refuse(config, "train_parameters.exact", f"cannot be used with {what}", "Leave it out.")
         return
     if train.lora_peft_config is None:
-        yield refuse(config, _LORA, f"must be set {what}, whose weights are frozen", "Add it.")
+        yield refuse(config, _LORA, f"must be set with {what}, whose weights are frozen", "Add it.")
         return
-    for option, value, _, _ in refused_options(train.lora_peft_config, "adapter"):
-        rule = f"cannot be used {what}: it reads or trains the base"
-        yield refuse(config, f"{_LORA}.{option}", rule, "Leave it out.", value)
+    yield from _frozen_base_problems(config, what, names_options=True)
     if not config.has_engine:
         return
-    if engine.lora_mode_of_run != "adapter":
-        fix = "Use inference: vllm with lora_mode: adapter."
-        yield refuse(config, "engine.lora_mode", f"must be adapter {what}", fix)
     if engine.quantization is not None:
-        rule = f"cannot be used {what}"
+        rule = f"cannot be used with {what}"
         yield refuse(config, "engine.quantization", rule, "Leave it out.")
     if config.engine_dtype(has_gpu()) in ("float32", "float"):
-        rule = f"must have 16 bits {what}, because the kernels compute in them"
+        rule = f"must have 16 bits with {what}, because the kernels compute in them"
         yield refuse(config, "engine.dtype", rule, "Use bfloat16.", config.engine_dtype(has_gpu()))
     if engine.turn.sleep == "all":
-        rule = f"cannot be all {what}: no update would bring the base back"
+        rule = f"cannot be all with {what}: no update would bring the base back"
         yield refuse(config, "engine.sleep", rule, "Use kv_cache.")
 
 

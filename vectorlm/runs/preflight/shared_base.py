@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.config.setting import refuse, to_plain, value_at
 from vectorlm.runs.config.value import show
-from vectorlm.runs.preflight.local_model import description_of
-from vectorlm.train.four_bit import four_bit_method
+from vectorlm.runs.preflight.local_model import four_bit_method_of
 
 SHARE_BASE = "train_parameters.share_base"
 _VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -42,7 +40,7 @@ def sharing_problems(config: Config, is_cuda: bool) -> Iterator[tuple[str, str]]
         rule = "needs an engine, but this run does not sample"
         yield "evaluation.prompts", refuse(config, SHARE_BASE, rule, "Leave it out.", True)
         return
-    if (method := four_bit_method(description_of(Path(config.model)) or {})) is not None:
+    if (method := four_bit_method_of(config.model)) is not None:
         rule = f"cannot be in 4 bits ({method}) with {SHARE_BASE}"
         yield "model", refuse(config, "model", rule, "Leave share_base out.")
     plain = to_plain(config)
