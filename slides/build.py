@@ -144,7 +144,8 @@ def steps(folder: Path) -> None:
                 x, sampling + update + 1, label, ha="center", fontweight="bold" if of_ours else "normal"
             )
     axes.set_xticks(
-        range(len(order)), [f"{each.split(',')[0]} tokens\ngroups of {each.split()[-3]}" for each in order]
+        range(len(order)),
+        [f"{setting.split(',')[0]} tokens\ngroups of {setting.split()[-3]}" for setting in order],
     )
     axes.set_ylabel("seconds a step")
     axes.legend(
