@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -325,7 +326,7 @@ def pages_with_tables() -> list[str]:
 
 
 def results_older_than_their_code() -> list[str]:
-    """Name the results whose code differs from the commit they were measured at, comments and docstrings aside."""
+    """Name the results whose compiled code differs from the commit they were measured at."""
     return [name for name in RESULTS if _is_older_than_its_code(name)]
 
 
@@ -343,16 +344,21 @@ def _code_differs(commit: str, path: str) -> bool:
     old, new = _git("show", f"{commit}:{path}"), ROOT / path
     if old is None or not new.exists() or new.suffix != ".py":
         return True
-    return _bare(old) != _bare(new.read_text())
+    return _instructions(old) != _instructions(new.read_text())
 
 
-def _bare(source: str) -> str:
-    """Return code as a tree without comments and docstrings."""
+def _instructions(source: str) -> object:
+    """Return compiled code, which has neither comments, docstrings nor names of local variables."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            node.value.value = None
-    return ast.dump(tree)
+            node.value.value = ""  # a module keeps its docstring, so that __future__ stays first
+
+    def parts(code: CodeType) -> object:
+        constants = [parts(part) if isinstance(part, CodeType) else repr(part) for part in code.co_consts]
+        return code.co_name, code.co_code, code.co_names, constants
+
+    return parts(compile(tree, "", "exec", dont_inherit=True))
 
 
 def _git(*arguments: str) -> str | None:

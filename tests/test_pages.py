@@ -83,7 +83,7 @@ def test_every_result_has_a_commit_a_date_and_the_list_of_the_code_that_it_measu
     assert [path for path in code if not (ROOT / path).exists()] == []
 
 
-def test_a_result_is_older_than_its_code_once_more_than_comments_and_docstrings_changed(
+def test_a_result_is_older_than_its_code_once_more_than_texts_and_local_names_changed(
     table, monkeypatch, tmp_path
 ):
     def git(*words):
@@ -94,7 +94,7 @@ def test_a_result_is_older_than_its_code_once_more_than_comments_and_docstrings_
 
     code, result = tmp_path / "vectorlm/swap.py", tmp_path / "benchmarks/results/swap.json"
     code.parent.mkdir()
-    code.write_text('"""Swap."""\nSIZE = 1  # of a piece\n')
+    code.write_text('"""Swap."""\nSIZE = 1  # of a piece\ndef sizes(all): return [SIZE for each in all]\n')
     for words in (["init"], ["add", "."], ["commit", "-m", "start"]):
         git(*words)
     result.parent.mkdir(parents=True)
@@ -102,9 +102,13 @@ def test_a_result_is_older_than_its_code_once_more_than_comments_and_docstrings_
     result.write_text(json.dumps({**found, "rows": [{"ms": 1}]}))
     monkeypatch.setattr(table, "ROOT", tmp_path)
     monkeypatch.setattr(table, "RESULTS", {"swap": table.Result(("vectorlm",), (table.Table("Swaps"),))})
-    code.write_text('"""Swap weights."""\nSIZE = 1  # bytes\n')
+    code.write_text(
+        '"""Swap weights."""\nSIZE = 1  # bytes\ndef sizes(rows): return [SIZE for row in rows]\n'
+    )
     assert table.results_older_than_their_code() == []
-    code.write_text('"""Swap weights."""\nSIZE = 2  # bytes\n')
+    code.write_text(
+        '"""Swap weights."""\nSIZE = 2  # bytes\ndef sizes(rows): return [SIZE for row in rows]\n'
+    )
     assert table.results_older_than_their_code() == ["swap"]
     page = "<!-- benchmarks: begin swap -->\n<!-- benchmarks: end -->"
     plain, marked = (table.with_tables(page, "docs/a.md", names) for names in ([], ["swap"]))
