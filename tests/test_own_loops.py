@@ -167,7 +167,7 @@ def learn(name, files):
 @pytest.mark.parametrize(("name", "world_size"), [*zip(PAGES, (2, 1), strict=True)])
 def test_the_share_of_right_answers_rises(files, name, world_size):
     (before, after), *others = forked(learn, name, files, world_size=world_size)
-    assert all(each == (before, after) for each in map(tuple, others)), "every rank returns the same"
+    assert all(shares == (before, after) for shares in map(tuple, others)), "every rank returns the same"
     # Of 32 answers with the same seeds, 0.19 were right before, and afterwards 0.53 or more in every run seen.
     assert after >= before + 0.2
 
@@ -177,9 +177,9 @@ def test_the_documented_commands_run_on_countdown(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     size = ["--num_train", "64", "--num_eval", "8", "--num_questions", "8"]
     run(tmp_path, "examples/make_countdown.py", *size)
-    for name, each in zip(PAGES, ("steps", "rounds"), strict=True):
+    for name, unit in zip(PAGES, ("steps", "rounds"), strict=True):
         (line,) = commands("docs/algorithms.md", f"python examples/{name}.py")
-        few = ["--model", "data/countdown/model", f"--num_{each}", "1", "--world_size", "1"]
+        few = ["--model", "data/countdown/model", f"--num_{unit}", "1", "--world_size", "1"]
         printed = run(tmp_path, *shlex.split(line)[1:], *few)
         assert re.search(r"^(step|round) 1: 0% of the (proposals right|questions solved), 0 ", printed, re.M)
         assert printed.count("0.0% of the held-out answers are right") == 2

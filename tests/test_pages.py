@@ -34,7 +34,7 @@ SETTINGS = [(page, block) for page in PAGES for block in blocks(page, "yaml")]
 def test_every_link_leads_to_a_file(page):
     targets = re.findall(r"\]\(([^)#\s]+)", text_of(page))
     folder = (ROOT / page).parent
-    assert [each for each in targets if ":" not in each and not (folder / each).exists()] == []
+    assert [target for target in targets if ":" not in target and not (folder / target).exists()] == []
 
 
 def in_nav(entries):

@@ -119,7 +119,7 @@ def test_the_examples_with_turns_run(checkout, run_here, name):
     few.append(f"train_parameters.output_dir=runs/{name}")
     # The model has not learned to end its turns.
     few.append(f"rl.sampling_params={{max_tokens: 8, stop_token_ids: {list(range(4, 200, 2))}}}")
-    settings = [word for each in few for word in ("--set", each)]
+    settings = [word for setting in few for word in ("--set", setting)]
     run_here(checkout, "-m", "vectorlm", "run", f"configs/{name}.yaml", "--world_size", "1", *settings)
     rollouts = lines(checkout / f"runs/{name}" / "rollouts.jsonl")
     assert [row["train_step"] for row in rollouts] == [1] * 16 + [2] * 16
@@ -133,7 +133,7 @@ def test_the_self_play_example_plays_against_older_selves_and_logs_its_win_rate(
     few += ["rl.keep_adapters={every: 1, last: 1}", "evaluation.every=2"]
     # The model has not learned to move, so most games end with its first turn.
     few.append(f"rl.sampling_params={{max_tokens: 1, stop_token_ids: {list(range(4, 200))}}}")
-    settings = [word for each in few for word in ("--set", each)]
+    settings = [word for setting in few for word in ("--set", setting)]
     run_here(checkout, "-m", "vectorlm", "run", "configs/selfplay_grpo.yaml", "--world_size", "1", *settings)
     metrics = lines(checkout / "runs/selfplay_grpo" / "metrics.jsonl")
     rated = [line for line in metrics if "eval/win_rate" in line]

@@ -74,15 +74,15 @@ def write_neighbours(folder, direct, between, late):
 @pytest.mark.parametrize("shared", ["direct", "between", "late"])
 def test_a_file_finds_its_own_neighbours_also_when_it_is_called(tmp_path, shared):
     """Python keeps one module by each name: where that would be another folder's, the file is refused."""
-    names = {each: f"{shared}_{each}" for each in ("direct", "between", "late")}
+    names = {neighbour: f"{shared}_{neighbour}" for neighbour in ("direct", "between", "late")}
     write_neighbours(tmp_path / "one", **names)
     assert load_plugin(f"{tmp_path}/one/mine.py:score")() == 6
-    others = {each: f"other_{name}" for each, name in names.items()}
+    others = {neighbour: f"other_{name}" for neighbour, name in names.items()}
     write_neighbours(tmp_path / "other", **others)
     assert load_plugin(f"{tmp_path}/other/mine.py:score")() == 8
     write_neighbours(
         tmp_path / "third",
-        **{each: f"third_{name}" for each, name in names.items()} | {shared: names[shared]},
+        **{neighbour: f"third_{name}" for neighbour, name in names.items()} | {shared: names[shared]},
     )
     with pytest.raises(ConfigError, match=names[shared]):
         load_plugin(f"{tmp_path}/third/mine.py:score")

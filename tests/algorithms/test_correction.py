@@ -359,7 +359,7 @@ def test_one_token_has_no_correlation_and_causes_no_warning():
 
 
 def test_a_row_without_tokens_changes_no_metric():
-    wider = [torch.cat([each, each[:1]]) for each in (OLD, SAMPLER)]
+    wider = [torch.cat([logprobs, logprobs[:1]]) for logprobs in (OLD, SAMPLER)]
     mask = torch.cat([MASK, torch.zeros_like(MASK[:1])])
     assert correction_metrics(*wider, mask) == correction_metrics(OLD, SAMPLER, MASK)
 

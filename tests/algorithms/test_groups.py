@@ -127,7 +127,7 @@ def slow_pass_at_k(numbers, k):
         statistics.fmean(value for value, choice in zip(best, choices, strict=True) if i in choice)
         for i in range(len(numbers))
     ]
-    return [(each - mean) / (spread + 1e-6) for each in mine]
+    return [(own_mean - mean) / (spread + 1e-6) for own_mean in mine]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -227,7 +227,7 @@ def test_the_optimal_token_baseline_equals_a_slow_loop():
         for t in range(6):
             expected = 0.0
             if mask[row, t] and row < 2:
-                expected = value(row, t)[0] - baseline[max(each for each in baseline if each <= t)]
+                expected = value(row, t)[0] - baseline[max(place for place in baseline if place <= t)]
             assert found[row, t].item() == pytest.approx(expected, abs=1e-12)
 
 
@@ -252,7 +252,7 @@ def test_the_optimal_token_baseline_counts_the_squares_of_a_corrections_weights(
 )
 def test_rewards_that_differ_by_rounding_are_equal(parts):
     """Half the completions reach the same total by other addends, added in float32."""
-    totals = [torch.tensor(each).sum() for each in parts]
+    totals = [torch.tensor(addends).sum() for addends in parts]
     rewards = torch.stack([totals[index % 2] for index in range(4)]).repeat(2, 1)
     assert len(set(rewards.flatten().tolist())) == 2
     lengths = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2)

@@ -163,7 +163,9 @@ def test_value_and_gradient_are_those_of_the_formula(beta):
     found = generalised_jsd(torch.log_softmax(logits, -1), teacher, beta)
     expected = by_loops(logits, teacher, beta)
     torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad((each * weights).sum(), logits)[0] for each in (found, expected)]
+    gradients = [
+        torch.autograd.grad((divergence * weights).sum(), logits)[0] for divergence in (found, expected)
+    ]
     torch.testing.assert_close(*gradients)
     assert gradients[0].abs().max() > 0.1
 
@@ -227,7 +229,7 @@ def test_chunks_change_nothing(beta, chunk_tokens):
     logprobs = torch.log_softmax(hidden @ weight.T / 0.7, -1)
     torch.testing.assert_close(chosen, logprobs.gather(1, targets[:, None])[:, 0])
     factors = torch.arange(8.0, dtype=torch.float64)
-    for each in (hidden, weight):
-        (found,) = torch.autograd.grad((compared[:, 0] * factors).sum(), each, retain_graph=True)
-        (wanted,) = torch.autograd.grad((expected * factors).sum(), each, retain_graph=True)
+    for tensor in (hidden, weight):
+        (found,) = torch.autograd.grad((compared[:, 0] * factors).sum(), tensor, retain_graph=True)
+        (wanted,) = torch.autograd.grad((expected * factors).sum(), tensor, retain_graph=True)
         torch.testing.assert_close(found, wanted)

@@ -283,7 +283,7 @@ def test_gradient_in_chunks_and_none_for_what_is_cut(support):
         return found.logprobs, found.entropies
 
     assert torch.autograd.gradcheck(values, (scores,))
-    gradient = torch.autograd.grad(sum(each.sum() for each in values(scores)), scores)[0]
+    gradient = torch.autograd.grad(sum(tensor.sum() for tensor in values(scores)), scores)[0]
     cut, _ = truncate(scores.detach() / 0.8, tokens, support)
     assert gradient[cut == -torch.inf].eq(0).all()
 

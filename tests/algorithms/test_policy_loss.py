@@ -260,7 +260,7 @@ def test_kl_cov_penalises_marked_tokens_alone():
 def test_covariances_equal_a_slow_loop():
     policy, _, advantages, mask = random_batch()
     found = covariances(policy.detach(), advantages, mask)
-    mean_p, mean_a = (statistics.fmean(each[mask].tolist()) for each in (policy, advantages))
+    mean_p, mean_a = (statistics.fmean(tensor[mask].tolist()) for tensor in (policy, advantages))
     for mine, p, a, is_inside in places(found, policy, advantages, mask):
         assert abs(mine - (p - mean_p) * (a - mean_a) * is_inside) < 1e-12
     # The mean over tokens is the covariance of the two.
@@ -281,7 +281,7 @@ def test_tokens_are_drawn_between_bounds_by_the_seed():
     values = torch.arange(100.0).view(10, 10)
     mask = values % 3 > 0
     draws = [drawn_between(values, mask, 0.1, 20.0, 60.0, seed) for seed in range(50)]
-    assert all(int(each.sum()) == 6 for each in draws)
+    assert all(int(draw.sum()) == 6 for draw in draws)
     assert torch.equal(draws[3], drawn_between(values, mask, 0.1, 20.0, 60.0, 3))
     between = mask & (values > 20) & (values < 60)
     assert torch.equal(torch.stack(draws).any(dim=0), between), "each one between the bounds, and no other"

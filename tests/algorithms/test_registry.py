@@ -133,7 +133,7 @@ def test_every_setting_of_a_row_changes_a_number(name):
         "importance_sampling_level": "token" if name == "gspo" else "sequence",
     }
     of_loop = {"dynamic_sampling", "reduction", "whiten_advantages"}
-    for key in {each.name for each in fields(start)} - of_loop:
+    for key in {field.name for field in fields(start)} - of_loop:
         assert not torch.equal(numbers(start), numbers(replace(start, **{key: others[key]}))), key
 
 
@@ -165,7 +165,7 @@ def test_a_loss_scales_with_the_advantage_where_its_row_says_so(name):
 
 def two_groups():
     """Two groups of two completions, as a loss gets them; the last row has no token."""
-    policy, reference, advantages, mask = (each[1:] for each in random_batch())
+    policy, reference, advantages, mask = (tensor[1:] for tensor in random_batch())
     rewards = torch.tensor([1.0, 0.25, 0.0, 0.5], dtype=torch.float64)
     return LossInputs(policy, policy.detach() - 0.1, reference, advantages, rewards, mask, 2)
 
@@ -178,11 +178,13 @@ def test_a_preference_is_between_the_sums_over_two_completions():
     inputs, hparams = two_groups(), OnlineDPOSettings(beta=0.3)
     spec = get_algorithm("online_dpo")
     losses, metrics = spec.loss(inputs, hparams), spec.observe(inputs, hparams)
-    policy, reference = (sums(inputs, each) for each in (inputs.policy_logprobs, inputs.reference_logprobs))
+    policy, reference = (
+        sums(inputs, logprobs) for logprobs in (inputs.policy_logprobs, inputs.reference_logprobs)
+    )
     for pair, (chosen, rejected) in enumerate([(0, 1), (2, 3)]):
         better, worse = (0.3 * (policy[row] - reference[row]) for row in (chosen, rejected))
         assert losses[pair].item() == pytest.approx(math.log(1 + math.exp(worse - better)))
-        assert {name: each[pair].item() for name, each in metrics.items()} == {
+        assert {name: metric[pair].item() for name, metric in metrics.items()} == {
             "preference/chosen_reward": pytest.approx(better),
             "preference/rejected_reward": pytest.approx(worse),
             "preference/margin": pytest.approx(better - worse),
@@ -194,7 +196,9 @@ def test_a_preference_is_between_the_sums_over_two_completions():
 
 def test_copg_compares_the_completions_of_a_group_that_have_tokens():
     inputs = two_groups()
-    policy, reference = (sums(inputs, each) for each in (inputs.policy_logprobs, inputs.reference_logprobs))
+    policy, reference = (
+        sums(inputs, logprobs) for logprobs in (inputs.policy_logprobs, inputs.reference_logprobs)
+    )
     first, second = (inputs.rewards[row].item() - 0.3 * (policy[row] - reference[row]) for row in (0, 1))
     losses = get_algorithm("copg").loss(inputs, ReferenceSettings(beta=0.3))
     assert losses.tolist() == pytest.approx([(first - second) ** 2 / 0.6, 0.0])

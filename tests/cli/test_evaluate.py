@@ -81,13 +81,15 @@ def test_questions_and_a_reward_give_a_mean_with_its_error_and_a_file_with_every
     with HFEngine(files / "model") as engine:
         params = {"n": 2, "seed": 3, "max_tokens": 6}
         answers = engine.sample([letter * 3 for letter in "abcdefgh"], params)
-    texts = [[each["text"] for each in row["completions"]] for row in found["answers"]]
+    texts = [[completion["text"] for completion in row["completions"]] for row in found["answers"]]
     assert texts == [[completion.text for completion in options] for options in answers]
     rewards = [
         [text.count(letter) / 8 for text in options]
         for letter, options in zip("abcdefgh", texts, strict=True)
     ]
-    by_row = [[each["rewards"]["letters"] for each in row["completions"]] for row in found["answers"]]
+    by_row = [
+        [completion["rewards"]["letters"] for completion in row["completions"]] for row in found["answers"]
+    ]
     assert by_row == rewards
     mean = sum(map(sum, rewards)) / 16
     assert found["rewards"]["letters"]["mean"] == pytest.approx(mean)
@@ -125,21 +127,21 @@ def test_with_an_environment_the_questions_are_played(files, tmp_path, capsys):
         "rl.max_turns=2",
         "evaluation.rewards=null",
     ]
-    sets = [part for each in settings for part in ("--set", each)]
+    sets = [part for setting in settings for part in ("--set", setting)]
     output = tmp_path / "found.json"
     reward = ["--reward", f"{files / 'rewards.py'}:vowels", "--param", "stop=[e, o]"]
     assert evaluate(files, files / "played.yaml", *sets, *reward, "--n", 2, "--output", output) == 0
     found = json.loads(output.read_text())
-    completions = [each for row in found["answers"] for each in row["completions"]]
+    completions = [completion for row in found["answers"] for completion in row["completions"]]
     assert len(completions) == 16
-    for each in completions:
+    for completion in completions:
         # The environment saw a turn that was cut off no more, and its own reply is in the text.
-        vowels = sum(each["text"].count(letter) for letter in "aeiou") - each["text"].count("abc")
-        assert each["rewards"]["vowels"] == pytest.approx(vowels / 8)
-        assert each["rewards"]["environment"] <= vowels / 4
-        both = each["rewards"]["vowels"] + each["rewards"]["environment"]
-        assert each["rewards"]["sum"] == pytest.approx(both), "as training adds them"
-    assert any("abc" in each["text"] for each in completions)
+        vowels = sum(completion["text"].count(letter) for letter in "aeiou") - completion["text"].count("abc")
+        assert completion["rewards"]["vowels"] == pytest.approx(vowels / 8)
+        assert completion["rewards"]["environment"] <= vowels / 4
+        both = completion["rewards"]["vowels"] + completion["rewards"]["environment"]
+        assert completion["rewards"]["sum"] == pytest.approx(both), "as training adds them"
+    assert any("abc" in completion["text"] for completion in completions)
     assert found["rewards"]["environment"]["mean"] > 0
     assert "environment" in capsys.readouterr().out
     assert evaluate(files, files / "played.yaml", *sets, *reward, "--n", 2, "--pairs", output) == 2
@@ -189,7 +191,7 @@ def test_a_run_s_config_brings_questions_rewards_and_sampling_parameters(files, 
         "evaluation.rewards=null",
         f"rl.rewards={{'{rewards}:vowels': 2, '{rewards}:letters': 1}}",
     ]
-    sets = [part for each in override for part in ("--set", each)]
+    sets = [part for setting in override for part in ("--set", setting)]
     assert evaluate(files, files / "run.yaml", *sets, "--output", output) == 0
     found = json.loads(output.read_text())["rewards"]
     assert list(found) == ["vowels", "letters", "sum"]
@@ -232,7 +234,7 @@ def test_answers_are_as_long_as_in_the_run(files, tmp_path, overrides, fewest, m
     ],
 )
 def test_a_wrong_argument_ends_with_one_line_and_code_2(files, capsys, arguments, message):
-    assert evaluate(files, *(each.format(files=files) for each in arguments)) == 2
+    assert evaluate(files, *(argument.format(files=files) for argument in arguments)) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
@@ -290,8 +292,8 @@ def test_tasks_between_steps_have_the_numbers_of_the_exported_model(files, tmp_p
     before, after = steps[0], steps[-1]
     output = tmp_path / "found.json"
     arguments = ["--model", str(tmp_path / "run" / "final-model"), "--tasks", ",".join(names)]
-    for each in ("dtype=float32", "kv_cache_memory_bytes=16777216", "max_model_len=64"):
-        arguments += ["--engine_arg", each]
+    for argument in ("dtype=float32", "kv_cache_memory_bytes=16777216", "max_model_len=64"):
+        arguments += ["--engine_arg", argument]
     assert main(["evaluate", *arguments, "--output", str(output)]) == 0
     results = json.loads(output.read_text())["results"]
     for name, key in (
@@ -374,8 +376,8 @@ def test_the_best_and_the_worst_answer_to_each_question_are_a_pair(files, tmp_pa
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     expected = []
     for row in json.loads(output.read_text())["answers"]:
-        scores = [(each["rewards"]["letters"], each["text"]) for each in row["completions"]]
-        ended = [each["finish_reason"] != "length" for each in row["completions"]]
+        scores = [(completion["rewards"]["letters"], completion["text"]) for completion in row["completions"]]
+        ended = [completion["finish_reason"] != "length" for completion in row["completions"]]
         best = max((score for (score, _), whole in zip(scores, ended, strict=True) if whole), default=-1)
         worst = min(score for score, _ in scores)
         if best > worst:

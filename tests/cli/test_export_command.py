@@ -58,8 +58,8 @@ def test_the_newest_checkpoint_of_a_run_is_its_final_model(full, tmp_path, capsy
     path = export_of(capsys, full)
     assert path == full / "step-00000003-model"
     assert are_equal(load_file(path / "model.safetensors"), load_file(full / "final-model/model.safetensors"))
-    names = {each.name for each in (full / "final-model").iterdir()}
-    assert {each.name for each in path.iterdir()} == names
+    names = {file.name for file in (full / "final-model").iterdir()}
+    assert {file.name for file in path.iterdir()} == names
     assert (path / "README.md").read_text() == (full / "final-model" / "README.md").read_text()
     other = export_of(capsys, full / "checkpoints" / "step-00000002", "--output", tmp_path / "new" / "other")
     assert not are_equal(load_file(other / "model.safetensors"), load_file(path / "model.safetensors"))
@@ -86,7 +86,7 @@ def test_a_reward_model_is_converted_with_its_head(tmp_path, capsys):
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "scorer")
     letter_tokenizer().save_pretrained(tmp_path / "scorer")
     path = export_of(capsys, tmp_path / "scorer", "--dtype", "bfloat16")
-    before, after = (load_file(each / "model.safetensors") for each in (tmp_path / "scorer", path))
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "scorer", path))
     assert are_equal(after, {name: tensor.bfloat16() for name, tensor in before.items()})
     assert json.loads((path / "config.json").read_text())["architectures"] == [
         "LlamaForSequenceClassification"
@@ -101,9 +101,9 @@ def test_adapters_of_a_checkpoint_are_exported_alone_or_merged(inputs, adapters,
     alone, merged = export_of(capsys, adapters), export_of(capsys, adapters, "--merge")
     assert (alone.name, merged.name) == ("step-00000003-model", "step-00000003-merged")
     of_run = adapters / "final-model"
-    assert are_equal(*(load_file(each / "adapter_model.safetensors") for each in (alone, of_run)))
+    assert are_equal(*(load_file(folder / "adapter_model.safetensors") for folder in (alone, of_run)))
     again = export_of(capsys, of_run, "--merge")
-    assert are_equal(*(load_file(each / "model.safetensors") for each in (merged, again)))
+    assert are_equal(*(load_file(folder / "model.safetensors") for folder in (merged, again)))
     assert "step: 3\n" in (again / "README.md").read_text()
     tokens = torch.arange(8)[None]
     base = AutoModelForCausalLM.from_pretrained(inputs / "model")
@@ -124,22 +124,22 @@ def test_a_run_goes_on_from_adapters(inputs, adapters, tmp_path, capsys, merges)
     run = tmp_path / "more"
     config = make_config(inputs, run, text, save_frequency=9, merge_adapters=merges)
     on_ranks(2, train, config)
-    before, after = (lines(each / "metrics.jsonl") for each in (adapters, run))
+    before, after = (lines(folder / "metrics.jsonl") for folder in (adapters, run))
     # fp32 round-off, where they are merged.
     assert after[0]["eval/loss"] == pytest.approx(before[-1]["eval/loss"], rel=1e-5)
     assert after[-1]["eval/loss"] != after[0]["eval/loss"]
     of_run = run / "final-model"
     if merges:
         assert are_equal(
-            *(load_file(each / "model.safetensors") for each in (of_run, export_of(capsys, run)))
+            *(load_file(folder / "model.safetensors") for folder in (of_run, export_of(capsys, run)))
         )
         return
     assert json.loads((of_run / "adapter_config.json").read_text())["r"] == LORA["r"]
     merged = [
-        export_of(capsys, each, "--merge", "--output", tmp_path / f"{each.name}-merged")
-        for each in (of_run, run)
+        export_of(capsys, folder, "--merge", "--output", tmp_path / f"{folder.name}-merged")
+        for folder in (of_run, run)
     ]
-    assert are_equal(*(load_file(each / "model.safetensors") for each in merged))
+    assert are_equal(*(load_file(folder / "model.safetensors") for folder in merged))
 
 
 def test_an_embedding_that_the_head_shares_cannot_be_merged(tmp_path, capsys):
@@ -151,21 +151,24 @@ def test_an_embedding_that_the_head_shares_cannot_be_merged(tmp_path, capsys):
     model.save_pretrained(tmp_path / "adapters")
     assert main(["export", str(tmp_path / "adapters"), "--merge"]) == 2
     assert "share one weight (tie_word_embeddings)" in capsys.readouterr().err
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapters", "tied"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["adapters", "tied"]
 
 
 def elsewhere(tensors):
     return {
-        name.replace("model.layers", "model.language_model.layers"): each for name, each in tensors.items()
+        name.replace("model.layers", "model.language_model.layers"): tensor
+        for name, tensor in tensors.items()
     }
 
 
 def deeper(tensors):
-    return tensors | {name.replace("layers.0", "layers.7"): each.clone() for name, each in tensors.items()}
+    return tensors | {
+        name.replace("layers.0", "layers.7"): tensor.clone() for name, tensor in tensors.items()
+    }
 
 
 def shallower(tensors):
-    return {name: each for name, each in tensors.items() if "layers.0" not in name}
+    return {name: tensor for name, tensor in tensors.items() if "layers.0" not in name}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def test_adapters_that_do_not_fit_their_base_are_refused_wherever_they_are_read(
     ):
         assert command() == 2
         assert message in capsys.readouterr().err
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapters", "questions.jsonl"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["adapters", "questions.jsonl"]
 
 
 def test_what_cannot_be_exported_is_one_line_that_says_what_to_do(full, adapters, tmp_path, capsys):
@@ -231,7 +234,7 @@ def test_a_checkpoint_that_is_not_as_it_was_written_leaves_no_folder(full, tmp_p
     shard.write_bytes(content)
     assert main(["export", str(run)]) == 1
     assert "__0_0.distcp has changed" in capsys.readouterr().err
-    assert sorted(each.name for each in run.iterdir()) == ["checkpoints", "config.yaml"]
+    assert sorted(entry.name for entry in run.iterdir()) == ["checkpoints", "config.yaml"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])

@@ -51,7 +51,7 @@ def test_a_gguf_file_that_is_no_model_is_refused_and_leaves_nothing(tmp_path, ca
     found = capsys.readouterr().err
     assert "m.gguf" in found
     assert why in found
-    assert [each.name for each in tmp_path.iterdir()] == ["m.gguf"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.gguf"]
 
 
 @pytest.mark.parametrize(
@@ -133,14 +133,14 @@ def save_mxfp4(path):
     save_family(FAMILIES["gpt-oss"], path)
     weights = load_file(path / "model.safetensors")
     experts = {}
-    for name in [each for each in weights if each.endswith(("gate_up_proj", "down_proj"))]:
+    for name in [key for key in weights if key.endswith(("gate_up_proj", "down_proj"))]:
         num, width, rows = weights.pop(name).shape
         blocks = torch.randint(256, (num, rows, width // 32, 16), dtype=torch.uint8)
         scales = torch.randint(118, 124, (num, rows, width // 32), dtype=torch.uint8)
         weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         # The low half of a byte is the first number.
         codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
-        numbers = torch.tensor([*FP4, *(-each for each in FP4)])[codes]
+        numbers = torch.tensor([*FP4, *(-number for number in FP4)])[codes]
         values = numbers * 2.0 ** (scales.float() - 127)[..., None]
         experts[name] = values.flatten(2).transpose(1, 2)
     save_file(weights, path / "model.safetensors", {"format": "pt"})

@@ -47,7 +47,7 @@ def test_a_broken_reward_is_named(project, name):
     body, said = BROKEN[name]
     (project / "rewards.py").write_text(f"import random\ndef is_right(completion, answer):\n    {body}\n")
     (project / "environment.py").unlink()
-    check = {each.__name__: each for each in PROJECT_CHECKS}[name]
+    check = {function.__name__: function for function in PROJECT_CHECKS}[name]
     with pytest.raises(AssertionError, match=said):
         check(ProjectUnderTest("config.yaml"))
 

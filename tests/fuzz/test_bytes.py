@@ -70,8 +70,10 @@ def scratch(tmp_path_factory):
 
 def is_prompt(prompt):
     texts = isinstance(prompt, str)
-    tokens = isinstance(prompt, list) and all(type(each) is int and each >= 0 for each in prompt)
-    return texts or tokens or (isinstance(prompt, list) and all(isinstance(each, dict) for each in prompt))
+    tokens = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
+    return (
+        texts or tokens or (isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt))
+    )
 
 
 @given(edits=EDITS)
@@ -111,8 +113,10 @@ def dataset(scratch):
 @given(data=st.data(), edits=EDITS)
 def test_datasets(scratch, dataset, data, edits):
     name = data.draw(st.sampled_from(sorted(dataset)))
-    for each, content in dataset.items():
-        (scratch / "dataset" / each).write_bytes(edited(content, edits) if each == name else content)
+    for file_name, content in dataset.items():
+        (scratch / "dataset" / file_name).write_bytes(
+            edited(content, edits) if file_name == name else content
+        )
     with contextlib.suppress(DatasetError):
         load_dataset(scratch / "dataset")
 
@@ -128,7 +132,7 @@ def save_checkpoint(topology, path):
 def load_spoiled(topology, path):
     """Spoil one file after the other; return what was loaded all the same, or raised another error."""
     folder = path / "step-00000004"
-    files = {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    files = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     model = torch.nn.Linear(3, 2)
     models = {"policy": TrainedModel(model, torch.optim.AdamW(model.parameters()))}
 
@@ -182,7 +186,7 @@ def test_the_door_of_the_server_opens_for_the_token_alone(headers, path):
             scope = {"type": "http", "method": "POST", "path": f"/{path}", "headers": given_headers}
             asyncio.run(guard(scope, None, send))
         assert not entered
-        assert {each["status"] for each in answers if "status" in each} == {401}
+        assert {answer["status"] for answer in answers if "status" in answer} == {401}
         right = [*headers, (b"Authorization", b"Bearer a token that nobody guesses")]
         scope = {"type": "http", "method": "POST", "path": f"/{path}", "headers": right}
         asyncio.run(guard(scope, None, send))

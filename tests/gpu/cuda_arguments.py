@@ -121,7 +121,9 @@ def engine_of(path: Path, device: Device) -> dict[str, object]:
             start.open_engine(config, topology, stack)
     finally:
         start.SamplingEngine = before
-    given = {name: each for name, each in asked.items() if name not in ("topology", "devices", "log_path")}
+    given = {
+        name: argument for name, argument in asked.items() if name not in ("topology", "devices", "log_path")
+    }
     sizes = parallel_sizes(given, topology, config.model)
     engines_of_node = sizes.pop("data_parallel_size")
     build_engine(str(config.model), {**given, **sizes}, on_cpu=False)

@@ -27,7 +27,7 @@ def test_the_plan_names_every_step_and_has_most_of_it_in_the_first_ten_minutes_o
     printed = run("--plan").stdout
     for step in STEPS:
         assert f"{step.name}: {step.what}" in printed
-        assert all(f"    {each.figure}: " in printed for each in step.expected)
+        assert all(f"    {expected.figure}: " in printed for expected in step.expected)
     assert STEPS[0].name == "first"
     assert STEPS[0].limit_s <= 10 * 60
     assert sum(step.limit_s for step in STEPS if step.min_gpus == 1) <= 44 * 60

@@ -97,7 +97,7 @@ def members(scope):
     found = {}
     for node in ast.walk(scope) if isinstance(scope, ast.ClassDef) else scope.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in [each for one in targets for each in getattr(one, "elts", [one])]:
+        for target in [element for one in targets for element in getattr(one, "elts", [one])]:
             if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") == "self":
                 found.setdefault(target.attr, None)
             elif isinstance(target, ast.Name):
@@ -114,7 +114,7 @@ def takes(function, parameters):
     """Return whether a function takes `parameters`, in their order."""
     if not parameters:
         return True
-    taken = [each.arg for each in (*function.args.args, *function.args.kwonlyargs)]
+    taken = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
     places = [taken.index(name) if name in taken else -1 for name in parameters.split(",")]
     return min(places) >= 0 and places == sorted(places)
 

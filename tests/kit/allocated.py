@@ -19,9 +19,9 @@ def most_allocated(function: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         function()
     events = [
-        (each.start_time_ns, each.extra_fields.ptr, each.extra_fields.alloc_size)
-        for each in _all_of(found.profiler.kineto_results.experimental_event_tree())
-        if each.tag == _EventType.Allocation
+        (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+        for event in _all_of(found.profiler.kineto_results.experimental_event_tree())
+        if event.tag == _EventType.Allocation
     ]
     changes, sizes = [], {}
     for _, address, size in sorted(events):
@@ -34,6 +34,6 @@ def most_allocated(function: Callable[[], Any]) -> int:
 
 
 def _all_of(events: list[Any]) -> Iterator[Any]:
-    for each in events:
-        yield each
-        yield from _all_of(each.children)
+    for event in events:
+        yield event
+        yield from _all_of(event.children)

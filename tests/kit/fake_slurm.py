@@ -22,8 +22,8 @@ def put_on_path(folder, **variables):
 
 def run(arguments):
     """Run a command as `--ntasks-per-node` tasks on each node; the first task that fails ends the others."""
-    first = next(place for place, each in enumerate(arguments) if not each.startswith("--"))
-    given = dict(each.removeprefix("--").split("=") for each in arguments[:first])
+    first = next(place for place, argument in enumerate(arguments) if not argument.startswith("--"))
+    given = dict(argument.removeprefix("--").split("=") for argument in arguments[:first])
     num_nodes = int(os.environ["SLURM_NNODES"])
     each_node = int(given.get("ntasks-per-node", 1))
     step = {

@@ -79,9 +79,9 @@ def read_results() -> list[Result]:
 
 def record(result: Result) -> None:
     """Put one result into the file, in place of an older one of the same run."""
-    kept = [each for each in read_results() if each.run != result.run]
-    rows = sorted([*kept, result], key=lambda each: RUNS.index(each.run))
-    RESULTS.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
+    kept = [other for other in read_results() if other.run != result.run]
+    rows = sorted([*kept, result], key=lambda row: RUNS.index(row.run))
+    RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 TEXT = """\
@@ -184,4 +184,4 @@ def _shown(gaps: Sequence[float], dtype: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(read_results()))
-    sys.exit(0 if {each.run for each in read_results()} == set(RUNS) else "some runs are not recorded")
+    sys.exit(0 if {result.run for result in read_results()} == set(RUNS) else "some runs are not recorded")

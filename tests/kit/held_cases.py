@@ -101,9 +101,12 @@ class Cases:
         return [
             [
                 0.0,
-                *(step[token].logprob for token, step in zip(row[1:], each.prompt_logprobs[1:], strict=True)),
+                *(
+                    step[token].logprob
+                    for token, step in zip(row[1:], answer.prompt_logprobs[1:], strict=True)
+                ),
             ]
-            for row, each in zip(rows, answers, strict=True)
+            for row, answer in zip(rows, answers, strict=True)
         ]
 
 
@@ -135,7 +138,9 @@ def run(folder):
         cases.spoiled(lambda weights: weights["model.layers.1.self_attn.qkv_proj.bias"][:4].zero_())
     with cases.case("rounded"):
         cases.spoiled(
-            lambda weights: (each := weights["model.layers.0.mlp.down_proj.weight"]).copy_(each.bfloat16())
+            lambda weights: (weight := weights["model.layers.0.mlp.down_proj.weight"]).copy_(
+                weight.bfloat16()
+            )
         )
     with cases.case("server that does not answer"):
         cases.generation(trained(folder), "server").sync_weights()

@@ -21,7 +21,7 @@ class Letters:
         return "".join(map(chr, ids))
 
     def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=True, **how):
-        text = "".join(f"<{each['role'][0]}>{each['content']}\n" for each in messages)
+        text = "".join(f"<{message['role'][0]}>{message['content']}\n" for message in messages)
         text += "<a>" * add_generation_prompt
         return {"input_ids": self.encode(text)} if tokenize else text
 

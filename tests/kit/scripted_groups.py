@@ -40,15 +40,15 @@ class Echo:
         self.count += len(tasks)
         self.in_flight += begun
         self.most = max(self.most, len(self.in_flight))
-        return [each.number for each in begun]
+        return [group.number for group in begun]
 
     def poll(self, timeout_s=0.0, at_least=1):
         finished = self.choose(self.in_flight)
-        self.in_flight = [each for each in self.in_flight if each not in finished]
-        return {each.number: self.sample(each) for each in finished}
+        self.in_flight = [group for group in self.in_flight if group not in finished]
+        return {group.number: self.sample(group) for group in finished}
 
     def cancel(self, numbers):
-        self.in_flight = [each for each in self.in_flight if each.number not in numbers]
+        self.in_flight = [group for group in self.in_flight if group.number not in numbers]
 
     def metrics(self):
         return {}

@@ -47,8 +47,8 @@ class Sampler:
         reading, writing = os.pipe()
         self._connection = Client(address)
         self._connection.send((arguments, environment, os.getcwd()))
-        for each in (descriptor, writing):
-            multiprocessing.reduction.send_handle(self._connection, each, None)
+        for handle in (descriptor, writing):
+            multiprocessing.reduction.send_handle(self._connection, handle, None)
         os.close(writing)
         self.stdout = open(reading, "rb")  # noqa: SIM115 (open for as long as the process prints)
         self.pid, self.returncode = self._connection.recv(), None
@@ -111,8 +111,8 @@ def offer():
 def fork(client):
     """Fork a sampler for this client; return its pid and its folder."""
     arguments, environment, folder = client.recv()
-    for each in PRELOADED:
-        importlib.import_module(each)
+    for module in PRELOADED:
+        importlib.import_module(module)
     gc.freeze()
     connection, output = (multiprocessing.reduction.recv_handle(client) for _ in range(2))
     if pid := os.fork():
@@ -167,8 +167,8 @@ def serve(name):
                 ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with contextlib.suppress(OSError):
                     client.send(ended)
-                for each in (client, sampler):
-                    ready.unregister(each)
+                for watched in (client, sampler):
+                    ready.unregister(watched)
                 client.close()
                 os.close(sampler)
                 shutil.rmtree(scratch, ignore_errors=True)

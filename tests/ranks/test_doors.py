@@ -65,7 +65,7 @@ def rewrite_the_meeting(key):
     import torch
     import torch.distributed as dist
 
-    text = b"".join(struct.pack("<Q", len(each)) + each for each in (key.encode(), b"a stranger's address"))
+    text = b"".join(struct.pack("<Q", len(part)) + part for part in (key.encode(), b"a stranger's address"))
     # As torch's store is spoken to: who we are, a `set`, and the question how many keys there are.
     message = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\1" + text + b"\7"
     dist.all_reduce(torch.zeros(1))
@@ -93,7 +93,7 @@ def modes_of_the_meeting():
     """Return the modes of the folders in which this run meets."""
     Collectives(vectorlm.Topology.from_environment(), 20.0).all_gather_object("the start")
     scratch = Path(os.environ["VECTORLM_SCRATCH"])
-    return [stat.S_IMODE(each.stat().st_mode) for each in (scratch, *scratch.glob("vectorlm-*"))]
+    return [stat.S_IMODE(folder.stat().st_mode) for folder in (scratch, *scratch.glob("vectorlm-*"))]
 
 
 class Bomb:

@@ -163,7 +163,7 @@ def test_ranks_that_srun_starts_meet(tmp_path, arguments):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     # Both write to one pipe, and a line of one may begin before that of the other has ended.
-    results = [json.loads(each) for each in re.findall(r"\{[^}]*\}", done.stdout)]
+    results = [json.loads(text) for text in re.findall(r"\{[^}]*\}", done.stdout)]
     assert [sorted(result["rank"] for result in results), results[0]["total"]] == [[0, 1], 3]
     assert {result["num_nodes"] for result in results} == {num_nodes}
 

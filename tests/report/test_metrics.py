@@ -135,7 +135,7 @@ def answer(prompt, version):
 def test_completions_come_in_the_order_of_the_prompts(number):
     with FakeEngine(answer) as engine:
         found = sample_with_progress(engine, PROMPTS[:number], {"max_tokens": 100})
-        assert [each.text for (each,) in found] == [f"{prompt}!" for prompt in PROMPTS[:number]]
+        assert [completion.text for (completion,) in found] == [f"{prompt}!" for prompt in PROMPTS[:number]]
         assert found == engine.sample(PROMPTS[:number], {"max_tokens": 100})
 
 

@@ -56,7 +56,7 @@ def test_the_first_step_at_which_two_runs_differ_is_named_with_what_differs(
 ):
     row = {"prompt": "a", "completion": "x", "token_ids": [1, 2], "reward": 1.0, "advantage": 0.2}
     rows = [{"train_step": step, **row} for step in (1, 2, 3)]
-    other = [rows[0], *({**each, **change} for each in rows[1:])]
+    other = [rows[0], *({**later_row, **change} for later_row in rows[1:])]
     runs = (
         save_run(tmp_path / "a", rows, [0.0, 0.1, 0.3, 0.3]),
         save_run(tmp_path / "b", other, [0.0, 0.1, norm, 9.0]),
@@ -140,11 +140,11 @@ def test_all_rows_of_an_agent_that_starts_afresh_are_logged_and_trained_on_again
     rows, metrics = lines(run / "rollouts.jsonl"), lines(run / "metrics.jsonl")[1]
     assert {len(row["branches"]) for row in rows} == {2}
     first = [row for row in rows if row["train_step"] == 1]
-    each = [part for row in first for part in (row, *row["branches"])]
+    parts = [part for row in first for part in (row, *row["branches"])]
     lengths = [sum(sum(part["policy_mask"]) for part in (row, *row["branches"])) for row in first]
     assert metrics["completion/length_mean"] == pytest.approx(sum(lengths) / len(lengths))
     assert metrics["rollout/turns_mean"] == 3
-    num_read = sum(len(part["prompt_token_ids"]) for part in each)
+    num_read = sum(len(part["prompt_token_ids"]) for part in parts)
     assert metrics["perf/tokens_seen"] == num_read + sum(lengths)
     assert metrics["perf/trained_tokens"] > 0
     assert main(["replay", str(run), "--step", "2"]) == 0

@@ -59,7 +59,7 @@ def test_a_run_overlaps_and_keeps_its_bound(files, tmp_path, case):
     assert 0 < max(ages) <= bound
     idle = [line["perf/engine_idle"] for line in metrics if "perf/engine_idle" in line]
     assert len(idle) >= 2
-    assert all(0 <= each < 1 for each in idle)
+    assert all(0 <= share < 1 for share in idle)
     assert (tmp_path / "run" / "timeline.png").exists()
     spans = [name for line in lines(tmp_path / "run" / "timeline.jsonl") for name, _, _ in line["trainer"]]
     assert {"evaluate", "publish", "generate", "update"} <= set(spans)
@@ -77,7 +77,7 @@ def test_a_run_that_was_killed_goes_on_with_what_was_under_way(files, tmp_path):
     config = config_of(files, tmp_path / "cut", overrides=overrides)
     with pytest.raises(AssertionError, match="rank"):
         forked(stop_after_step_2, config)
-    assert [each.name for each in (tmp_path / "cut/checkpoints").iterdir()] == ["step-00000002"]
+    assert [checkpoint.name for checkpoint in (tmp_path / "cut/checkpoints").iterdir()] == ["step-00000002"]
     forked(reinforce, config)
     forked(reinforce, config_of(files, tmp_path / "whole", overrides=overrides))
     assert are_equal(*(weights_of(tmp_path / name) for name in ("cut", "whole")))

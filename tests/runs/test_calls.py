@@ -87,7 +87,7 @@ def test_functions_and_lists_are_trained_on_and_a_function_between_steps_only_en
     assert ["rollouts", 2, 8, kept[0]["prompt"]] in seen
     assert ["step", 2, rows[2]["reward/mean"], 1e-3] in seen
     assert [row.get("own/seen") for row in rows[1:]] == [1, 2]
-    alone, weights = (load_file(each.model / "model.safetensors") for each in (run, ended))
+    alone, weights = (load_file(finished.model / "model.safetensors") for finished in (run, ended))
     assert all(torch.equal(alone[name], tensor) for name, tensor in weights.items())
     start = load_file(folder / "model.safetensors")
     assert any(not torch.equal(start[name], tensor) for name, tensor in weights.items()), (

@@ -147,7 +147,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     for line, expected in pairs:
         kept = ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss")
         # Round-off: another order of the sums.
-        found, wanted = ({name: each.get(name, 0.0) for name in kept} for each in (line, expected))
+        found, wanted = ({name: metrics.get(name, 0.0) for name in kept} for metrics in (line, expected))
         assert found == pytest.approx(wanted, rel=1e-5)
     torch.testing.assert_close(weights_of(tmp_path / "cut"), weights_of(whole), rtol=1e-4, atol=1e-5)
 
@@ -284,7 +284,7 @@ def test_a_tracker_of_ones_own_gets_every_step_and_its_errors_end_no_run(inputs,
     logged = [[line["step"], line["train/loss"]] for line in lines(tmp_path / "run/metrics.jsonl")[1:]]
     assert seed == 3
     assert len(logged) == 12
-    assert kept == [[0], *(each for each in logged if each[0] not in (2, 4))]
+    assert kept == [[0], *(entry for entry in logged if entry[0] not in (2, 4))]
     said = capsys.readouterr().err
     assert said.count("ConnectionError: no server") == 1
     assert f"({tmp_path}/mine.py:11)" in said

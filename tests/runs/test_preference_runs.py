@@ -205,15 +205,15 @@ def test_transformers_and_a_reward_of_a_run_read_the_reward_model(finished, inpu
     texts = [torch.tensor(row["input_ids"]).split(row["seq_lengths"]) for row in pairs(9, 1)]
     with torch.no_grad():
         chosen, rejected = (
-            torch.cat([model(input_ids=each[place][None]).logits[:, 0] for each in texts]) for place in (0, 1)
+            torch.cat([model(input_ids=pair[place][None]).logits[:, 0] for pair in texts]) for place in (0, 1)
         )
     # The score is read before the EOS, whether or not there is one.
-    without_end = torch.stack([model(input_ids=each[0][None, :-1]).logits[0, 0] for each in texts])
+    without_end = torch.stack([model(input_ids=pair[0][None, :-1]).logits[0, 0] for pair in texts])
     torch.testing.assert_close(without_end, chosen)
     last = lines(output / "metrics.jsonl")[-1]
     assert last["eval/chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5)
     assert last["eval/pair_margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
-    words = ["".join(chr(95 + token) for token in each[0][:-1]) for each in texts]
+    words = ["".join(chr(95 + token) for token in pair[0][:-1]) for pair in texts]
     reward = RewardModel(
         str(output / "final-model"), lambda load: load(False), Topology(), max_tokens=64, max_length=16
     )
@@ -260,7 +260,9 @@ def test_a_reward_of_a_run_combines_what_transformers_reads_at_the_end_of_each_s
     texts[0], texts[1] = texts[0][:-1], texts[1] + "z"
     for rule, combine in (("min", min), ("mean", lambda x: sum(x) / len(x)), ("last", lambda x: x[-1])):
         (rewards,) = on_ranks(1, rewards_of_steps, output / "final-model", texts, rule)
-        assert rewards == pytest.approx([combine(each.tolist()) for each in expected], abs=1e-5)
+        assert rewards == pytest.approx(
+            [combine(probabilities.tolist()) for probabilities in expected], abs=1e-5
+        )
 
 
 @pytest.mark.slow  # Two more ranks load torch, and vLLM starts.
@@ -292,7 +294,7 @@ def test_adapters_and_head_of_a_reward_model_are_merged(inputs, tmp_path, capsys
         assert main(["export", str(tmp_path / source), "--merge", "--output", f"{merged}-merged"]) == 0
         model = AutoModelForSequenceClassification.from_pretrained(f"{merged}-merged")
         with torch.no_grad():
-            chosen = torch.cat([model(input_ids=each[0][None]).logits[:, 0] for each in texts])
+            chosen = torch.cat([model(input_ids=pair[0][None]).logits[:, 0] for pair in texts])
         assert expected["eval/chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-4)
     card = (tmp_path / "run" / "final-model" / "README.md").read_text()
     assert "rl.reward_models: {path/to/merged: 1.0}" in card

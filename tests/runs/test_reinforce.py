@@ -183,9 +183,9 @@ def test_a_step_that_is_made_again_is_bit_for_bit_what_was_logged(ppo, tmp_path,
         assert printed.count("as logged") == 5 + (weights == "as logged")
         assert f"  weights              {weights}" in printed
     rollouts = lines(output / "rollouts.jsonl")
-    changed = [each | {"reward": each["reward"] + (each["train_step"] == 4)} for each in rollouts]
+    changed = [row | {"reward": row["reward"] + (row["train_step"] == 4)} for row in rollouts]
     changed[-1]["reward"] += 1.0
-    (output / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in changed))
+    (output / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
     assert main(["replay", str(output), "--step", "4"]) == 1
     assert "tensors differ" in capsys.readouterr().out
     assert sorted(output.glob("replay-*")) == []
@@ -310,9 +310,9 @@ def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
     config = config_of(files, tmp_path / "game", overrides=overrides)
     forked(reinforce, config)
     before, *metrics = lines(tmp_path / "game" / "metrics.jsonl")
-    samples = [each for each in lines(tmp_path / "game" / "samples.jsonl") if each["train_step"] == 0]
-    rewards = [each["rewards"] for each in samples]
-    assert [len(each) for each in rewards] == [2] * 8
+    samples = [sample for sample in lines(tmp_path / "game" / "samples.jsonl") if sample["train_step"] == 0]
+    rewards = [sample["rewards"] for sample in samples]
+    assert [len(sample_rewards) for sample_rewards in rewards] == [2] * 8
     assert (
         before["eval/reward"]
         == before["eval/reward/environment"]
@@ -320,7 +320,7 @@ def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
     )
     assert before["eval/logged/vowels"] > 0
     # The environment's own turns are in the answers.
-    assert any("abc" in text[1:] for each in samples for text in each["options"])
+    assert any("abc" in text[1:] for sample in samples for text in sample["options"])
     assert all(is_documented(name) for line in metrics for name in line if name != "step")
     assert metrics[-1]["reward/environment/mean"] == metrics[-1]["reward/mean"] > 0
     rows = lines(tmp_path / "game" / "rollouts.jsonl")

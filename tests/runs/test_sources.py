@@ -35,7 +35,7 @@ def overrides_of(files, **sources):
             "held_out": {**TASK, "size": 4},
         },
     }
-    given = {name: {**each, **sources.get(name, {})} for name, each in given.items()}
+    given = {name: {**source, **sources.get(name, {})} for name, source in given.items()}
     return [
         "rl.prompts=null",
         f"rl.sources={json.dumps(given)}",
@@ -58,10 +58,11 @@ def test_a_run_on_two_sources_goes_on_bit_for_bit_from_a_checkpoint(files, tmp_p
     rollouts = lines(tmp_path / "whole" / "rollouts.jsonl")
     assert lines(tmp_path / "cut" / "rollouts.jsonl") == rollouts
     by_step = [
-        {each["group"]: each["source"] for each in rollouts if each["train_step"] == step} for step in (1, 4)
+        {rollout["group"]: rollout["source"] for rollout in rollouts if rollout["train_step"] == step}
+        for step in (1, 4)
     ]
-    assert [sorted(each.values()) for each in by_step] == [["letters"] * 2 + ["tasks"] * 2] * 2
-    assert {tuple(each["rewards"]) for each in rollouts} == {("letters",), ("reasoning_gym", "vowels")}
+    assert [sorted(sources.values()) for sources in by_step] == [["letters"] * 2 + ["tasks"] * 2] * 2
+    assert {tuple(rollout["rewards"]) for rollout in rollouts} == {("letters",), ("reasoning_gym", "vowels")}
     last = numbers(tmp_path / "whole")[-1]
     assert {"source/letters/reward/mean", "source/tasks/reward/mean", "curriculum/level"} <= last.keys()
     assert {"eval/accuracy", "eval/accuracy/letters", "eval/accuracy/tasks"} <= last.keys()
@@ -110,5 +111,5 @@ def test_rewards_that_are_compared_alone_must_be_those_of_all_sources(files, tmp
     config = config_of(
         files, tmp_path / "out", "gdpo", ["rl.prompts=null", f"rl.sources={json.dumps(given)}"]
     )
-    problems = [each for each in rl_problems(config, config.rl) if "compares each reward" in each]
+    problems = [problem for problem in rl_problems(config, config.rl) if "compares each reward" in problem]
     assert len(problems) == (None in environments and any(environments))

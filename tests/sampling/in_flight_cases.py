@@ -44,7 +44,7 @@ def update_on_the_way(engine, old, new, in_flight, prompts=([2, 3, 4], PROMPT)):
         handle = engine.submit(list(prompts), [{**LONG, "seed": seed} for seed in range(len(prompts))])
         time.sleep(share * duration_s)
         report = engine.update(new, step + 1, in_flight=in_flight)
-        completions = [each for options in handle.result() for each in options]
+        completions = [completion for options in handle.result() for completion in options]
         # This machine has its own pace, which other work changes.
         duration_s = time.monotonic() - began - report.total_s
         counts = [completion.versions.count(step) for completion in completions]

@@ -40,9 +40,13 @@ def move(models, seed):
         for parameters in zip(*(model.parameters() for model in models), strict=True):
             if parameters[0].requires_grad:
                 step = torch.randn(parameters[0].shape, generator=generator) * 0.2
-                for each in parameters:
-                    sharded = isinstance(each, DTensor)
-                    each.add_(distribute_tensor(step, each.device_mesh, each.placements) if sharded else step)
+                for parameter in parameters:
+                    sharded = isinstance(parameter, DTensor)
+                    parameter.add_(
+                        distribute_tensor(step, parameter.device_mesh, parameter.placements)
+                        if sharded
+                        else step
+                    )
 
 
 def swap_and_compare(folder, engine_args, options=OPTIONS, num_updates=3):

@@ -77,9 +77,9 @@ def discard(worker):
     Finds tensors by the garbage collector's references, and so by another way than the code under test.
     """
     model = worker.model_runner.get_model()
-    kept = {each.untyped_storage().data_ptr() for each in model.buffers()}
+    kept = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
     caches = [getattr(module, "kv_cache", []) for module in model.modules()]
-    kept |= {each.untyped_storage().data_ptr() for each in tensors_in(caches)}
+    kept |= {cache.untyped_storage().data_ptr() for cache in tensors_in(caches)}
     for tensor in tensors_in(model):
         if tensor.untyped_storage().data_ptr() not in kept:
             tensor.data.fill_(77)

@@ -36,8 +36,8 @@ def perturb(model, reference, seed):
             whole.add_(torch.randn(whole.shape, generator=generator) * 0.05)
             sharded = isinstance(ours, DTensor)
             ours.copy_(distribute_tensor(whole, ours.device_mesh, ours.placements) if sharded else whole)
-        for each in (model, reference):
-            for name, buffer in persistent_buffers(each).items():
+        for module in (model, reference):
+            for name, buffer in persistent_buffers(module).items():
                 # Apertus' activation needs its other number as it is.
                 buffer.add_(0.0 if name.endswith(".eps") else 0.1 * (seed + 1))
 
@@ -101,12 +101,12 @@ def reference_logprobs(reference, completion):
 def scores_of(completions, model):
     """Return a model's logits for the tokens of completions [T, V], the tokens, and the engine's log-probabilities."""
     scores, tokens, logprobs = [], [], []
-    for each in completions:
-        ids = torch.tensor([*each.prompt_token_ids, *each.token_ids])
-        start = len(each.prompt_token_ids)
+    for completion in completions:
+        ids = torch.tensor([*completion.prompt_token_ids, *completion.token_ids])
+        start = len(completion.prompt_token_ids)
         scores.append(model(ids[None]).logits[0, start - 1 : -1])
         tokens.append(ids[start:])
-        logprobs.append(torch.tensor(each.sampler_logprobs))
+        logprobs.append(torch.tensor(completion.sampler_logprobs))
     return torch.cat(scores), torch.cat(tokens), torch.cat(logprobs)
 
 
@@ -128,8 +128,8 @@ def compare(engine, reference):
         list(answers[0].token_ids) == reference_greedy(reference, prompt)
         for answers, prompt in zip(greedy, PROMPTS, strict=True)
     ]
-    gap = largest_gap([each for answers in [*greedy, *sampled] for each in answers], reference)
-    return equal, gap, [[list(each.token_ids) for each in answers] for answers in sampled]
+    gap = largest_gap([completion for answers in [*greedy, *sampled] for completion in answers], reference)
+    return equal, gap, [[list(completion.token_ids) for completion in answers] for answers in sampled]
 
 
 def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", bucket_bytes=1 << 29, **engine_args):

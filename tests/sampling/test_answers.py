@@ -157,7 +157,9 @@ def test_versions_are_of_weights_that_were_held_in_their_order():
             load(engine, version)
         text = texts(engine.step())[1]
         shown = ", ".join(
-            str(each) for index, each in enumerate(versions) if each != versions[index - 1] or not index
+            str(token_version)
+            for index, token_version in enumerate(versions)
+            if token_version != versions[index - 1] or not index
         )
         expected = f"the backend Odd answered prompt 1 with tokens of versions {shown}, but"
         assert text.startswith(expected) if versions in wrong else text == ""

@@ -167,7 +167,7 @@ def test_what_is_streamed_is_the_beginning_of_the_same_completion(engine, stop):
     num_told = sum(len(part.token_ids) for part in parts)
     assert len(parts) == num_told == len(whole.token_ids) - 1 > 3
     for name in ("token_ids", "sampler_logprobs", "versions"):
-        told = tuple(each for part in parts for each in getattr(part, name))
+        told = tuple(value for part in parts for value in getattr(part, name))
         assert told == getattr(whole, name)[:num_told]
     assert whole.text.startswith("".join(part.text for part in parts))
 

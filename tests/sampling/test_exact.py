@@ -131,7 +131,7 @@ def test_merged_adapters_and_padded_batches_are_exact(tmp_path):
         expected = [one for group in completions for one in group][row].sampler_logprobs
         assert torch.equal(own.detach(), torch.tensor(expected))
     logprobs.sum().backward()
-    assert all(each.grad.any() for name, each in model.named_parameters() if "lora_B" in name)
+    assert all(parameter.grad.any() for name, parameter in model.named_parameters() if "lora_B" in name)
     with pytest.raises(ConfigError, match="exact needs rows that are padded on the right"):
         model(input_ids=ids.flip(1), attention_mask=mask.flip(1), use_cache=False)
 

@@ -39,7 +39,7 @@ def test_prompts_of_every_kind_reach_the_script_as_text():
     with FakeEngine(lambda prompt, version: seen.append(prompt) or "") as engine:
         answers = engine.sample(["ab", [97, 98], chat])
     assert seen == ["ab"] * 3
-    assert [each[0].prompt_token_ids for each in answers] == [(97, 98)] * 3
+    assert [completions[0].prompt_token_ids for completions in answers] == [(97, 98)] * 3
 
 
 def test_it_remembers_its_updates_and_fails_when_told_to():
@@ -100,8 +100,8 @@ def update_again(topology):
     from torch.distributed.fsdp import fully_shard
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    for each in (*model, model):
-        fully_shard(each)
+    for module in (*model, model):
+        fully_shard(module)
     optimizer = torch.optim.AdamW(model.parameters())
     seen = []
     with FakeEngine(lambda prompt, version: "a", topology=topology) as engine:
@@ -116,7 +116,7 @@ def update_again(topology):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 engine.update(model, 0)
-            seen.append([str(each.message) for each in caught])
+            seen.append([str(warning.message) for warning in caught])
     return seen
 
 

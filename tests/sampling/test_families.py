@@ -63,7 +63,7 @@ def adapted_gap(engine, folder):
     """Update the engine with a model with adapters, merged; return the largest gap to the same model unmerged."""
     model = load_model(folder)
     linear = {
-        name.rpartition(".")[2] for name, each in model.named_modules() if type(each) is torch.nn.Linear
+        name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is torch.nn.Linear
     }
     # Refused by PEFT for models with Mamba layers, whose kernels read these weights themselves.
     linear -= {"lm_head", "out_proj"}
@@ -109,7 +109,7 @@ def train(folder):
         export_model(model.eval(), letter_tokenizer(), f"{path}/model")
         exported = load_model(f"{path}/model").eval()
     with torch.no_grad():
-        found, expected = (each(ids, use_cache=False).logits for each in (exported, model))
+        found, expected = (module(ids, use_cache=False).logits for module in (exported, model))
     return language_model.why_padded, losses[-1] < losses[0], torch.equal(found, expected)
 
 
@@ -132,7 +132,7 @@ def spoil(engine, model):
     seen = {}
 
     def change(sums, layout, tensors):
-        name = max(tensors, key=lambda each: (tensors[each].ndim, tensors[each].numel()))
+        name = max(tensors, key=lambda tensor_name: (tensors[tensor_name].ndim, tensors[tensor_name].numel()))
         tensors[name].view(-1)[-1] += 1e-3
         seen.update(name=name, copied=layout.num_copied_bytes / sum(slot.num_bytes for slot in layout.slots))
         return sums

@@ -28,7 +28,7 @@ def engine(folder):
 
 
 def tokens(answers):
-    return [[completion.token_ids for completion in each] for each in answers]
+    return [[completion.token_ids for completion in completions] for completions in answers]
 
 
 def test_slices_and_batches_change_nothing(engine, folder, monkeypatch):
@@ -44,7 +44,9 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(engine, folder):
     num_draws = 2000
     params = {"n": num_draws, "max_tokens": 1, "seed": 0, "ignore_eos": True, "temperature": 0.5}
     (completions,) = engine.sample([[2, 3]], params)
-    counts = torch.bincount(torch.tensor([each.token_ids[0] for each in completions]), minlength=48)
+    counts = torch.bincount(
+        torch.tensor([completion.token_ids[0] for completion in completions]), minlength=48
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = (model(torch.tensor([[2, 3]])).logits[0, -1].double() / 0.5).softmax(-1) * num_draws
@@ -83,14 +85,16 @@ def test_prompt_and_completion_are_no_longer_than_the_model_or_the_run_allows(fo
     for index, limit in enumerate((24, None)):
         backend.submit(f"{index}", [2] * (longest - 4), {**GREEDY, "max_tokens": limit})
     ended = [output.completions[0] for output in backend.poll()]
-    assert [(len(each.token_ids), each.finish_reason) for each in ended] == [(4, "length")] * 2
+    assert [(len(completion.token_ids), completion.finish_reason) for completion in ended] == [
+        (4, "length")
+    ] * 2
 
 
 def test_every_sequence_is_sampled_by_its_own_parameters(engine):
     greedy = tokens(engine.sample([[2, 3]], GREEDY))[0]
     wild = {**GREEDY, "temperature": 5.0, "seed": 1}
     cuts = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0.0}]
-    *cut, free = tokens(engine.sample([[2, 3]] * 5, [*({**wild, **each} for each in cuts), wild]))
+    *cut, free = tokens(engine.sample([[2, 3]] * 5, [*({**wild, **setting} for setting in cuts), wild]))
     assert cut == [greedy] * 4
     assert free != greedy
 

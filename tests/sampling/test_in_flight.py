@@ -139,15 +139,16 @@ def test_an_engine_s_completions_have_the_text_of_its_request_outputs(engine, gi
     params = {"max_tokens": 24, "seed": 3, "logprobs": 0, "ignore_eos": True, **given}
     prompts = [[2, 3, 4], [5, 6], [7], [8, 9, 10]]
     sampled, outputs = engine.sample(prompts, params), engine.generate(prompts, params)
-    texts = [[each.text for each in completions] for completions in sampled]
-    assert texts == [[each.text for each in output.outputs] for output in outputs]
+    texts = [[completion.text for completion in completions] for completions in sampled]
+    assert texts == [[completion.text for completion in output.outputs] for output in outputs]
     assert any(map(any, texts)) == given.get("detokenize", True)
-    ids = [[list(each.token_ids) for each in completions] for completions in sampled]
-    assert ids == [[list(each.token_ids) for each in output.outputs] for output in outputs]
+    ids = [[list(completion.token_ids) for completion in completions] for completions in sampled]
+    assert ids == [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
     if given.get("detokenize", True):
         first = outputs[0].outputs[0]
         assert any(
-            each[token].decoded_token for token, each in zip(first.token_ids, first.logprobs, strict=True)
+            by_token[token].decoded_token
+            for token, by_token in zip(first.token_ids, first.logprobs, strict=True)
         )
 
 
@@ -194,7 +195,7 @@ def test_several_updates_leave_their_versions_in_order(engine, folder):
         for completion in completions:
             assert len(completion.versions) == 400
             assert list(completion.versions) == sorted(completion.versions)
-            assert all(math.isfinite(each) for each in completion.sampler_logprobs)
+            assert all(math.isfinite(logprob) for logprob in completion.sampler_logprobs)
         if all(len(set(completion.versions)) > 2 for completion in completions):
             return
     raise AssertionError("the updates never met the requests on their way")
@@ -220,7 +221,7 @@ def refuse_on_two_engines(topology):
                     engine._channel.advance()  # What was drawn is answered; what was not waits in no engine.
                 with pytest.raises(EngineError) as caught:
                     call()
-                found.append((str(caught.value), {each[0].text for each in handle.result()}))
+                found.append((str(caught.value), {completions[0].text for completions in handle.result()}))
                 engine.sample(["q"] * 2)
         handle = engine.submit(["q"] * 20)
         skipped = engine.update(model, 0).skipped

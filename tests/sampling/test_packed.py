@@ -28,13 +28,13 @@ def outputs():
         RequestOutput("1", None, [8], None, second, False),
         RequestOutput("2", None, [], None, [], True),
     ]
-    return [finished(*each) for each in zip(theirs, ([[5, 6], []], [[6, 6, 6]], []), strict=True)]
+    return [finished(*pair) for pair in zip(theirs, ([[5, 6], []], [[6, 6, 6]], []), strict=True)]
 
 
 def test_completions_come_back_as_they_were():
     packed = pack(outputs(), as_request_outputs=False)
     assert packed.dtype == np.uint8
-    assert unpack(packed) == [list(each.completions) for each in outputs()]
+    assert unpack(packed) == [list(output.completions) for output in outputs()]
     assert unpack(packed)[0][0] == Completion((3, 5), (4, 7), (-0.5, -2.0), (5, 6), "dé", "stop")
     assert unpack(pack([], as_request_outputs=False)) == []
 
@@ -52,7 +52,7 @@ def test_numbers_of_any_kind_become_pythons_own():
     )
     ((found,),) = unpack(pack([contracts.RequestOutput("0", [odd])], as_request_outputs=False))
     assert found == Completion((3, 5), (4,), (-0.5,), (6,), "d", "stop")
-    assert [type(each[0]) for each in (found.token_ids, found.sampler_logprobs, found.versions)] == [
+    assert [type(numbers[0]) for numbers in (found.token_ids, found.sampler_logprobs, found.versions)] == [
         int,
         float,
         int,
@@ -61,7 +61,7 @@ def test_numbers_of_any_kind_become_pythons_own():
 
 def test_vllms_own_objects_come_back_equal_in_every_field():
     back = unpack(pack(outputs(), as_request_outputs=True))
-    assert [vars(each) for each in back] == [vars(each.raw) for each in outputs()]
+    assert [vars(output) for output in back] == [vars(output.raw) for output in outputs()]
     with pytest.raises(EngineError, match="generate"):
         pack([contracts.RequestOutput("0", [])], as_request_outputs=True)
 

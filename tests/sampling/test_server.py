@@ -343,7 +343,7 @@ def test_the_end_of_the_server_ends_requests_with_its_address_and_takes_its_engi
         with pytest.raises(EngineError, match="must be started again"):
             engine.sample([[2, 3]])
     _, alive = psutil.wait_procs(below, 20)
-    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_a_server_that_does_not_come_is_named(folder):
@@ -394,7 +394,7 @@ LOAD_PLAN = LoadPlan((Copy("a", View((2,), (1,), 0), "w", View((2,), (1,), 4)),)
     ],
 )
 def test_arguments_cross_the_wire_unchanged(method, arguments):
-    assert arguments_from_wire(method, [to_wire(each) for each in arguments]) == arguments
+    assert arguments_from_wire(method, [to_wire(argument) for argument in arguments]) == arguments
 
 
 def test_results_cross_the_wire_unchanged():

@@ -80,14 +80,14 @@ def train_and_hand_over(folder, num_steps=3):
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, reference)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.05) for module in (model, reference)]
     tokens = torch.tensor([[2, 3, 4, 5, 6, 7, 8, 9]])
     seen = []
     with SamplingEngine(folder, **TINY_ENGINE, enable_sleep_mode=True) as engine:
         turn = DeviceTurn(engine, model=model, optimizer=optimizers[0], sleep="all", offload_optimizer=True)
         for step in range(num_steps):
-            for each, optimizer in zip((model, reference), optimizers, strict=True):
-                each(tokens, labels=tokens).loss.backward()
+            for module, optimizer in zip((model, reference), optimizers, strict=True):
+                module(tokens, labels=tokens).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             with turn.sampling(step):

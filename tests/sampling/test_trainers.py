@@ -120,7 +120,7 @@ class Miscounts(ModuleTrainer):
     """Returns wrong sums."""
 
     def publish(self, layout, with_checksums):
-        return [each + 1 for each in super().publish(layout, with_checksums)]
+        return [checksum + 1 for checksum in super().publish(layout, with_checksums)]
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,18 @@ def swap_on_nodes(folder):
             with counting_chunks() as taken:
                 completions = [answers[0] for answers in engine.submit(BATCH, GREEDY).result()]
             equal = [
-                list(each.token_ids) == reference_greedy(reference, each.prompt_token_ids)
-                for each in completions
+                list(completion.token_ids) == reference_greedy(reference, completion.prompt_token_ids)
+                for completion in completions
             ]
             gap = largest_gap(completions, reference)
             swaps.append(
-                (report.version, all(equal), gap, sum(taken), [each.token_ids for each in completions])
+                (
+                    report.version,
+                    all(equal),
+                    gap,
+                    sum(taken),
+                    [completion.token_ids for completion in completions],
+                )
             )
     return topology.node, refusal, swaps
 

@@ -74,13 +74,17 @@ def check_labels(engine, folder, in_flight, *, pause_s=0.05, n=8, max_tokens=200
             engine.update(models[(step - first_step) % NUM_MODELS], step, in_flight=in_flight)
             doomed.cancel()
         groups += handle.result()
-        ended_apart += sum(len({each.versions[-1] for each in group}) > 1 for group in handle.result())
-    completions = [each for group in groups for each in group]
-    assert all(len(each.versions) == len(each.token_ids) for each in completions)
-    wrong = sum(wrong_labels(each, models, first_step) for each in completions)
-    total = sum(len(each.token_ids) for each in completions)
+        ended_apart += sum(
+            len({completion.versions[-1] for completion in group}) > 1 for group in handle.result()
+        )
+    completions = [completion for group in groups for completion in group]
+    assert all(len(completion.versions) == len(completion.token_ids) for completion in completions)
+    wrong = sum(wrong_labels(completion, models, first_step) for completion in completions)
+    total = sum(len(completion.token_ids) for completion in completions)
     assert wrong == 0, f"{wrong} of {total} tokens carry a version that did not sample them"
-    assert sum(len(set(each.versions)) > 1 for each in completions) > 3, "no update met a completion"
+    assert sum(len(set(completion.versions)) > 1 for completion in completions) > 3, (
+        "no update met a completion"
+    )
     assert ended_apart > 3, "no group ended under several versions"
 
 

@@ -79,7 +79,7 @@ def values_of(completions, model, temperature, support):
 def test_the_engine_reports_what_the_trainer_computes(engine, trained, temperature, cuts):
     params = {"temperature": temperature, "max_tokens": 40, "ignore_eos": True, "logprobs": 0, "seed": 3}
     answers = engine.sample(PROMPTS, {**params, **cuts, "n": 8})
-    completions = [each for group in answers for each in group]
+    completions = [completion for group in answers for completion in group]
     theirs, ours = values_of(completions, trained, temperature, Support(**cuts))
     assert (ours.logprobs - theirs).abs().max() < FP32_GAP
     assert ours.outside.eq(0).all()
@@ -106,7 +106,7 @@ def test_drafts_of_n_grams_change_no_probability(folder):
         for shape in shapes:
             parameters = {"temperature": 1.0, "max_tokens": 24, "seed": 7, "logprobs": 0, **shape}
             answers = engine.sample(prompts, parameters)
-            completions = [each for (each,) in answers]
+            completions = [completion for (completion,) in answers]
             temperature = parameters["temperature"] or 1.0
             theirs, ours = values_of(completions, model, temperature, Support.of(parameters))
             assert (ours.logprobs - theirs).abs().max() < FP32_GAP, shape

@@ -225,7 +225,11 @@ def sleep_over(folder, receiver, planted="", moved=0.0, **engine_args):
                 errors.append(f"{type(error).__name__}: {error}")
         if after is not None:
             after = [(answer.token_ids, answer.sampler_logprobs) for answer in after]
-    return [str(each.message) for each in caught if "sleep" in str(each.message)], errors, before == after
+    return (
+        [str(warning.message) for warning in caught if "sleep" in str(warning.message)],
+        errors,
+        before == after,
+    )
 
 
 ONE_OR_TWO = [pytest.param(1, marks=pytest.mark.long), 2]
@@ -245,7 +249,7 @@ def test_an_engine_that_loses_everything_in_its_sleep_answers_as_before(family, 
     assert is_as_before
     assert len(said) == 2
     assert all("quant_method.scales.by_name['k'][0]" in one for one in said)
-    assert not any("packed" in each for each in said)
+    assert not any("packed" in message for message in said)
 
 
 @pytest.mark.slow

@@ -114,11 +114,11 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     std::vector<at::Tensor> tensors;
     if (argument.isTensor()) tensors = {argument.toTensor()};
     if (argument.isTensorList()) tensors = argument.toTensorVector();
-    for (const auto& each : tensors) {
-      if (!each.defined()) continue;
-      far |= each.device().type() == SIM;
+    for (const auto& tensor : tensors) {
+      if (!tensor.defined()) continue;
+      far |= tensor.device().type() == SIM;
       // A number may lie on the host.
-      close |= each.device().is_cpu() && each.dim() > 0;
+      close |= tensor.device().is_cpu() && tensor.dim() > 0;
     }
   }
   TORCH_CHECK(!(far && close), "Expected all tensors to be on the same device, but ", name, " got sim:0 and cpu");

@@ -26,7 +26,7 @@ def sample_on_rank(topology, agent, num_engines):
             with pytest.raises(RankMismatch, match="needs the same arguments on every rank"):
                 agents.sample(rows[topology.rank :])
         return [
-            [(each.text, each.turn_rewards) for each in group]
+            [(rollout.text, rollout.turn_rewards) for rollout in group]
             for group in agents.sample(rows) + agents.sample(rows)
         ]
 

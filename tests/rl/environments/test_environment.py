@@ -176,9 +176,9 @@ def test_calls_of_a_rollout_have_ids_of_their_own_which_results_repeat():
     for _ in range(2):
         message, reply = asyncio.run(playing.step(DELETE + DELETE))
         ids += [call["id"] for call in message["tool_calls"]]
-        assert [each["tool_call_id"] for each in reply.messages] == ids[-2:]
+        assert [result["tool_call_id"] for result in reply.messages] == ids[-2:]
     assert len(set(ids)) == 4
-    assert all(len(each) == 9 and each.isalnum() for each in ids)
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
 
 
 SAID = [{"role": "user", "content": "higher"}]
@@ -305,7 +305,7 @@ def test_the_policy_is_told_of_the_tools_that_the_environment_of_its_rollout_has
     async def rollout(host, number):
         playing = RemoteEnvironment(host, PromptRecord(ASKED, {"number": number}))
         asked = await playing.reset()
-        told = [each["function"]["name"] for each in asked["tools"]] if isinstance(asked, dict) else []
+        told = [tool["function"]["name"] for tool in asked["tools"]] if isinstance(asked, dict) else []
         calls = [{"name": name, "arguments": {"a": 3, "b": 1}} for name in ("add", "take")]
         replies = [(await playing.step(json.dumps(call)))[1] for call in calls]
         await playing.close()
@@ -423,8 +423,8 @@ def test_the_asynchronous_environment_that_is_late_is_the_one_that_is_named():
         with WorkerPool(1) as pool:
             host = EnvironmentWorkers(Slow, pool, 1.0)
             games = [RemoteEnvironment(host, PromptRecord(f"q{index}")) for index in range(3)]
-            await asyncio.gather(*(each.reset() for each in games))
-            await together(each.step(text) for each, text in zip(games, ("0.9", "30", "0.9"), strict=True))
+            await asyncio.gather(*(game.reset() for game in games))
+            await together(game.step(text) for game, text in zip(games, ("0.9", "30", "0.9"), strict=True))
 
     with pytest.raises(RolloutError, match=r"no answer within 1 s \(prompt 'q1'"):
         asyncio.run(rollouts())

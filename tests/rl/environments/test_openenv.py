@@ -70,10 +70,10 @@ def test_an_episode_goes_over_the_socket_in_a_worker():
 
     with echoing() as (url, seen):
         asked, (first, last) = asyncio.run(episode(url, ["hello", '{"message": "end"}']))
-        assert [each["content"] for each in asked] == ["Say it.", "seed 7"]
+        assert [message["content"] for message in asked] == ["Say it.", "seed 7"]
         assert json.loads(first.messages[0]["content"]) == {"echoed_message": "hello", "message_length": 5}
         assert (first.reward, first.done, last.reward, last.done) == (5, False, 3, True)
-        assert [each["type"] for each in seen] == ["reset", "step", "step", "close"]
+        assert [request["type"] for request in seen] == ["reset", "step", "step", "close"]
         # The policy is told what is wrong with its action, and the episode goes on.
         deep = '{"message": ' + "[" * 1100
         _, replies = asyncio.run(episode(url, ['{"other": 1}', deep, '<think>{"other": 1}</think>end']))

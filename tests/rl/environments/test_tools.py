@@ -108,8 +108,8 @@ def test_calls_come_back_as_they_were_written(calls):
     written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
     expected = [ToolCall(name, arguments) for name, arguments in calls]
     assert parse_calls("; ".join(written))[1] == expected
-    if not any("tool_call>" in each for each in written):
-        assert parse_calls("".join(f"<tool_call>\n{each}\n</tool_call>\n" for each in written))[1] == expected
+    if not any("tool_call>" in call for call in written):
+        assert parse_calls("".join(f"<tool_call>\n{call}\n</tool_call>\n" for call in written))[1] == expected
 
 
 def add(a: int, b: int = 2) -> int:

@@ -149,7 +149,7 @@ def test_a_run_on_a_taskset(taskset, tmp_path, world_size):
     vectorlm.launch(reinforce, config, world_size=world_size)
     rollouts = lines(tmp_path / "out" / "rollouts.jsonl")
     assert len(rollouts) == 2 * 2 * 4
-    assert {each["reward"] for each in rollouts} <= {0.0, 1.0}
+    assert {rollout["reward"] for rollout in rollouts} <= {0.0, 1.0}
     last = lines(tmp_path / "out" / "metrics.jsonl")[-1]
     assert last["reward/environment/mean"] == last["logged/has_word"]
     assert 0.0 <= last["eval/accuracy"] == last["eval/accuracy/environment"] <= 1.0

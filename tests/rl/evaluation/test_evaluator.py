@@ -218,8 +218,8 @@ def test_an_environment_says_by_its_metric_acc_or_by_a_sum_of_one_what_is_right(
 
     answers = [played(*[0.1] * 10), played(0.5), played(0.5, acc=1.0), played(1.0, acc=0.0), played(1.25)]
     (results,) = score_answers(None, [answers], "")
-    assert [each.is_right for each in results] == [True, False, True, False, False]
-    assert [each.reward for each in results] == [1.0, 0.5, 0.5, 1.0, 1.25]
+    assert [result.is_right for result in results] == [True, False, True, False, False]
+    assert [result.reward for result in results] == [1.0, 0.5, 0.5, 1.0, 1.25]
 
 
 def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_scored(folder, tmp_path):

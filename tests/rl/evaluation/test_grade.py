@@ -10,10 +10,10 @@ from vectorlm.types import RewardResult
 
 
 def results(rewards, votes=None):
-    votes = votes or [[None] * len(each) for each in rewards]
+    votes = votes or [[None] * len(group) for group in rewards]
     return [
-        [RewardResult(reward, logged={"answer": vote}) for reward, vote in zip(*each, strict=True)]
-        for each in zip(rewards, votes, strict=True)
+        [RewardResult(reward, logged={"answer": vote}) for reward, vote in zip(*pair, strict=True)]
+        for pair in zip(rewards, votes, strict=True)
     ]
 
 
@@ -70,7 +70,7 @@ def test_pass_at_k_is_the_share_of_the_choices_of_k_answers_with_a_right_one():
     for k, value in found.items():
         shares = [
             statistics.fmean(1.0 in chosen for chosen in itertools.combinations(scored, k))
-            for scored in ([each for each in options if not math.isnan(each)] for options in answers)
+            for scored in ([reward for reward in options if not math.isnan(reward)] for options in answers)
         ]
         assert value == pytest.approx(statistics.fmean(shares))
     assert grade(results([[1.0, 0.0], [1.0]])).pass_at == {}
@@ -79,7 +79,7 @@ def test_pass_at_k_is_the_share_of_the_choices_of_k_answers_with_a_right_one():
 
 def votes_won(chosen):
     """Return the share that a right answer has of the answers with the most votes; right is an answer's capital."""
-    counts = Counter(each for each in chosen if each is not None)
+    counts = Counter(vote for vote in chosen if vote is not None)
     most = [answer for answer, count in counts.items() if count == max(counts.values())]
     return sum(answer.isupper() for answer in most) / len(most) if most else 0.0
 
@@ -88,8 +88,8 @@ def votes_won(chosen):
     "votes", ["AAbbc", "Abcde", "AABbb", "aabb", "A", "abbbA", "AABBccd", "A.b.", "...", "..A.aa"], ids=str
 )
 def test_maj_at_k_is_the_mean_over_the_choices_of_k_answers(votes):
-    answers = [None if each == "." else each for each in votes]
-    rewards = [float(each.isupper()) for each in votes]
+    answers = [None if vote == "." else vote for vote in votes]
+    rewards = [float(vote.isupper()) for vote in votes]
     ks = range(1, len(votes) + 1)
     # A second question, so that one without any vote is graded too.
     found = grade(results([rewards, [1.0] * 9], [answers, ["Z"] * 9]), ks).majority_at

@@ -154,7 +154,7 @@ def test_own_functions_see_the_turns_of_the_policy_in_a_text_a_list_and_tokens(k
         (ids,) = completion_ids
         (whole,) = completions
         if is_chat:
-            whole = [each["content"] for each in whole if each["role"] == "assistant"]
+            whole = [message["content"] for message in whole if message["role"] == "assistant"]
         seen.extend([str(whole), "".join(map(chr, ids))])
         return [0.0]
 
@@ -196,7 +196,7 @@ def test_an_agents_words_are_no_part_of_the_completion():
     seen = []
 
     def several(completions, completion_ids):
-        seen.extend(each["content"] for each in completions[0] if each["role"] == "assistant")
+        seen.extend(message["content"] for message in completions[0] if message["role"] == "assistant")
         return [0.0]
 
     assert run_reward(several, [shown(rollout)])[0].error is None

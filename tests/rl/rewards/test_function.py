@@ -134,12 +134,12 @@ def test_a_call_that_hangs_or_dies_has_no_reward_and_the_others_have(pool, fault
 
     texts = ["a", "bb", "bad", *("ccc",) * 20, "bad", "d"]
     found = score(reward, pool, *texts)
-    for text, each in zip(texts, found, strict=True):
+    for text, result in zip(texts, found, strict=True):
         if text == "bad":
-            assert re.match(message, each.error)
-            assert math.isnan(each.reward)
+            assert re.match(message, result.error)
+            assert math.isnan(result.reward)
         else:
-            assert (each.reward, each.error) == (len(text), None)
+            assert (result.reward, result.error) == (len(text), None)
 
 
 @pytest.mark.slow
@@ -172,9 +172,9 @@ def test_a_coroutine_of_one_group_that_hangs_or_dies_costs_no_completion_of_anot
     (good, bad), *others = [work.result() for work in works]
     assert good.reward == 1.0
     assert re.match(message.replace("0", "1", 1), bad.error)
-    assert [each.reward for group in others for each in group] == [1.0] * 3
+    assert [result.reward for group in others for result in group] == [1.0] * 3
     # Another worker has taken its place.
-    assert [each.reward for each in pool.submit(function.score_alone(items("f"))).result()] == [1.0]
+    assert [result.reward for result in pool.submit(function.score_alone(items("f"))).result()] == [1.0]
 
 
 def test_coroutines_of_many_groups_run_together_in_one_worker(pool):
@@ -189,13 +189,13 @@ def test_coroutines_of_many_groups_run_together_in_one_worker(pool):
 
     function = RewardFunction(reward, pool, timeout_s=60.0)
     works = [pool.submit(function.score_alone(items("a", "b"))) for _ in range(6)]
-    assert len({each.reward for work in works for each in work.result()}) == 1
+    assert len({result.reward for work in works for result in work.result()}) == 1
 
 
 @pytest.mark.parametrize(("fault", "message"), [FAULTS[0], FAULTS[7]])
 def test_a_call_for_all_completions_that_hangs_or_dies_fails_for_all(pool, fault, message):
     found = score(lambda completions: fault(), pool, "a", "b")
-    assert all(re.match(message, each.error) for each in found)
+    assert all(re.match(message, result.error) for result in found)
 
 
 def test_coroutines_run_together_and_each_has_its_limit(pool):
@@ -217,7 +217,7 @@ def test_a_function_that_runs_a_loop_of_its_own(pool):
     def reward(text):
         return asyncio.run(asyncio.sleep(0, float(len(text))))
 
-    assert [each.reward for each in score(reward, pool, "a", "bb")] == [1.0, 2.0]
+    assert [result.reward for result in score(reward, pool, "a", "bb")] == [1.0, 2.0]
 
 
 def test_what_a_call_forks_gives_no_second_answer_and_is_ended(pool):
@@ -235,9 +235,9 @@ def test_what_a_call_forks_gives_no_second_answer_and_is_ended(pool):
             os._exit(1)
         return 1.0
 
-    assert [each.reward for each in score(reward, pool, *("go", "stay") * 4)] == [1.0] * 8
+    assert [result.reward for result in score(reward, pool, *("go", "stay") * 4)] == [1.0] * 8
     found = score(spawn, pool, "a", "bad", "c")
-    assert [each.error is None for each in found] == [True, False, True]
+    assert [result.error is None for result in found] == [True, False, True]
 
 
 def test_what_a_function_prints_is_in_the_log_up_to_a_limit(pool, tmp_path):
@@ -262,7 +262,7 @@ def test_lines_of_processes_that_print_side_by_side_stay_whole_and_name_their_pr
         subprocess.run(["echo", "-n", f"begun by {os.getpid()}"])
         return float(os.getpid())
 
-    pids = {each.reward for each in score(reward, pool, "a", "b")}
+    pids = {result.reward for result in score(reward, pool, "a", "b")}
     pool.close()
     lines = (tmp_path / "rewards.log").read_text().splitlines()
     for pid in map(int, pids):
@@ -301,8 +301,8 @@ def test_the_first_failure_stops_the_rest(pool):
 
     found = score(reward, pool, "a", "bad", *("c",) * 40, stops_at_error=True, timeout_s=5.0)
     assert found[1].error.startswith(f"ValueError: not a word ({__file__}:")
-    assert [each.error for each in found].count(None) == 41
-    assert sum(math.isnan(each.reward) for each in found) > 10
+    assert [result.error for result in found].count(None) == 41
+    assert sum(math.isnan(result.reward) for result in found) > 10
 
 
 def test_workers_that_die_one_after_the_other_end_the_run(pool, tmp_path):
@@ -321,7 +321,7 @@ def test_an_answer_in_between_is_enough(pool):
         return os._exit(7) if text == "bad" else 1.0
 
     found = score(reward, pool, *("good", "bad", "good", "good") * (2 * MAX_DEATHS))
-    assert sum(each.reward == 1.0 for each in found) == 6 * MAX_DEATHS
+    assert sum(result.reward == 1.0 for result in found) == 6 * MAX_DEATHS
 
 
 def test_a_supervisor_that_could_not_start_says_so_and_is_tried_again(monkeypatch):

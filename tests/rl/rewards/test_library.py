@@ -173,7 +173,7 @@ def test_json_that_python_cannot_compare_does_not_fit_and_a_schema_at_fault_is_a
 
 def test_length_falls_off_beside_the_target():
     lengths = [0, 5, 8, 10, 12, 15, 30]
-    found = [shape.length([1] * each, target_tokens=10, tolerance_tokens=2) for each in lengths]
+    found = [shape.length([1] * length, target_tokens=10, tolerance_tokens=2) for length in lengths]
     assert found == pytest.approx([0.2, 0.7, 1.0, 1.0, 1.0, 0.7, 0.0])
 
 

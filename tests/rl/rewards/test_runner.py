@@ -17,7 +17,7 @@ def items(*texts):
 
 
 def rewards(outcomes):
-    return [each.reward for each in outcomes]
+    return [outcome.reward for outcome in outcomes]
 
 
 def test_what_else_there_is_to_know():
@@ -72,7 +72,7 @@ def test_a_batch_that_fails_fails_for_all():
     assert all(
         result.error.startswith("ValueError: it returned 1 rewards for 2 completions") for result in found
     )
-    assert [each.is_counted for each in found] == [True, False]
+    assert [result.is_counted for result in found] == [True, False]
 
 
 @pytest.mark.parametrize("answer", [{"a": 1.0, "b": 2.0}, "12", b"12", 1.0, None])
@@ -89,7 +89,7 @@ def test_what_is_no_reward_of_one_completion_is_an_error_that_says_what_is(answe
     found = run_reward(reward, items("a", "b", "c"))
     for result in found:
         assert f"a {type(answer).__name__}," in result.error
-    assert [each.is_counted for each in found] == [True, not as_lists, not as_lists]
+    assert [outcome.is_counted for outcome in found] == [True, not as_lists, not as_lists]
 
 
 class Mute(Exception):
@@ -119,7 +119,7 @@ def leave_all(completions):
 
 @pytest.mark.parametrize("reward", [leave, leave_later, leave_all])
 def test_a_reward_that_calls_exit_fails_like_one_that_raises(reward):
-    assert [each.error.split(" (")[0] for each in run_reward(reward, items("a", "b"))] == [
+    assert [result.error.split(" (")[0] for result in run_reward(reward, items("a", "b"))] == [
         "SystemExit: 1"
     ] * 2
 
@@ -142,7 +142,7 @@ def test_a_batch_function_sees_the_columns_of_all_items():
     def reward(completions, answer):
         return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
-    assert [each.reward for each in run_reward(reward, items)] == [0.0, 1.0]
+    assert [result.reward for result in run_reward(reward, items)] == [0.0, 1.0]
 
 
 def test_an_answer_of_a_batch_that_is_no_number_is_that_items_error():
@@ -190,7 +190,7 @@ def test_a_function_that_names_them_gets_turns_messages_and_a_log():
     first, second = run_reward(alone, items)
     assert (first.reward, first.logged) == (1.0, {"turns": 1.0, "last": "say"})
     assert second.logged["turns"] == 2.0
-    assert [each.logged for each in run_reward(later, items)] == [{"turns": 1.0}, {"turns": 2.0}]
+    assert [result.logged for result in run_reward(later, items)] == [{"turns": 1.0}, {"turns": 2.0}]
     assert run_reward(together, items)[1].logged == {"turns": 2.0, "all": 7.0}
 
 
@@ -206,6 +206,8 @@ def test_a_column_of_such_a_name_is_the_column_but_for_log():
         return [1.0]
 
     assert run_reward(lambda text, num_turns: num_turns, [item])[0].reward == 3.0
-    assert [run_reward(each, [item])[0].logged for each in (logs, logs_in_lists)] == [{"seen": 1.0}] * 2
+    assert [run_reward(function, [item])[0].logged for function in (logs, logs_in_lists)] == [
+        {"seen": 1.0}
+    ] * 2
     assert run_reward(lambda text, **columns: columns["log"], [item])[0].reward == 3.0
     assert run_reward(lambda text, **columns: float(len(columns)), [item])[0].reward == 4.0

@@ -74,7 +74,7 @@ def test_a_weighted_sum_of_the_rewards():
 
 
 def test_what_an_environment_gave_is_added_where_its_weight_counts():
-    played = [replace(each, turn_rewards=(1.0, 0.25)) for each in rollouts("aeb", "XYZ", "bad")]
+    played = [replace(rollout, turn_rewards=(1.0, 0.25)) for rollout in rollouts("aeb", "XYZ", "bad")]
     one = scorer_of({"vowels": vowels}, weights={"vowels": 0.5, ENVIRONMENT: 1.0}, on_error="skip")
     (group,) = one.score([SampledGroup(played)])
     assert group.rewards[:2].tolist() == [2.25, 1.25], "a None takes no other reward along"
@@ -86,7 +86,9 @@ def test_what_an_environment_gave_is_added_where_its_weight_counts():
 
 
 def test_completions_for_which_no_reward_counts_have_0():
-    mixed = [replace(each, prompt_record=PromptRecord("a", {"wanted": 2}, "b")) for each in rollouts("aeb")]
+    mixed = [
+        replace(rollout, prompt_record=PromptRecord("a", {"wanted": 2}, "b")) for rollout in rollouts("aeb")
+    ]
     (group,) = scorer_of({"length": length}, of_source={"b": {}}).score([SampledGroup(mixed)])
     assert group.rewards.tolist() == [0.0]
 
@@ -140,7 +142,7 @@ def test_what_functions_log_is_the_rollouts_and_its_numbers_are_metrics():
     assert first.logged == ({"turns": 1.0, "word": "a", "size": 1.0},)
     assert second.logged == ({"turns": 1.0, "word": "bcd", "size": 3.0},)
     metrics = rollout_metrics([first, second], step=0)
-    assert {name: each for name, each in metrics.items() if name.startswith("logged/")} == {
+    assert {name: value for name, value in metrics.items() if name.startswith("logged/")} == {
         "logged/turns": 1.0,
         "logged/size": 2.0,
     }
@@ -177,7 +179,7 @@ def score_on_rank(topology):
         return length(text, wanted)
 
     def noting(model):
-        return [float(len(each.text)) for each in model]
+        return [float(len(rollout.text)) for rollout in model]
 
     weights = {"length": 1.0, "model": 10.0}
     here = scorer_of({"length": noted}, topology, weights, models={"model": noting})
@@ -231,13 +233,13 @@ def score_early_on_rank(topology):
     return [sorted(group.results) for group in ended], *(
         [
             (
-                each.rewards.tolist(),
-                each.greedy_reward.item(),
-                each.errors,
-                each.logged,
-                list(each.rewards_by_name),
+                group.rewards.tolist(),
+                group.greedy_reward.item(),
+                group.errors,
+                group.logged,
+                list(group.rewards_by_name),
             )
-            for each in scored
+            for group in scored
         ]
         for scored in (early, late)
     )
@@ -303,8 +305,8 @@ def score_by_source(topology):
     groups = [
         SampledGroup(
             [
-                replace(each, prompt_record=replace(each.prompt_record, source=source))
-                for each in group.rollouts
+                replace(rollout, prompt_record=replace(rollout.prompt_record, source=source))
+                for rollout in group.rollouts
             ]
         )
         for group, source in zip(groups_of("aeb", "XYZ", "bad", "aaa"), ("a", "b", "a", ""), strict=True)
@@ -314,7 +316,9 @@ def score_by_source(topology):
 
 def score_two_groups_of_one_prompt(topology):
     record = PromptRecord("ask", {"wanted": 2})
-    asked_twice = [[replace(each, prompt_record=record) for each in rollouts("a", "bb", "ccc")] for _ in "12"]
+    asked_twice = [
+        [replace(rollout, prompt_record=record) for rollout in rollouts("a", "bb", "ccc")] for _ in "12"
+    ]
     groups = [*map(SampledGroup, asked_twice), group_of("d", "ee", "fff")]
     if not topology.is_main:
         # As another rank receives them, a group at a time.

@@ -16,8 +16,8 @@ RIGHT = [1.0, 0.0]
 
 def score(reward, items=ANSWERS):
     results = run_reward(reward, items)
-    assert [each.error for each in results] == [None] * len(items)
-    return [each.reward for each in results]
+    assert [result.error for result in results] == [None] * len(items)
+    return [result.reward for result in results]
 
 
 def equal(texts, wanted):
@@ -50,7 +50,7 @@ def test_parameters_may_stand_in_any_order():
     def without_one(prompt, answer):
         return float(prompt == "1 + 1" and answer == "2")
 
-    assert [score(each) for each in (last, by_keyword, one, by_place)] == [RIGHT] * 4
+    assert [score(function) for function in (last, by_keyword, one, by_place)] == [RIGHT] * 4
     assert score(without_one) == [1.0, 0.0]
 
 
@@ -78,7 +78,7 @@ def test_methods_partials_and_coroutines_keep_their_names():
             return equal(completions, answer)
 
     def graded(right, completions, answer):
-        return [right * each for each in equal(completions, answer)]
+        return [right * reward for reward in equal(completions, answer)]
 
     async def asked(prompts, completions, answer, **kwargs):
         return equal(completions, answer)
@@ -107,13 +107,16 @@ def test_completions_of_messages_are_messages_and_none_is_not_applicable():
     question = [{"role": "user", "content": "2 + 2?"}]
 
     def reward(completions, **kwargs):
-        return [1.0 if each[0] == {"role": "assistant", "content": "4"} else None for each in completions]
+        return [
+            1.0 if completion[0] == {"role": "assistant", "content": "4"} else None
+            for completion in completions
+        ]
 
     def one(completion, prompt):
         return float(completion == "4" and prompt is question)
 
     items = [Scorable("4", question, (1,), {}), Scorable("5", question, (2,), {})]
-    first, second = (each.reward for each in run_reward(reward, items))
+    first, second = (result.reward for result in run_reward(reward, items))
     assert first == 1.0
     assert second != second  # NaN
     assert score(one, items) == RIGHT
@@ -209,7 +212,7 @@ def test_verls_compute_score_is_called_as_verl_calls_it(tmp_path):
     assert not list(signature_problems(compute_score, [record], "rl.prompts"))
     assert score(compute_score, items) == RIGHT
     assert score(detailed, items) == [1.0, -1.0]
-    assert [each.logged for each in run_reward(detailed, items)] == [
+    assert [result.logged for result in run_reward(detailed, items)] == [
         {"acc": True, "pred": "4"},
         {"acc": False, "pred": "5"},
     ]

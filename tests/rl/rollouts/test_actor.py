@@ -207,7 +207,7 @@ def test_a_group_is_scored_while_others_are_sampled(is_turn):
 
     async def score(rollouts):
         scored.set()
-        return {"mine": [RewardResult(float(len(each.text))) for each in rollouts]}
+        return {"mine": [RewardResult(float(len(rollout.text))) for rollout in rollouts]}
 
     with FakeEngine(answer) as engine:
         sampler = replace(
@@ -218,7 +218,9 @@ def test_a_group_is_scored_while_others_are_sampled(is_turn):
         while len(found) < 2:
             found |= queue.poll(10.0)
         queue.close()
-    assert [[each.reward for each in found[number].results["mine"]] for number in numbers] == [[4.0, 4.0]] * 2
+    assert [[result.reward for result in found[number].results["mine"]] for number in numbers] == [
+        [4.0, 4.0]
+    ] * 2
 
 
 def test_a_closed_queue_leaves_no_thread():

@@ -109,7 +109,7 @@ def test_nothing_is_older_than_it_may_be_in_whatever_order_it_finishes(max_stale
             num_dropped += metrics.get("queue/dropped", 0.0)
             if max_staleness:
                 assert metrics["queue/in_flight"] + metrics["queue/finished"] <= max_staleness * PROMPTS
-            assert set(metrics) <= METRICS | {f"reward/mine/{each}" for each in ("mean", "std")}
+            assert set(metrics) <= METRICS | {f"reward/mine/{statistic}" for statistic in ("mean", "std")}
         assert oldest <= max_staleness
         if max_staleness:
             assert oldest > 0, "nothing overlapped"

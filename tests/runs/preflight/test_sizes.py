@@ -76,10 +76,10 @@ def test_the_longest_sequence_of_a_model_passes_the_check_and_the_next_does_not(
     for name, where in product(sizes.MODELS, sizes.LONG):
         num_devices, gigabytes, kind, most = where
         length = sizes.longest(models / name, name, *where)
-        for each, is_longer in ((length, False), (4 * (length or 512), True)):
-            if each in sizes.LENGTHS:
+        for tried, is_longer in ((length, False), (4 * (length or 512), True)):
+            if tried in sizes.LENGTHS:
                 words = sizes.command(
-                    name, num_devices, gigabytes, sizes.long_settings(name, kind, most, each)
+                    name, num_devices, gigabytes, sizes.long_settings(name, kind, most, tried)
                 )
                 assert main(shlex.split(words)[1:]) == (2 if is_longer else 0), (words, capsys.readouterr())
 

@@ -140,7 +140,7 @@ def idle_engine(folder: str, *, steps_ahead: bool = True, **engine_args: Any) ->
                 return ModelRunnerOutput(
                     req_ids=names,
                     req_id_to_index={name: index for index, name in enumerate(names)},
-                    sampled_token_ids=[[TOKEN] * each for each in samples],
+                    sampled_token_ids=[[TOKEN] * is_sampled for is_sampled in samples],
                     logprobs=logprobs,
                 )
 

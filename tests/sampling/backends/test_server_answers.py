@@ -315,7 +315,7 @@ def test_whoever_connects_is_told_of_an_earlier_trainers_weights(server, monkeyp
         warnings.simplefilter("always", UserWarning)
 
         def is_told():
-            return any("earlier trainer" in str(each.message) for each in caught)
+            return any("earlier trainer" in str(warning.message) for warning in caught)
 
         with SamplingEngine(".", **arguments) as engine:
             engine.wait_until_ready()

@@ -81,19 +81,19 @@ def texts_of(tokenizer, prompt, completions, flags):
     assert not params.detokenize
     outputs = [SimpleNamespace(token_ids=ids, finish_reason=reason, text="") for ids, reason in completions]
     texts.fill(SimpleNamespace(request_id="a", prompt_token_ids=prompt, outputs=outputs))
-    return [each.text for each in outputs]
+    return [output.text for output in outputs]
 
 
 @hypothesis.given(IDS, IDS, strategies.sampled_from(["stop", "length"]), FLAGS)
 def test_any_tokens_decode_to_vllm_s_own_text(tokenizer, prompt, token_ids, finish_reason, flags):
-    prompt, token_ids = ([each % len(tokenizer) for each in ids] for ids in (prompt or [0], token_ids))
+    prompt, token_ids = ([token % len(tokenizer) for token in ids] for ids in (prompt or [0], token_ids))
     expected = text_of_vllm(tokenizer, prompt, token_ids, finish_reason, flags)
     assert texts_of(tokenizer, prompt, [(token_ids, finish_reason)], flags) == [expected]
 
 
 @hypothesis.given(strategies.text("aeth cs,é日🙂 \n", min_size=1), strategies.text("aeth cs,é日🙂 \n"))
 def test_texts_decode_to_vllm_s_own_text(tokenizer, prompt, text):
-    prompt, token_ids = (tokenizer(each, add_special_tokens=False).input_ids for each in (prompt, text))
+    prompt, token_ids = (tokenizer(part, add_special_tokens=False).input_ids for part in (prompt, text))
     prompt = prompt or [0]
     expected = text_of_vllm(tokenizer, prompt, token_ids, "length", {})
     assert texts_of(tokenizer, prompt, [(token_ids, "length")], {}) == [expected]

@@ -11,7 +11,7 @@ class _ChangesAnswers(Transformers):
 
     def poll(self):
         return [
-            replace(output, completions=[self.change(each) for each in output.completions])
+            replace(output, completions=[self.change(completion) for completion in output.completions])
             for output in super().poll()
         ]
 
@@ -25,39 +25,43 @@ class OneCompletionTooFew(Transformers):
 
 
 class VersionsOfTheFuture(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, versions=tuple(version + 7 for version in each.versions))
+    def change(self, completion):
+        return replace(completion, versions=tuple(version + 7 for version in completion.versions))
 
 
 class VersionsOfTheCheckpoint(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, versions=(-1,) * len(each.versions))
+    def change(self, completion):
+        return replace(completion, versions=(-1,) * len(completion.versions))
 
 
 class StopAndLengthSwapped(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, finish_reason={"stop": "length", "length": "stop"}[each.finish_reason])
+    def change(self, completion):
+        return replace(
+            completion, finish_reason={"stop": "length", "length": "stop"}[completion.finish_reason]
+        )
 
 
 class LastTokenDropped(_ChangesAnswers):
-    def change(self, each):
-        kept = slice(None, -1 if len(each.token_ids) > 1 else None)
+    def change(self, completion):
+        kept = slice(None, -1 if len(completion.token_ids) > 1 else None)
         return replace(
-            each,
-            token_ids=each.token_ids[kept],
-            sampler_logprobs=each.sampler_logprobs[kept],
-            versions=each.versions[kept],
+            completion,
+            token_ids=completion.token_ids[kept],
+            sampler_logprobs=completion.sampler_logprobs[kept],
+            versions=completion.versions[kept],
         )
 
 
 class ProbabilityInsteadOfLogprob(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, sampler_logprobs=(0.5,) * len(each.sampler_logprobs))
+    def change(self, completion):
+        return replace(completion, sampler_logprobs=(0.5,) * len(completion.sampler_logprobs))
 
 
 class LogprobsUnasked(_ChangesAnswers):
-    def change(self, each):
-        return replace(each, sampler_logprobs=each.sampler_logprobs or (-1.0,) * len(each.token_ids))
+    def change(self, completion):
+        return replace(
+            completion, sampler_logprobs=completion.sampler_logprobs or (-1.0,) * len(completion.token_ids)
+        )
 
 
 class LoadCopiesNothing(Transformers):
@@ -89,12 +93,14 @@ class CacheKeptThroughRecompute(Transformers):
 class PromptsKeptOverAnUpdate(_ChangesAnswers):
     """It reuses the log-probability of the next token after its weights have changed."""
 
-    def change(self, each):
-        if not each.sampler_logprobs:
-            return each
+    def change(self, completion):
+        if not completion.sampler_logprobs:
+            return completion
         found = vars(self).setdefault("cache", {})
-        first = found.setdefault((each.prompt_token_ids, each.token_ids[0]), each.sampler_logprobs[0])
-        return replace(each, sampler_logprobs=(first, *each.sampler_logprobs[1:]))
+        first = found.setdefault(
+            (completion.prompt_token_ids, completion.token_ids[0]), completion.sampler_logprobs[0]
+        )
+        return replace(completion, sampler_logprobs=(first, *completion.sampler_logprobs[1:]))
 
 
 class CancelDoesNothing(Transformers):

@@ -46,7 +46,7 @@ def each_output(change, backend=Scripted):
 
 
 def each_completion(change):
-    return each_output(lambda completions: [change(each) for each in completions])
+    return each_output(lambda completions: [change(completion) for completion in completions])
 
 
 def unpack_backwards(packed, first=0, last=None, honest=handle.unpack):
@@ -102,8 +102,8 @@ def cancel_everything(self, number, command, honest=Scheduler.carry_out):
     if isinstance(command, scheduler.messages.Abort):
         return [
             answer
-            for each in range(number + 5)
-            for answer in honest(self, number, replace(command, generate=each))
+            for other_number in range(number + 5)
+            for answer in honest(self, number, replace(command, generate=other_number))
         ]
     return honest(self, number, command)
 
@@ -117,7 +117,7 @@ BROKEN = [
     ("an_update_brings_its_version_and_other_answers", (Scripted, "load", load_without_version)),
     (
         "an_update_brings_its_version_and_other_answers",
-        each_completion(lambda each: replace(each, text="always")),
+        each_completion(lambda completion: replace(completion, text="always")),
     ),
     ("the_same_step_moves_nothing", (HotSwap, "update", never_skip)),
     ("another_model_is_refused_and_the_engine_keeps_its_weights", (HotSwap, "update", take_any_model)),
@@ -125,7 +125,7 @@ BROKEN = [
     ("an_update_that_drains_waits_for_requests_in_flight", (SamplingEngine, "update", never_drain)),
     (
         "requests_in_flight_go_on_with_the_new_weights",
-        each_completion(lambda each: replace(each, versions=(99,) * len(each.versions))),
+        each_completion(lambda completion: replace(completion, versions=(99,) * len(completion.versions))),
     ),
     ("a_submitted_batch_gives_what_sample_gives", (BatchHandle, "result", answer_once)),
     ("done_becomes_true_by_asking", (InlineChannel, "advance", forget)),

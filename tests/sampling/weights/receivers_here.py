@@ -18,7 +18,7 @@ def receivers_of(*models):
             get_model=lambda model=model: model, model_config=SimpleNamespace(dtype=torch.float32)
         )
     return EngineReceiver(
-        lambda method, args=(): [getattr(each, method)(*args) for each in extensions], "live"
+        lambda method, args=(): [getattr(worker, method)(*args) for worker in extensions], "live"
     )
 
 

@@ -118,7 +118,7 @@ class Engine:
         expected = self.make()
         for worker in expected:
             tensors = {**dict(model.named_parameters()), "scale": model.scale, "steps": model.steps}
-            worker.load_weights((name, each.detach()) for name, each in tensors.items())
+            worker.load_weights((name, tensor.detach()) for name, tensor in tensors.items())
         return [
             name
             for worker, other in zip(self.workers, expected, strict=True)
@@ -150,6 +150,6 @@ def move(model, reference, seed):
                 ours.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
             else:
                 ours.copy_(whole)
-        for each in (model, reference):
-            each.scale.fill_(seed + 0.5)
-            each.steps += 1
+        for module in (model, reference):
+            module.scale.fill_(seed + 0.5)
+            module.steps += 1

@@ -66,8 +66,8 @@ def test_an_arena_gives_its_file_back_once(tmp_path):
     os.dup2(other, number)
     del arena
     gc.collect()
-    for each in {number, other}:
-        os.close(each)
+    for descriptor in {number, other}:
+        os.close(descriptor)
 
 
 def test_an_arena_is_mapped_once_unless_another_takes_its_path():

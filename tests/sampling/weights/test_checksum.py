@@ -23,12 +23,12 @@ def test_the_sums_of_shards_add_up_to_the_sum_of_the_whole():
 def test_the_sums_of_columns_add_up_if_no_word_is_cut():
     whole = torch.randn(7, 6)
     columns = [whole[:, :3], whole[:, 3:5], whole[:, 5:]]
-    assert sum(checksum(each, word_bytes=4) for each in columns) % 2**64 == checksum(whole, word_bytes=4)
+    assert sum(checksum(part, word_bytes=4) for part in columns) % 2**64 == checksum(whole, word_bytes=4)
     assert checksum(whole, word_bytes=4) != checksum(whole), "these have words of 8 bytes"
 
 
 def test_the_widest_word_divides_every_length():
-    assert [widest_word(*each) for each in [(16, 24), (16, 12), (6,), (3, 8), (0,)]] == [8, 4, 2, 1, 8]
+    assert [widest_word(*lengths) for lengths in [(16, 24), (16, 12), (6,), (3, 8), (0,)]] == [8, 4, 2, 1, 8]
 
 
 @pytest.mark.parametrize("row", [0, 1, 3, 255])

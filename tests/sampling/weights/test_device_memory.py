@@ -31,7 +31,7 @@ class Driver:
     """CUDA's driver for handles; an allocation is one of these tensors, and is mapped where it lies."""
 
     def __init__(self, *allocations):
-        self.starts = {each.data_ptr(): each.nbytes for each in allocations}
+        self.starts = {allocation.data_ptr(): allocation.nbytes for allocation in allocations}
         self.mapped, self.num_opened, self.refuses = [], 0, False
 
     def cuMemGetAddressRange_v2(self, start, size, pointer):

@@ -202,9 +202,9 @@ def test_several_active_adapters_are_merged_together_and_disabled_ones_not_at_al
     with model.disable_adapter():
         sent = sent_by(merged_source(model, Topology()))
         assert all(torch.equal(sent[name], base[name]) for name in base)
-        assert [each.name for each in lora_weight_sets(model, Topology(), MappedArenas(), "adapter")] == [
-            "base"
-        ]
+        assert [
+            weight_set.name for weight_set in lora_weight_sets(model, Topology(), MappedArenas(), "adapter")
+        ] == ["base"]
 
 
 def test_modules_that_replace_others_are_not_sent_while_the_adapter_is_off(folder):

@@ -117,7 +117,7 @@ def test_sums_are_of_the_words_that_the_layout_wants_scalars_included(word_bytes
     slots = (Slot("scale", (), "float32", 0, word_bytes), Slot("table", (3, 4), "float32", 64, word_bytes))
     source = ModuleSource(torch.nn.Module(), Topology(), tensors=tensors)
     sums = source.publish(Layout(arena.path, 128, slots), True)
-    assert sums == [checksum(each, word_bytes=word_bytes) for each in tensors.values()]
+    assert sums == [checksum(tensor, word_bytes=word_bytes) for tensor in tensors.values()]
     assert all(torch.equal(arena.view(slot), tensors[slot.name]) for slot in slots)
 
 

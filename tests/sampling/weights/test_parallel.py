@@ -87,14 +87,14 @@ def test_every_worker_gets_its_slices_and_the_proof_holds(receivers, halves):
 
 
 def test_connecting_changes_no_weight(receivers, halves):
-    before = [{name: each.clone() for name, each in half.named_parameters()} for half in halves]
+    before = [{name: parameter.clone() for name, parameter in half.named_parameters()} for half in halves]
     # Both hold the same norms and heads, as an engine's workers do; else the arena can keep one of them only.
     for name in ("key", "norm", "scale"):
         before[0][name].copy_(before[1][name])
         getattr(halves[0], name).data.copy_(before[1][name])
     receivers.connect(MANIFEST, None, "base")
     for half, old in zip(halves, before, strict=True):
-        assert all(torch.equal(each, old[name]) for name, each in half.named_parameters())
+        assert all(torch.equal(parameter, old[name]) for name, parameter in half.named_parameters())
 
 
 def test_slices_that_lie_in_the_arena_as_in_the_parameter_are_views_of_it(receivers, halves):

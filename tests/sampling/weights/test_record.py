@@ -297,7 +297,7 @@ def test_a_loader_is_given_the_checkpoints_tensors_in_place_of_a_parameter_that_
             parameters[name].copy_(tensor)
 
     copies = record_loading(load, parameters, [TensorSpec("both", (2, 2, 3), pieces)]).copies
-    assert [(each.source, each.source_view.offset, each.parameter) for each in copies] == [
+    assert [(copied.source, copied.source_view.offset, copied.parameter) for copied in copies] == [
         ("both", 0, "first"),
         ("both", 6, "second"),
     ]

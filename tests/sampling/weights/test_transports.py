@@ -153,7 +153,10 @@ def follow_merged(topology, transport):
 
 def follow_on_two_ranks(topology):
     """Return by transport what was wrong in each case, and with merged adapters."""
-    return {each: (follow_all(topology, each), follow_merged(topology, each)) for each in TRANSPORTS}
+    return {
+        transport: (follow_all(topology, transport), follow_merged(topology, transport))
+        for transport in TRANSPORTS
+    }
 
 
 @pytest.mark.slow
@@ -441,10 +444,10 @@ def train(topology, pulled):
         optimizer.step()
         optimizer.zero_grad()
         if pulled:
-            before = [each.to_local().clone() for each in model.parameters()]
+            before = [parameter.to_local().clone() for parameter in model.parameters()]
             update(swap, model, step)
-            assert all(map(torch.equal, before, [each.to_local() for each in model.parameters()]))
-    return [each.full_tensor().detach() for each in model.parameters()]
+            assert all(map(torch.equal, before, [parameter.to_local() for parameter in model.parameters()]))
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
 def train_both_ways(topology):
@@ -480,9 +483,9 @@ def test_slots_share_an_arena_in_rounds_and_a_tensor_larger_than_it_has_one_of_i
     assert num_bytes == 320, "of the largest, rounded up"
     assert [(slot.round, slot.offset_bytes) for slot in placed] == [(0, 0), (0, 64), (1, 0), (2, 0)]
     rounds = Layout("", num_bytes, placed).rounds
-    assert [[slot.name for slot in each.slots] for each in rounds] == [["a", "b"], ["c"], ["d"]]
+    assert [[slot.name for slot in layout.slots] for layout in rounds] == [["a", "b"], ["c"], ["d"]]
     two = Layout("", num_bytes, placed[:3]).rounds
-    assert [[slot.name for slot in each.slots] for each in two] == [["a", "b"], ["c"]]
+    assert [[slot.name for slot in layout.slots] for layout in two] == [["a", "b"], ["c"]]
 
 
 def test_the_arena_of_rounds_is_as_small_as_it_says(monkeypatch):

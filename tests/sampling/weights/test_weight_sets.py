@@ -173,7 +173,9 @@ def part_ways(topology, kind):
     inner = getattr(model, "_model", model)
     tensors = dict(inner.named_parameters()) | dict(inner.named_buffers())
     (tensor,) = (
-        each for path, each in tensors.items() if name.rpartition(".")[0] in path and _last(name) in path
+        candidate
+        for path, candidate in tensors.items()
+        if name.rpartition(".")[0] in path and _last(name) in path
     )
     swap.update(model, 0, "refuse")
     begun = engine and engine.begun
@@ -340,7 +342,9 @@ def test_a_buffer_may_hold_infinities():
 
 
 def train(model):
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1
+    )
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
 
