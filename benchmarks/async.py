@@ -291,7 +291,7 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
     overlap = RUNS[name][1]
     reached = {}
     for threshold in THRESHOLDS:
-        there = [each for run in runs if (each := time_to(threshold, run)) is not None]
+        there = [arrival for run in runs if (arrival := time_to(threshold, run)) is not None]
         never = "" if len(there) == len(runs) else f"{len(runs) - len(there)} never"
         reached[f"steps to reward {threshold}"] = mean_and_range([steps for steps, _ in there], 0)
         seconds = mean_and_range([seconds for _, seconds in there], 0)

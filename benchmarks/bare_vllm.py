@@ -71,8 +71,8 @@ def _serve(model: str, task: str) -> None:
         from transformers import AutoModelForCausalLM
 
         weights = [
-            (name, each.detach())
-            for name, each in AutoModelForCausalLM.from_pretrained(model).named_parameters()
+            (name, parameter.detach())
+            for name, parameter in AutoModelForCausalLM.from_pretrained(model).named_parameters()
         ]
     _tell(time.perf_counter() - start)
     for line in sys.stdin:

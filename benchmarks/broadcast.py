@@ -52,8 +52,11 @@ def on_rank(folder: str) -> dict[str, list[float]]:
         dist.barrier()
         start = time.perf_counter()
         # Copies, for pickle would write a shared object once.
-        note = pickle.dumps([pickle.dumps(each) for each in whole]) if topology.is_main else None
-        [pickle.loads(each) for each in pickle.loads(collectives.broadcast_object("pickled", note)[0])]
+        note = pickle.dumps([pickle.dumps(output) for output in whole]) if topology.is_main else None
+        [
+            pickle.loads(pickled_output)
+            for pickled_output in pickle.loads(collectives.broadcast_object("pickled", note)[0])
+        ]
         times["pickled"].append(time.perf_counter() - start)
     return times
 

@@ -68,15 +68,18 @@ def main() -> None:
                             process.kill()
                     medians = {part: statistics.median(seconds) for part, seconds in times.items()}
                     found.setdefault((name, load), []).append(medians)
-    base = [each["step"] for each in found[OWN, "quiet"]]
+    base = [medians["step"] for medians in found[OWN, "quiet"]]
     rows = [
         {
             "threads wait": name,
             "machine": load,
-            **{f"{part} (s)": round(statistics.median(each[part] for each in turns), 2) for part in turns[0]},
+            **{
+                f"{part} (s)": round(statistics.median(medians[part] for medians in turns), 2)
+                for part in turns[0]
+            },
             # The machine's own speed drifts: each turn is compared with the same turn's.
             "beside libgomp's own, quiet": round(
-                statistics.median(each["step"] / own for each, own in zip(turns, base, strict=False)), 2
+                statistics.median(medians["step"] / own for medians, own in zip(turns, base, strict=False)), 2
             ),
         }
         for (name, load), turns in found.items()

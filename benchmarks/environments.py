@@ -89,7 +89,7 @@ def seconds(engine: SamplingEngine, pool: WorkerPool, kind: str, sleep_s: float,
     left = set(queue.submit(tasks))
     while left:
         found = queue.poll(60.0, at_least=len(left))
-        assert all(each.num_turns == TURNS for group in found.values() for each in group.rollouts)
+        assert all(rollout.num_turns == TURNS for group in found.values() for rollout in group.rollouts)
         left -= found.keys()
     took_s = time.perf_counter() - began
     queue.close()

@@ -137,8 +137,8 @@ class Campaign:
         self.url = ""
         self.forks: list[tuple[Run, Record]] = []
         """Runs whose forks are still there."""
-        for each in (self.disk, self.triggers, folder / "scratch", folder / "references"):
-            each.mkdir()
+        for new_folder in (self.disk, self.triggers, folder / "scratch", folder / "references"):
+            new_folder.mkdir()
         mount("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", self.disk)
         mount("-t", "tmpfs", "-o", f"size={SHM_MIB}m", "none", "/dev/shm")
         make = [sys.executable, str(ROOT / "examples/make_countdown.py"), "--output_dir", folder / "data"]
@@ -393,8 +393,8 @@ class Campaign:
                         ports = [port for _, port in listening(pid for pid, _ in run.processes())]
                         done |= {*visit([run.scratch, Path("/dev/shm")], ports)}
                     # torch's cache of compiled kernels is open to readers.
-                    done = {each for each in done if not re.match("read .*/torchinductor_", each)}
-                    complaints += [f"a stranger {each}" for each in sorted(done)]
+                    done = {deed for deed in done if not re.match("read .*/torchinductor_", deed)}
+                    complaints += [f"a stranger {deed}" for deed in sorted(done)]
                 case ("taken", "port"):
                     words = ["-m", "vectorlm", "serve", "--model", self.folder / "data/model"]
                     words += ["--port", self.url.rpartition(":")[2]]
@@ -514,7 +514,7 @@ def leftovers(run: Run, patience_s: float) -> dict[str, list[str]]:
     found["temporary files"] = [
         name for name in found["temporary files"] if not name.startswith("torchinductor_")
     ]
-    return {what: [without_places(name) for name in each] for what, each in found.items() if each}
+    return {what: [without_places(name) for name in names] for what, names in found.items() if names}
 
 
 def says_where_it_resumes(run: Run) -> bool:
@@ -713,7 +713,7 @@ def main() -> None:
             "faults",
             {"seed": arguments.seed, "patience": PATIENCE},
             table(records),
-            {"faults": [asdict(each) for each in records]},
+            {"faults": [asdict(record) for record in records]},
         )
     sys.exit(bool(bad) or not records or not is_whole)
 

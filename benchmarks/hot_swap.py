@@ -55,25 +55,32 @@ def on_rank(folder: str) -> dict[str, tuple[Times, float]]:
             name = f"{receiver}, verified" if verify else receiver
             with ExitStack() as stack:
                 engines = {
-                    each: stack.enter_context(
+                    transport_name: stack.enter_context(
                         vectorlm.SamplingEngine(
-                            folder, receiver=receiver, verify_updates=verify, transport=each, dtype="float32",
+                            folder, receiver=receiver, verify_updates=verify, transport=transport_name, dtype="float32",
                             max_model_len=512, kv_cache_memory_bytes=64 << 20,
                         )
                     )
-                    for each in TRANSPORTS
+                    for transport_name in TRANSPORTS
                 }  # fmt: skip
                 for held, trained in (("", model), (", ranks hold all", whole)):
                     reports, memcpy_s = alternate(partial(update_all, engines, trained), source, target)
                     swaps = {
-                        each: median(by[each].publish_s + by[each].load_s for by in reports)
-                        for each in engines
+                        transport_name: median(
+                            by[transport_name].publish_s + by[transport_name].load_s for by in reports
+                        )
+                        for transport_name in engines
                     }
-                    waits = {each: median(by[each].total_s for by in reports) for each in engines}
+                    waits = {
+                        transport_name: median(by[transport_name].total_s for by in reports)
+                        for transport_name in engines
+                    }
                     measured[name + held] = swaps, memcpy_s
                     measured[f"{name}{held}, as the caller waits"] = waits, memcpy_s
     times, memcpy_s = alternate(
-        lambda step: timed(lambda: [each.full_tensor() for each in model.parameters()]), source, target
+        lambda step: timed(lambda: [parameter.full_tensor() for parameter in model.parameters()]),
+        source,
+        target,
     )
     measured["full_tensor() per parameter (gather only)"] = {"push": median(times)}, memcpy_s
     return measured
@@ -83,7 +90,7 @@ def update_all(engines: dict[str, Any], model: Any, step: int) -> dict[str, Any]
     """Update every engine, another one first at each step; return the reports by transport."""
     first = step % len(engines)
     order = [*engines][first:] + [*engines][:first]
-    return {each: engines[each].update(model, step) for each in order}
+    return {transport: engines[transport].update(model, step) for transport in order}
 
 
 def alternate(work: Callable[[int], Any], source: Any, target: Any) -> tuple[list[Any], float]:
@@ -122,8 +129,11 @@ def restart_s(folder: Path, scratch: Path) -> float:
 
 def row_of(what: str, seconds: Times, memcpy_s: float) -> dict[str, Any]:
     """Return a row of the table; cells stay empty where there is no choice of transport."""
-    ms = {each: round(1000 * seconds[each], 1) if each in seconds else "" for each in TRANSPORTS}
-    beside = {f"{each} (ms)": ms[each] for each in TRANSPORTS if each != "push"}
+    ms = {
+        transport: round(1000 * seconds[transport], 1) if transport in seconds else ""
+        for transport in TRANSPORTS
+    }
+    beside = {f"{transport} (ms)": ms[transport] for transport in TRANSPORTS if transport != "push"}
     return {"what": what, "ms": ms["push"], "x memcpy": round(seconds["push"] / memcpy_s, 2), **beside}
 
 

@@ -91,7 +91,7 @@ def judge(engine: Any, config: Any) -> dict[str, Any]:
 
     rows = [json.loads(line) for line in Path(config.evaluation.prompts).read_text().splitlines()]
     params = {"temperature": 1.0, "max_tokens": config.rl.collect.sampling["max_tokens"], "seed": 0}
-    texts = [each.text for (each,) in engine.sample([row["prompt"] for row in rows], params)]
+    texts = [completion.text for (completion,) in engine.sample([row["prompt"] for row in rows], params)]
     tokenizer = AutoTokenizer.from_pretrained(REWARD_MODEL)
     scorer = AutoModelForSequenceClassification.from_pretrained(REWARD_MODEL).eval()
     learned = []

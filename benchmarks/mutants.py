@@ -88,7 +88,7 @@ def spans() -> dict[str, tuple[Path, int, int]]:
 def refused_by_mypy(places: dict[str, tuple[Path, int, int]]) -> set[str]:
     """Return the mutants with a type error."""
     lines = run("mypy", "--output", "json", cwd=TREE, capture_output=True).stdout.splitlines()
-    errors = {(TREE / each["file"], each["line"]) for each in map(json.loads, filter(None, lines))}
+    errors = {(TREE / error["file"], error["line"]) for error in map(json.loads, filter(None, lines))}
     return {
         name
         for name, (file, start, end) in places.items()
@@ -107,7 +107,7 @@ def exit_codes() -> dict[str, Any]:
 def change(name: str, places: dict[str, tuple[Path, int, int]]) -> tuple[str, str]:
     """Return the function that a mutant breaks, and the lines that differ."""
     function = name.rpartition("__mutmut_")[0]
-    before, after = (lines_of(places, each) for each in (f"{function}__mutmut_orig", name))
+    before, after = (lines_of(places, variant) for variant in (f"{function}__mutmut_orig", name))
     _, _, *lines = difflib.unified_diff(before, after, n=0, lineterm="")
     lines = [line for line in lines if line[0] in "+-"]
     readable = function.replace("xǁ", "").replace(".x_", ".").replace("ǁ", ".")
@@ -163,7 +163,8 @@ def main() -> None:
         mutmut(*left)
         codes = exit_codes()
     reasons = {
-        (each["function"], each["change"]): each["reason"] for each in json.loads(EQUIVALENT.read_text())
+        (mutant["function"], mutant["change"]): mutant["reason"]
+        for mutant in json.loads(EQUIVALENT.read_text())
     }
     counts, details = {room: Counter[str]() for room in SIZES}, []
     for name, room in drawn.items():

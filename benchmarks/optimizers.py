@@ -48,7 +48,7 @@ ARMS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
 
 def main() -> None:
     """Train, print and save."""
-    names = [each for each in ARMS if is_installed(OPTIMIZERS[each.split(",")[0]].package)]
+    names = [arm for arm in ARMS if is_installed(OPTIMIZERS[arm.split(",")[0]].package)]
     found = read_found(FOLDER)
     for name in names:
         for lr in ARMS[name][1]:
@@ -56,7 +56,7 @@ def main() -> None:
     for seed in SEEDS:
         for name in names:
             train(found, name, best_rate(found, name), seed)
-            rows = [row(found, each) for each in names if runs_of(found, each)]
+            rows = [row(found, arm) for arm in names if runs_of(found, arm)]
             write_result("optimizers", {"seeds": SEEDS}, rows, {"runs": found})
 
 
@@ -97,9 +97,11 @@ def accuracy(model: str) -> float:
     questions = [json.loads(line) for line in path.read_text().splitlines()]
     with HFEngine(model) as engine:
         answers = engine.generate_text(
-            [each["prompt"] for each in questions], {"temperature": 0, "max_tokens": 12}
+            [question["prompt"] for question in questions], {"temperature": 0, "max_tokens": 12}
         )
-    right = [countdown_reward(answer, **each) == 1 for answer, each in zip(answers, questions, strict=True)]
+    right = [
+        countdown_reward(answer, **question) == 1 for answer, question in zip(answers, questions, strict=True)
+    ]
     return statistics.fmean(right)
 
 
@@ -120,7 +122,7 @@ def row(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return {
         "optimizer": name,
         "learning rate": f"{runs[0]['lr']:g}",
-        "of": ", ".join(f"{each:g}" for each in tried) if tried else "AdamW's",
+        "of": ", ".join(f"{rate:g}" for rate in tried) if tried else "AdamW's",
         "seeds": len(runs),
         "held-out loss": mean_and_range([run["loss"] for run in runs], digits=3),
         "right answers, %": mean_and_range([100 * run["accuracy"] for run in runs]),

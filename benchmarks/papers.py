@@ -108,7 +108,7 @@ def _draw(countdown: dict[str, Any], correction: dict[str, Any], overlap: dict[s
         for index, run in enumerate(countdown["accuracy_by_step"][name]):
             steps, right = zip(*run, strict=True)
             label = name.upper() if index == 0 else None
-            learning.plot(steps, [100 * each for each in right], color=colour, label=label, alpha=0.8)
+            learning.plot(steps, [100 * share for share in right], color=colour, label=label, alpha=0.8)
     learning.set(
         title="TinyZero: both learn Countdown", xlabel="step (a batch of rollouts)", ylabel="right answers, %"
     )

@@ -57,7 +57,7 @@ def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> 
         subprocess.Popen([*command, "--part", str(number)], cwd=ROOT, env=environment)
         for number in range(study.num_parts)
     ]
-    if any([each.wait() for each in parts]):
+    if any([process.wait() for process in parts]):
         sys.exit("a part failed: see above")
     return found_before(study, jobs)
 

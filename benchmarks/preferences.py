@@ -141,7 +141,7 @@ def ours(job: str, model: Path, pairs: Path, output: Path, world_size: int) -> l
     peak_bytes = sft.run(command, os.environ.copy())[1]
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["train/step_s"] for line in lines if "train/step_s" in line]
-    return [{"pairs_per_s": STEP_PAIRS / each, "peak_bytes": peak_bytes} for each in seconds[SKIPPED:]]
+    return [{"pairs_per_s": STEP_PAIRS / step_s, "peak_bytes": peak_bytes} for step_s in seconds[SKIPPED:]]
 
 
 def theirs(job: str, model: Path, pairs: Path, size: int, num_steps: int) -> list[dict[str, float]]:
@@ -150,7 +150,7 @@ def theirs(job: str, model: Path, pairs: Path, size: int, num_steps: int) -> lis
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
     output, peak_bytes = sft.run(command, environment)
     seconds = json.loads(output.strip().splitlines()[-1])
-    return [{"pairs_per_s": STEP_PAIRS / each, "peak_bytes": peak_bytes} for each in seconds[SKIPPED:]]
+    return [{"pairs_per_s": STEP_PAIRS / step_s, "peak_bytes": peak_bytes} for step_s in seconds[SKIPPED:]]
 
 
 def train_with_trl(job: str, model: str, pairs: str, size: str, num_steps: str) -> None:

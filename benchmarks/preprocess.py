@@ -83,7 +83,7 @@ def peaks(child: subprocess.Popen) -> tuple[int, int]:
     own = mapped = 0
     while child.poll() is None:
         found = [memory(pid) for pid in (child.pid, *children(child.pid))]
-        own, mapped = max(own, sum(each[0] for each in found)), max(mapped, sum(each[1] for each in found))
+        own, mapped = max(own, sum(held[0] for held in found)), max(mapped, sum(held[1] for held in found))
         time.sleep(0.05)
     if child.returncode:
         raise SystemExit(f"preprocessing ended with {child.returncode}")
@@ -93,7 +93,7 @@ def peaks(child: subprocess.Popen) -> tuple[int, int]:
 def children(pid: int) -> list[int]:
     """List the children of a process."""
     try:
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(child_pid) for child_pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
 

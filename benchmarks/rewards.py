@@ -24,7 +24,7 @@ async def together(completion: str) -> float:
 
 
 def lists(completions: list[str]) -> list[float]:
-    return [float(len(each)) for each in completions]
+    return [float(len(completion)) for completion in completions]
 
 
 def main() -> None:

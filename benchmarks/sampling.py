@@ -77,8 +77,8 @@ def on_rank(folder: str) -> dict[str, dict[str, list[float]]]:
                 if bare is not None:
                     times["bare"].append(bare.ask(prompts=asked, sampling_params=params))
                 if turn == 0:
-                    for each in times.values():
-                        each.clear()
+                    for seconds in times.values():
+                        seconds.clear()
             found[name] = times
         receiver = engine.receiver
     if bare is not None:
@@ -126,10 +126,10 @@ def main() -> None:
             {
                 "prompts x new tokens": name,
                 "what": titles[which],
-                "tokens/s": round(tokens / statistics.median(each)),
-                "x vllm.LLM.generate": round(base / statistics.median(each), 3),
+                "tokens/s": round(tokens / statistics.median(seconds)),
+                "x vllm.LLM.generate": round(base / statistics.median(seconds), 3),
             }
-            for which, each in times.items()
+            for which, seconds in times.items()
         ]
     settings = {name: setting._asdict() for name, setting in SETTINGS.items()}
     setting = {"world_size": 2, "dtype": "float32", "rounds": ROUNDS, "settings": settings}

@@ -76,7 +76,7 @@ def between(steps: Sequence[float]) -> Callable[[float], float]:
     """Return the time of a step of any size, from those of `SIZES`; beyond the largest it grows as before it."""
 
     def step_s(size: float) -> float:
-        last = max(1, min(len(SIZES) - 1, sum(each < size for each in SIZES)))
+        last = max(1, min(len(SIZES) - 1, sum(measured_size < size for measured_size in SIZES)))
         x0, x1 = SIZES[last - 1 : last + 1]
         return steps[last - 1] + (steps[last] - steps[last - 1]) * (size - x0) / (x1 - x0)
 
@@ -176,7 +176,7 @@ def check() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     measured: dict[str, Any] = {"sizes": SIZES, "decoding, each time": decoding}
     measured["decoding"] = {
         name: (
-            [statistics.fmean(each) for each in zip(*(steps for steps, _ in found), strict=True)],
+            [statistics.fmean(times) for times in zip(*(steps for steps, _ in found), strict=True)],
             statistics.fmean(admit_s for _, admit_s in found),
         )
         for name, found in decoding.items()
@@ -253,7 +253,7 @@ def on_gpus() -> list[dict[str, Any]]:
                  dice.random() < dropped)
                 for _ in range(4096)
             ]  # fmt: skip
-            mean = statistics.fmean(length for each, _ in groups for length in each)
+            mean = statistics.fmean(length for group_lengths, _ in groups for length in group_lengths)
             work = Work(groups, 128, 512, rounds=8)
             for gpus in (8, 64):
                 found = {
@@ -264,15 +264,15 @@ def on_gpus() -> list[dict[str, Any]]:
                     tried = [
                         (
                             simulate(
-                                h100s(each, gpus - each, mean),
+                                h100s(share, gpus - share, mean),
                                 work,
                                 staleness,
                                 name == "one step off",
                                 GPU_STEPS,
                             ),
-                            each,
+                            share,
                         )
-                        for each in shares
+                        for share in shares
                     ]
                     found[name] = min(tried, key=lambda pair: pair[0]["step_s"])
                 base = found["taking turns"][0]["step_s"]
@@ -283,12 +283,12 @@ def on_gpus() -> list[dict[str, Any]]:
                         "groups dropped, %": round(100 * dropped),
                         "run": name,
                         "GPUs that sample": engines,
-                        "s a step (simulated)": f"{each['step_s']:.1f}",
-                        "times as fast": f"{base / each['step_s']:.2f}",
-                        "engines idle, %": f"{100 * each['engine_idle']:.0f}",
-                        "trainer idle, %": f"{100 * each['trainer_idle']:.0f}",
+                        "s a step (simulated)": f"{outcome['step_s']:.1f}",
+                        "times as fast": f"{base / outcome['step_s']:.2f}",
+                        "engines idle, %": f"{100 * outcome['engine_idle']:.0f}",
+                        "trainer idle, %": f"{100 * outcome['trainer_idle']:.0f}",
                     }
-                    for name, (each, engines) in found.items()
+                    for name, (outcome, engines) in found.items()
                 ]
                 print(*rows[-3:], sep="\n", flush=True)
     return rows

@@ -133,7 +133,7 @@ class Engines:
             numbers.append(self.num_groups)
             handle = Handle(self.num_groups, task.prompt_record.columns["lengths"])
             for length in handle.lengths:
-                engine = min(self.engines, key=lambda each: each.load)
+                engine = min(self.engines, key=lambda candidate: candidate.load)
                 engine.now = max(engine.now, self.clock.now) if not engine.load else engine.now
                 self.count += 1
                 engine.waiting.append((length, self.count, handle))
@@ -148,14 +148,14 @@ class Engines:
 
     def poll(self, timeout_s: float, at_least: int = 1) -> dict[int, SampledGroup]:
         """Let time pass until something has finished, if there is time at all."""
-        while timeout_s and len(self.finished) < at_least and any(each.load for each in self.engines):
+        while timeout_s and len(self.finished) < at_least and any(engine.load for engine in self.engines):
             self.advance(self._next_end())
         found, self.finished = self.finished, []
-        return {each.number: SampledGroup(each.lengths) for each in found}  # type: ignore[arg-type]
+        return {handle.number: SampledGroup(handle.lengths) for handle in found}  # type: ignore[arg-type]
 
     def _next_end(self) -> float:
         # A little later, or rounding would leave the step before it.
-        return min(each.next_end() for each in self.engines) + 1e-9
+        return min(engine.next_end() for engine in self.engines) + 1e-9
 
     def advance(self, until: float) -> None:
         """Let all engines compute until then."""

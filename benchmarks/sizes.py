@@ -139,7 +139,7 @@ def make_folder(folder: Path, name: str) -> None:
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     config.save_pretrained(folder)
-    head = {name: {"shape": list(each.shape)} for name, each in model.named_parameters()}
+    head = {name: {"shape": list(parameter.shape)} for name, parameter in model.named_parameters()}
     text = json.dumps(head).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
 
@@ -167,7 +167,7 @@ def fits(config: Any, num_devices: int, gigabytes: int) -> bool:
 
 def way_of(folder: Path, kind: str, num_devices: int, gigabytes: int) -> str:
     """Return the fastest way in which a model fits."""
-    for way in [each for each in WAYS if (kind, each) != ("QLoRA", "CPU offload")]:
+    for way in [candidate for candidate in WAYS if (kind, candidate) != ("QLoRA", "CPU offload")]:
         if fits(config_of(folder, overrides(kind, way)), num_devices, gigabytes):
             return way
     return NOTHING
@@ -261,7 +261,7 @@ def page(folders: Path) -> str:
         table="\n".join(table),
         command=command("Qwen2.5-7B", 2, 80, overrides("full", "sleep")),
         long=long_table(folders),
-        lengths=", ".join(f"{each:,}" for each in LENGTHS),
+        lengths=", ".join(f"{length:,}" for length in LENGTHS),
     )
 
 

@@ -156,7 +156,7 @@ def _measure() -> Sample:
     found: Sample = {}
     this = psutil.Process()
     num_ranks = 0
-    for process in [this, *sorted(this.children(recursive=True), key=lambda each: each.pid)]:
+    for process in [this, *sorted(this.children(recursive=True), key=lambda child: child.pid)]:
         with suppress(psutil.Error):
             command = " ".join(process.cmdline())
             if process == this:

@@ -76,13 +76,15 @@ def divergence(engine: Any, config: Any) -> dict[str, float]:
     prompts = [json.loads(line)["prompt"] for line in lines]
     params = {"temperature": 1.0, "max_tokens": config.rl.collect.sampling["max_tokens"], "logprobs": 0}
     found = []
-    for (each,) in engine.sample(prompts, params | {"seed": 0}):
-        ids = torch.tensor([[*each.prompt_token_ids, *each.token_ids]])
+    for (completion,) in engine.sample(prompts, params | {"seed": 0}):
+        ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
         with torch.no_grad():
             says = torch.log_softmax(start(ids).logits[0], dim=-1)
-        first = len(each.prompt_token_ids)
-        theirs = sum(says[first + place - 1, token].item() for place, token in enumerate(each.token_ids))
-        found.append(sum(each.sampler_logprobs) - theirs)
+        first = len(completion.prompt_token_ids)
+        theirs = sum(
+            says[first + place - 1, token].item() for place, token in enumerate(completion.token_ids)
+        )
+        found.append(sum(completion.sampler_logprobs) - theirs)
     return {
         "kl_from_start": statistics.fmean(found),
         "kl_error": statistics.stdev(found) / len(found) ** 0.5,

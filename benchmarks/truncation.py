@@ -66,7 +66,7 @@ def main() -> None:
         ) as engine:
             for name, cuts in CUTS.items():
                 answers = engine.sample(questions, {**params, **cuts})
-                completions = [each for group in answers for each in group]
+                completions = [completion for group in answers for completion in group]
                 rows.append({"engine": dtype, "cut by": name, **compare(completions, model, cuts)})
     write_result("truncation", {"questions": NUM_QUESTIONS, "answers": NUM_ANSWERS}, rows)
 

@@ -86,7 +86,7 @@ def generate_problems(
     random = Random(f"countdown-{seed}")
     evaluation = _draw(num_eval, lambda problem: problem.key, random, rules, frozenset())
     held_out = frozenset(problem.key for problem in evaluation)
-    train = _draw(num_train, lambda each: (each.numbers, each.target), random, rules, held_out)
+    train = _draw(num_train, lambda problem: (problem.numbers, problem.target), random, rules, held_out)
     return train, evaluation
 
 

@@ -56,7 +56,7 @@ def is_right(text, problem) -> bool:
 
 def choose(problem, options) -> str:
     """Return a sampled answer that is right where there is one, else the reference."""
-    return next((each.text for each in options if is_right(each.text, problem)), problem.completion)
+    return next((answer.text for answer in options if is_right(answer.text, problem)), problem.completion)
 
 
 def loss_of(model, tokenizer, problems, texts) -> torch.Tensor:

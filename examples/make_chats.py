@@ -100,8 +100,8 @@ def main() -> None:
         chats += [chat_with_calculator(numbers(), num_calls, draw) for num_calls in range(3)]
         chats.append(random_game(number(), draw))
     sums = [
-        {"prompt": [{"role": "user", "content": question(each)}], "answer": sum(each)}
-        for each in (numbers() for _ in range(args.num_questions))
+        {"prompt": [{"role": "user", "content": question(summands)}], "answer": sum(summands)}
+        for summands in (numbers() for _ in range(args.num_questions))
     ]
     prompt = [{"role": "user", "content": asked(LOWEST, HIGHEST)}]
     games = [{"prompt": prompt, "number": number()} for _ in range(args.num_questions)]

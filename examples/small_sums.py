@@ -56,7 +56,7 @@ def main() -> None:
         draw.shuffle(all_of_kind)
         # A third at most, so that a small kind keeps questions to learn from.
         cut = min(NUM_HELD_OUT // len(by_kind), len(all_of_kind) // 3)
-        held_out += [_row(kind, *each) for each in all_of_kind[:cut]]
+        held_out += [_row(kind, *pair) for pair in all_of_kind[:cut]]
         train += [_row(kind, *draw.choice(all_of_kind[cut:])) for _ in range(args.num_train // len(by_kind))]
     draw.shuffle(train)
     folder = Path(args.output_dir)

@@ -60,12 +60,14 @@ def loop(path: str, prompts: str, held_out: str, num_steps: int, lr: float) -> l
             is_right, takes_part = mark(proposals, asked), [place in memory for place in places]
             # Accept: a right proposal becomes the rationale of its question.
             memory = accept(memory, places, proposals, is_right)
-            remembered = [memory.get(place, each) for place, each in zip(places, proposals, strict=True)]
+            remembered = [
+                memory.get(place, proposal) for place, proposal in zip(places, proposals, strict=True)
+            ]
             weights = torch.cat(trice_weights(torch.tensor(is_right), torch.tensor(takes_part)))
             # Train: this rank's share of the rationales and proposals, in one optimizer step.
             tokens, mask = pad(remembered + proposals)
             mine = slice(here.rank, None, here.world_size)
-            tokens, mask, weights = (each[mine].to(here.device) for each in (tokens, mask, weights))
+            tokens, mask, weights = (tensor[mine].to(here.device) for tensor in (tokens, mask, weights))
             per_token = -weights[:, None] * token_logprobs(policy(tokens).logits, tokens)
             loss = reduce_loss(per_token, mask, "sequence_mean_token_sum", max(sum(takes_part), 1))
             (loss * here.world_size).backward()  # FSDP averages over ranks; this loss is a share of the sum

@@ -89,10 +89,10 @@ def used_bytes() -> int:
         free, total = torch.cuda.mem_get_info()
         return total - free
     this = psutil.Process()
-    return sum(each.memory_info().rss for each in [this, *this.children(recursive=True)])
+    return sum(process.memory_info().rss for process in [this, *this.children(recursive=True)])
 
 
 def logprobs(engine: SamplingEngine, prompts: list[list[int]]) -> list[float]:
     """Return the log-probabilities of greedy completions."""
     answers = engine.sample(prompts, GREEDY)
-    return [each for (answer,) in answers for each in answer.sampler_logprobs]
+    return [logprob for (answer,) in answers for logprob in answer.sampler_logprobs]

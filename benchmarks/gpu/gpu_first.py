@@ -118,7 +118,7 @@ def attention(bench: Bench) -> None:
                     torch.cuda.synchronize()
                 times.append(time.perf_counter() - started)
                 if way not in outcomes:
-                    outcomes[way] = [each.detach().float().cpu() for each in (found, *gradients)]
+                    outcomes[way] = [tensor.detach().float().cpu() for tensor in (found, *gradients)]
             bench.note(f"{PASSES} passes of attention over packed rows{way}, s", sum(times[1:]))
     pairs = zip(outcomes[""], outcomes[", masked and padded"], strict=True)
     bench.note(
@@ -143,8 +143,8 @@ def attends(is_cudnn: bool, is_flash: bool) -> Iterator[None]:
 def inputs(layout: Any, heads: tuple[int, ...], is_cuda: bool) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     size = layout.input_ids.shape[1]
-    made = [torch.randn(1, each, size, 64, generator=generator) for each in heads]
-    return [(each.cuda().bfloat16() if is_cuda else each).requires_grad_() for each in made]
+    made = [torch.randn(1, num_heads, size, 64, generator=generator) for num_heads in heads]
+    return [(tensor.cuda().bfloat16() if is_cuda else tensor).requires_grad_() for tensor in made]
 
 
 def equal_layout(size: int) -> Any:

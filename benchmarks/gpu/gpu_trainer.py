@@ -79,7 +79,7 @@ def step_on_rank(bench: Bench, folder: str, kind: str) -> None:
 def planned_bytes(model: Any, folder: str) -> int:
     """Return what the memory plan says of this model while it trains, without the process itself."""
     # The plan reads the heads of a folder's safetensors files; what follows them may be missing.
-    shapes = {name: {"shape": list(each.shape)} for name, each in model.named_parameters()}
+    shapes = {name: {"shape": list(parameter.shape)} for name, parameter in model.named_parameters()}
     head = json.dumps(shapes).encode()
     (Path(folder) / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
     size = read_model_size(folder)
@@ -104,9 +104,9 @@ def offload(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
     """Move the optimizer's state to the host and back, twice: the first time makes the host memory."""
     held = [state["exp_avg_sq"] for state in optimizer.state.values()]
     moments = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
-    if sum(2 * each.nbytes for each in moments) > SPARE_HOST_SHARE * host_memory_bytes():
+    if sum(2 * moment.nbytes for moment in moments) > SPARE_HOST_SHARE * host_memory_bytes():
         raise MemoryError("the host has no room for the optimizer's state: offload was not tried.")
-    before = [float(each.sum(dtype=torch.float64)) for each in moments]
+    before = [float(moment.sum(dtype=torch.float64)) for moment in moments]
     away = Offload(optimizer, vectorlm.Topology.from_environment().device)
     for _ in range(2):
         times = [time.perf_counter()]
@@ -117,7 +117,7 @@ def offload(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
             times.append(time.perf_counter())
     bench.note("offload: out, s", times[1] - times[0])
     bench.note("offload: back, s", times[2] - times[1])
-    after = [float(each.sum(dtype=torch.float64)) for each in moments]
+    after = [float(moment.sum(dtype=torch.float64)) for moment in moments]
     bench.note("offload: the same bits came back", before == after)
 
 

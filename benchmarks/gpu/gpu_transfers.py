@@ -110,7 +110,7 @@ def swap_on_rank(bench: Bench, folder: str) -> None:
     """Time the updates of an engine for each way that weights can cross, and once more without verification."""
     model: Any = big_trainer(folder)
     note = bench.note if vectorlm.Topology.from_environment().is_main else lambda *figure: None
-    note("parameters, 1e9", sum(each.numel() for each in model.parameters()) / 1e9)
+    note("parameters, 1e9", sum(parameter.numel() for parameter in model.parameters()) / 1e9)
     ways = ("push", "bucketed", "pull")
     for way in ways:
         with bench.big_engine(folder, transport=way) as engine:

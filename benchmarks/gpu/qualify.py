@@ -78,12 +78,12 @@ def read_steps() -> tuple[Step, ...]:
     """Read steps.yaml."""
     steps = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text())
     found = []
-    for name, each in steps.items():
-        figures = each.pop("figures")
-        each["expected"] = tuple(Expected(figure=figure, **figures[figure]) for figure in figures)
-        runners = (2, 1) if each.pop("both_runners", False) else (None,)
+    for name, fields in steps.items():
+        figures = fields.pop("figures")
+        fields["expected"] = tuple(Expected(figure=figure, **figures[figure]) for figure in figures)
+        runners = (2, 1) if fields.pop("both_runners", False) else (None,)
         found += [
-            Step(name=f"{name}_v1" if runner == 1 else name, runner=runner, **each) for runner in runners
+            Step(name=f"{name}_v1" if runner == 1 else name, runner=runner, **fields) for runner in runners
         ]
     return tuple(found)
 
@@ -146,7 +146,7 @@ def plan(steps: Sequence[Step]) -> str:
     for step in steps:
         runner = f", model runner V{step.runner}" if step.runner else ""
         lines.append(f"{step.name}: {step.what} ({step.min_gpus} GPU, at most {step.limit_s:g} s{runner})")
-        lines += [f"    {each.figure}: {each.text}" for each in step.expected]
+        lines += [f"    {expectation.figure}: {expectation.text}" for expectation in step.expected]
     one = sum(step.limit_s for step in steps if step.min_gpus == 1)
     return "\n".join([*lines, f"on one GPU: at most {one / 60:.1f} minutes"])
 
@@ -167,20 +167,28 @@ def rows_of(step: Step, is_cuda: bool, devices: Sequence[Gpu]) -> Iterator[dict[
     figures, problem, output = run_step(
         step, is_cuda, min((gpu.total_mib for gpu in devices), default=0) / 1024
     )
-    expected = [each for each in step.expected if is_cuda or not each.cuda_only]
+    expected = [expectation for expectation in step.expected if is_cuda or not expectation.cuda_only]
     if is_cuda:
         expected.append(LEFT)
         figures[LEFT.figure] = left_mib(before)
-    judged = [(each, figures.pop(each.figure, None)) for each in expected]
+    judged = [(expectation, figures.pop(expectation.figure, None)) for expectation in expected]
     judged += [(Expected(figure=figure, predicted="-"), value) for figure, value in figures.items()]
     if problem:
         judged.append((Expected(figure="exit code", at_most=0, means=f"its last output:\n{output}"), problem))
-    for each, value in judged:
-        value_text, word = f"{value:.4g}" if isinstance(value, float) else str(value), verdict(each, value)
-        print(f"   {each.figure}: {value_text} (expected: {each.text}) {word}", flush=True)
+    for expectation, value in judged:
+        value_text, word = (
+            f"{value:.4g}" if isinstance(value, float) else str(value),
+            verdict(expectation, value),
+        )
+        print(f"   {expectation.figure}: {value_text} (expected: {expectation.text}) {word}", flush=True)
         if word not in GOOD:
-            print(f"     look at: {each.means}", flush=True)
-        row = {"step": step.name, "figure": each.figure, "value": value_text, "expected": each.text}
+            print(f"     look at: {expectation.means}", flush=True)
+        row = {
+            "step": step.name,
+            "figure": expectation.figure,
+            "value": value_text,
+            "expected": expectation.text,
+        }
         yield row | {"verdict": word}
 
 
@@ -193,7 +201,7 @@ def verdict(expected: Expected, value: Any) -> str:
         return "wrong" if value is False else "ok" if value is True else "noted"
     if isinstance(value, str):
         return "wrong"
-    low, high = (each if each is not None else value for each in bounds)
+    low, high = (bound if bound is not None else value for bound in bounds)
     return "ok" if low <= value <= high else "out of bounds"  # Nothing holds for a NaN.
 
 
@@ -252,7 +260,7 @@ def gpus() -> list[Gpu]:
         return []
     fields = [line.split(", ") for line in lines]
     # A device that shares the host's memory says [N/A].
-    return [Gpu(*each[:2], *(int(mib) if mib.isdigit() else 0 for mib in each[2:])) for each in fields]
+    return [Gpu(*cells[:2], *(int(mib) if mib.isdigit() else 0 for mib in cells[2:])) for cells in fields]
 
 
 def left_mib(before: Sequence[Gpu]) -> int:

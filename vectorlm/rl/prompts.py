@@ -171,7 +171,7 @@ class Demonstrations:
         epoch, step = divmod(index, len(self.loader))
         objective = NextTokens(self.policy)
         batches = list(objective.prepare(next(self.loader.steps(epoch, start_step=step))))
-        count = torch.stack([objective.num_counted(each) for each in batches]).sum().to(self.policy.device)
+        count = torch.stack([objective.num_counted(batch) for batch in batches]).sum().to(self.policy.device)
         dist.all_reduce(count)
         return batches, max(int(count) // self.loader.topology.ranks_per_share, 1)
 

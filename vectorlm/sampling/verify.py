@@ -131,7 +131,11 @@ def verify_updates(model: str, start: Callable[[str], AbstractContextManager[Eng
 
 def _answers(engine: Engine) -> list[tuple[Sequence[int], Sequence[float]]]:
     sampled = [engine.sample(PROMPTS, {**how, "logprobs": 0}) for how in (GREEDY, SAMPLED)]
-    return [(each.token_ids, each.sampler_logprobs) for answers in sampled for (each,) in answers]
+    return [
+        (completion.token_ids, completion.sampler_logprobs)
+        for answers in sampled
+        for (completion,) in answers
+    ]
 
 
 def verify_each_sync(trainer: Any) -> None:

@@ -38,7 +38,7 @@ def every_prompt_is_answered_in_its_place(subject: EngineUnderTest) -> None:
     """Answers come in the order of the prompts, as complete records."""
     for order in (PROMPTS, PROMPTS[::-1]):
         answers = subject.engine.sample(order, GREEDY)
-        assert [len(each) for each in answers] == [1, 1, 1]
+        assert [len(completions) for completions in answers] == [1, 1, 1]
         for prompt, (completion,) in zip(order, answers, strict=True):
             assert completion.prompt_token_ids == tuple(prompt)
             assert 0 < len(completion.token_ids) <= NUM_TOKENS
@@ -50,7 +50,7 @@ def every_prompt_is_answered_in_its_place(subject: EngineUnderTest) -> None:
 def n_completions_come_for_each_prompt(subject: EngineUnderTest) -> None:
     """A prompt gets `n` completions."""
     answers = subject.engine.sample(PROMPTS, {**SAMPLED, "n": 3})
-    assert [len(each) for each in answers] == [3, 3, 3]
+    assert [len(completions) for completions in answers] == [3, 3, 3]
 
 
 def logprobs_come_where_they_are_asked_for(subject: EngineUnderTest) -> None:
@@ -163,7 +163,7 @@ def a_result_that_is_not_there_in_time_may_be_asked_for_again(subject: EngineUnd
     handle = subject.engine.submit(PROMPTS, LONG)
     with raises(EngineTimeout):
         handle.result(timeout_s=0.0)
-    assert [len(each) for each in handle.result()] == [8, 8, 8]
+    assert [len(completions) for completions in handle.result()] == [8, 8, 8]
     subject.engine.poll()
 
 
@@ -219,9 +219,14 @@ def every_rank_gets_the_answers_to_its_own_prompts(subject: EngineUnderTest) -> 
     for num_prompts in (rank, world_size - 1 - rank, 3):
         prompts = [[2 + rank, 3 + index] for index in range(num_prompts)]
         answers = subject.engine.sample_sharded(prompts, GREEDY)
-        assert [each[0].prompt_token_ids for each in answers] == [tuple(prompt) for prompt in prompts]
+        assert [completions[0].prompt_token_ids for completions in answers] == [
+            tuple(prompt) for prompt in prompts
+        ]
         together = [prompt for shard in gather(subject.topology, prompts) for prompt in shard]
-        expected = {tuple(each[0].prompt_token_ids): each for each in subject.engine.sample(together, GREEDY)}
+        expected = {
+            tuple(completions[0].prompt_token_ids): completions
+            for completions in subject.engine.sample(together, GREEDY)
+        }
         assert answers == [expected[tuple(prompt)] for prompt in prompts]
 
 
@@ -251,7 +256,7 @@ def ranks_must_agree_on_the_prompts(subject: EngineUnderTest) -> None:
 
 def _tokens(subject: EngineUnderTest, sampling_params: object) -> list[list[tuple[int, ...]]]:
     answers = subject.engine.sample(PROMPTS, sampling_params)
-    return [[completion.token_ids for completion in each] for each in answers]
+    return [[completion.token_ids for completion in completions] for completions in answers]
 
 
 def _until(condition: Callable[[], bool], otherwise: str) -> None:

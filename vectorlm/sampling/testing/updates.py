@@ -27,14 +27,14 @@ LONG = {**GREEDY, "max_tokens": 40}
 def an_update_brings_its_version_and_other_answers(subject: EngineUnderTest) -> None:
     """The report and the answers show the update."""
     for seed in (1, 2):
-        before = [each[0].text for each in subject.engine.sample(PROMPTS, GREEDY)]
+        before = [completions[0].text for completions in subject.engine.sample(PROMPTS, GREEDY)]
         trained, _ = subject.models(seed)
         report = subject.engine.update(trained, step := subject.next_step)
         assert (report.version, report.skipped) == (step, False)
         assert subject.engine.version == step
         answers = subject.engine.sample(PROMPTS, GREEDY)
         assert answers[0][0].versions[0] == step
-        assert [each[0].text for each in answers] != before
+        assert [completions[0].text for completions in answers] != before
 
 
 def an_updated_engine_answers_as_a_fresh_one(subject: EngineUnderTest) -> None:
@@ -45,7 +45,7 @@ def an_updated_engine_answers_as_a_fresh_one(subject: EngineUnderTest) -> None:
     subject.engine.update(trained, subject.next_step)
     with subject.saved(plain) as folder, subject.fresh(folder) as fresh:
         for parameters in ({**GREEDY, "logprobs": 0}, {**SAMPLED, "logprobs": 0}):
-            ours, expected = (each.sample(PROMPTS, parameters) for each in (subject.engine, fresh))
+            ours, expected = (engine.sample(PROMPTS, parameters) for engine in (subject.engine, fresh))
             for (completion,), (other,) in zip(ours, expected, strict=True):
                 assert completion.token_ids == other.token_ids
                 assert completion.sampler_logprobs == other.sampler_logprobs

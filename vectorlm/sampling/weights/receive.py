@@ -507,7 +507,7 @@ def match_tensors(
 
     Parameters in `derived` need no tensor. Some are views of others.
     """
-    parameters = {name: each for name, each in loaded_tensors(model).items() if name not in derived}
+    parameters = {name: tensor for name, tensor in loaded_tensors(model).items() if name not in derived}
     with loadable(model):
         recording = record_loading(model.load_weights, parameters, manifest)
     copies = join_copies(recording.copies, manifest, parameters)

@@ -262,10 +262,10 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.clone.default and (view := self._in_source(args[0])) is not None:
             self._pieces[result.untyped_storage()._cdata] = result, view
-        for each in tree_leaves(result) if is_derived else ():
-            if not isinstance(each, torch.Tensor):
+        for leaf in tree_leaves(result) if is_derived else ():
+            if not isinstance(leaf, torch.Tensor):
                 self._refuse_to_keep()
-            self._derived[each.untyped_storage()._cdata] = StorageWeakRef(each.untyped_storage())
+            self._derived[leaf.untyped_storage()._cdata] = StorageWeakRef(leaf.untyped_storage())
         return result
 
     def _in_source(self, value: torch.Tensor) -> View | None:

@@ -330,7 +330,7 @@ class VLLM:
             elif output.request_id in self._told:
                 found.append(self._part_of(output))
         self._may_hold_nan |= any(
-            math.isnan(sum(each.sampler_logprobs)) for one in found for each in one.completions
+            math.isnan(sum(completion.sampler_logprobs)) for one in found for completion in one.completions
         )
         return found
 

@@ -234,15 +234,17 @@ def stale_derived(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     """Make these parameters again, and name those whose bits or place in memory change."""
     stale = []
     for name, layer, parameters in _derived(model):
-        before = {each: parameter.detach().clone() for each, parameter in parameters.items()}
+        before = {
+            parameter_name: parameter.detach().clone() for parameter_name, parameter in parameters.items()
+        }
         layer.process_weights_after_loading(dtype)
         after = dict(layer.named_parameters(prefix=name, recurse=False))
         stale += [
-            each
-            for each, parameter in parameters.items()
+            parameter_name
+            for parameter_name, parameter in parameters.items()
             # A captured graph goes on reading the old place.
-            if after[each].data_ptr() != parameter.data_ptr()
-            or not torch.equal(bits_of(after[each]), bits_of(before[each]))
+            if after[parameter_name].data_ptr() != parameter.data_ptr()
+            or not torch.equal(bits_of(after[parameter_name]), bits_of(before[parameter_name]))
         ]
     return stale
 

@@ -168,7 +168,7 @@ def rotate_every_head() -> None:
     def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
         if query.dim() != 3:
             return original(self, positions, query, key)
-        rows = [each.reshape(each.shape[0], -1) for each in (query, key) if each is not None]
+        rows = [tensor.reshape(tensor.shape[0], -1) for tensor in (query, key) if tensor is not None]
         original(self, positions, *rows)
         rotated = [row.unflatten(1, (-1, self.head_size)) for row in rows]
         return rotated[0], None if key is None else rotated[1]
@@ -380,7 +380,9 @@ def next_tokens(
         found |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
     finish_steps(engine)
     answers = [found[f"{salt}-{index}"] for index in range(len(prompts))]
-    return np.array([(each.token_ids[0], each.logprobs[0][each.token_ids[0]].logprob) for each in answers])
+    return np.array(
+        [(answer.token_ids[0], answer.logprobs[0][answer.token_ids[0]].logprob) for answer in answers]
+    )
 
 
 UNKNOWN_WEIGHTS = re.compile(r"no module or parameter named '([^']+)' in .*? are: (\{.*)", re.DOTALL)
