@@ -66,7 +66,7 @@ def make():
     return vectorlm.SamplingEngine(sys.argv[1], dtype="float32", max_model_len=256, kv_cache_memory_bytes=16 << 20)
 
 def samplers():
-    return {each.pid for each in psutil.Process().children(True) if "sampler.process" in " ".join(each.cmdline())}
+    return {child.pid for child in psutil.Process().children(True) if "sampler.process" in " ".join(child.cmdline())}
 
 engine = make()
 first = samplers()

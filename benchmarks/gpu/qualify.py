@@ -176,10 +176,8 @@ def rows_of(step: Step, is_cuda: bool, devices: Sequence[Gpu]) -> Iterator[dict[
     if problem:
         judged.append((Expected(figure="exit code", at_most=0, means=f"its last output:\n{output}"), problem))
     for expectation, value in judged:
-        value_text, word = (
-            f"{value:.4g}" if isinstance(value, float) else str(value),
-            verdict(expectation, value),
-        )
+        value_text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        word = verdict(expectation, value)
         print(f"   {expectation.figure}: {value_text} (expected: {expectation.text}) {word}", flush=True)
         if word not in GOOD:
             print(f"     look at: {expectation.means}", flush=True)

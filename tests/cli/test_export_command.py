@@ -294,8 +294,8 @@ from vllm import LLM, SamplingParams
 engine = LLM(sys.argv[1], dtype="float32", enforce_eager=True, kv_cache_memory_bytes=16 << 20)
 params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
 found = [output.outputs[0] for output in engine.generate(["abcd", "xyz"], params, use_tqdm=False)]
-print(json.dumps([[[token, steps[token].logprob] for token, steps in zip(each.token_ids, each.logprobs)]
-                  for each in found]))
+print(json.dumps([[[token, steps[token].logprob] for token, steps in zip(completion.token_ids, completion.logprobs)]
+                  for completion in found]))
 """
 
 

@@ -232,7 +232,7 @@ def test_every_check_is_of_an_engine_or_of_a_trainer():
 
 def test_a_check_says_which_line_failed_and_with_which_values():
     engine = SimpleNamespace(sample=lambda prompts, params: [[1, 2]])
-    text = "assert [len(each) for each in answers] == [3, 3, 3]; answers = [[1, 2]]"
+    text = "assert [len(completions) for completions in answers] == [3, 3, 3]; answers = [[1, 2]]"
     check, subject = ALL_CHECKS["n_completions_come_for_each_prompt"], SimpleNamespace(engine=engine)
     with pytest.raises(AssertionError) as caught:
         check(subject)
