@@ -1,8 +1,9 @@
-"""What overlapping sampling and training is worth on two cores. Run: python benchmarks/async.py
+"""Measure the gain from overlapping sampling and training on two cores. Run: python benchmarks/async.py
 
-GRPO on Countdown from a model that writes filler after its answer, to lengths with a long tail or all equal. Engine
-and ranks take turns on all cores, take turns on half of the cores each, or compute at once on half of them each.
-Nothing else should run meanwhile. Writes results/async.json, docs/images/async.png and docs/images/async_timeline.png.
+The runs train a model by GRPO on Countdown. It writes filler after its answer, to lengths with a long tail or all
+equal. Engine and ranks take turns on all cores, take turns on half of the cores each, or compute concurrently on half
+of the cores each. Run no other program meanwhile.
+Writes results/async.json, docs/images/async.png and docs/images/async_timeline.png.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from report import RESULTS, ROOT, circumstances, mean_and_range, write_result
 KEPT = Path(__file__).with_name("filler_reward.py")
 FOLDER, IMAGES = ROOT / "runs" / "async", ROOT / "docs/images"
 SKIPPED = 10
-"""Steps whose time does not count: the queue fills until step k."""
+"""First steps, which the means leave out: the queue fills until step k."""
 SMOOTHED, THRESHOLDS = 10, (0.25, 0.28)
-"""Steps in a row whose mean Countdown reward must reach the thresholds."""
+"""Number of consecutive steps whose mean Countdown reward is compared, and the thresholds that it must reach."""
 SHARED, SPLIT, DRAINED, IN_FLIGHT = (
     "taking turns on all",
     "taking turns, split",
@@ -36,11 +37,11 @@ SHARED, SPLIT, DRAINED, IN_FLIGHT = (
 HEADLINE = (f"{SHARED}, 1 rank", IN_FLIGHT.format(2))
 CONTROLS = (*HEADLINE, SPLIT, DRAINED)
 CASES = {"long tail": True, "equal": True, "equal, every group": False}
-"""Lengths, and whether groups of equal rewards are sampled again: in a synchronous step that is a tail as well."""
+"""Lengths, and whether dynamic sampling replaces groups of equal rewards: it adds a tail to a synchronous step."""
 
 
 def overlap(staleness: int, update: str = "keep") -> dict[str, Any]:
-    """Return a section `rl.async` with half of the cores for each side."""
+    """Return a section `rl.async` that gives engine and ranks half of the cores each."""
     return {"max_staleness": staleness, "update": update, "placement": "split"}
 
 
@@ -51,7 +52,7 @@ RUNS: dict[str, tuple[int, dict[str, Any] | None]] = {
     DRAINED: (1, overlap(1, "drain")),
     **{IN_FLIGHT.format(staleness): (1, overlap(staleness)) for staleness in (1, 2, 4, 8)},
 }
-"""Number of ranks, and how sampling and training overlap."""
+"""By run: the number of ranks, and the section `rl.async`; None for a synchronous run."""
 
 
 def main() -> None:
@@ -104,7 +105,7 @@ def _key(run: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _home(lengths: str) -> Path:
-    """Return the folder of a case's questions and model: those of its lengths."""
+    """Return the folder of the questions and the model; cases with the same lengths share it."""
     return FOLDER / lengths.partition(",")[0].replace(" ", "_")
 
 
@@ -132,7 +133,7 @@ def _common(lengths: str, output: Path) -> dict[str, Any]:
 
 
 def _warm_up(lengths: str) -> None:
-    """Teach a model the form of the answers, once, from the model of configs/countdown_warmup.yaml."""
+    """Fine-tune the model of configs/countdown_warmup.yaml on answers with filler, unless this was done before."""
     start = ROOT / "runs/countdown_warmup/final-model"
     if not start.exists():
         sys.exit(
@@ -162,7 +163,7 @@ def _warm_up(lengths: str) -> None:
 
 
 def _train(lengths: str, run: str, seed: int, steps: int) -> dict[str, Any]:
-    """Train once and return what is kept of it."""
+    """Train once, and return a summary of the metrics."""
     world_size, overlap = RUNS[run]
     output = _output(lengths, run, seed)
     config = {
@@ -185,7 +186,7 @@ def _train(lengths: str, run: str, seed: int, steps: int) -> dict[str, Any]:
             "rewards": {"countdown": 1.0, f"{KEPT}:kept": 0.5},
             "max_sampling_rounds": 3,
             "num_mini_batches": 2,
-            # Small passes, so that short rows are not padded to the length of the longest
+            # In small passes, short rows are not padded to the length of the longest
             "max_tokens_per_micro_batch": 2048,
             "correction": {"preset": "tis"},
             "show_every": 0,
@@ -210,9 +211,9 @@ def _run(script: str, config: dict[str, Any], path: Path, world_size: int) -> No
 
 
 def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
-    """Return means of times and shares, and the reward of every step beside the seconds until its end.
+    """Return mean times and shares, and for every step its reward and the seconds until its end.
 
-    In flight one step waits for nothing and the next for several groups: their median would leave out the waiting.
+    Means, because with requests in flight only some steps wait for groups; a median would leave out the waiting.
     """
     steps = [line for line in metrics if "time/step_s" in line]
     counted = steps[SKIPPED:]
@@ -238,7 +239,7 @@ def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def _lag(path: Path) -> float:
-    """Return the steps between a completion's first token and its training, mean over completions."""
+    """Return the mean number of steps between the first token of a completion and its training."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return statistics.fmean(
         line["train_step"] - 1 - line["version"] for line in lines if line["train_step"] > SKIPPED
@@ -250,13 +251,13 @@ def _of(found: list[dict[str, Any]], lengths: str, name: str) -> list[dict[str, 
 
 
 def smoothed(run: dict[str, Any]) -> list[float]:
-    """Return the mean reward of `SMOOTHED` steps in a row, from those that end at step `SMOOTHED` on."""
+    """Return the running mean reward of the last `SMOOTHED` steps, beginning at step `SMOOTHED`."""
     reward = run["reward"]
     return [statistics.fmean(reward[end - SMOOTHED : end]) for end in range(SMOOTHED, len(reward) + 1)]
 
 
 def time_to(threshold: float, run: dict[str, Any]) -> tuple[int, float] | None:
-    """Return the steps and seconds after which the smoothed reward has reached the threshold; None if it never has."""
+    """Return the steps and seconds until the smoothed reward reaches the threshold; None if it never does."""
     for steps, mean in enumerate(smoothed(run), SMOOTHED):
         if mean >= threshold:
             return steps, run["ends_s"][steps - 1]
@@ -264,9 +265,9 @@ def time_to(threshold: float, run: dict[str, Any]) -> tuple[int, float] | None:
 
 
 def predictions(found: list[dict[str, Any]], lengths: str) -> dict[str, float]:
-    """Return what a step should take: where sides compute at the same time, as long as the slower of them.
+    """Return the predicted seconds of a step, by run in which engine and ranks overlap: the time of the slower one.
 
-    The sides are those of the run that takes turns on half of the cores each.
+    Both times come from the run that takes turns on half of the cores each.
     """
     runs = _of(found, lengths, SPLIT)
     if not runs:
@@ -317,7 +318,7 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
-    """Draw the reward of the headline pair against time, and the step of every run beside its prediction."""
+    """Draw the reward of the headline pair against time, and the step time of every run with its prediction."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), dpi=120, layout="constrained")

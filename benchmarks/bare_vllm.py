@@ -1,6 +1,6 @@
-"""vLLM as it comes, in a process of its own: the baseline of the swap and sampling benchmarks.
+"""Unmodified vLLM in its own process: the baseline of the swap and sampling benchmarks.
 
-Started by them with the sampler's environment, as ``bare_vllm.py MODEL TASK``; answers each line on stdin with a
+The benchmarks start ``bare_vllm.py MODEL TASK`` with the sampler's environment. It answers each line on stdin with a
 line of JSON on stdout. TASK is `load_weights` (plain weights), `reload_weights` (packed, vLLM's default) or
 `generate`.
 """
@@ -20,7 +20,7 @@ ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_c
 
 
 class BareVLLM:
-    """The benchmark's end of the line."""
+    """A client that starts this file as a process and sends it requests."""
 
     def __init__(self, model: Path, task: str) -> None:
         from vectorlm.ranks.topology import Topology
@@ -38,7 +38,7 @@ class BareVLLM:
         self.start_s = self._answer()
 
     def ask(self, **prompt_record: Any) -> Any:
-        """Send one question and return the answer."""
+        """Send one request and return the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(prompt_record) + "\n")
         self.process.stdin.flush()

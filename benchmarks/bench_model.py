@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def save_bench_model(folder: Path) -> Path:
-    """Save the model at `folder`; tied embeddings, no tokenizer."""
+    """Save the model, with tied embeddings and without a tokenizer, to `folder`, and return `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

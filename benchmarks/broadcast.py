@@ -1,7 +1,7 @@
-"""What it costs to give completions to all ranks, beside generating them. Run: python benchmarks/broadcast.py
+"""Compare the cost of broadcasting completions with generating them. Run: python benchmarks/broadcast.py
 
-512 completions of 256 tokens with log-probabilities, two ranks. Timed from rank 0 holding the engine's answer to every
-rank holding `Completion` records; the pickled vLLM objects that they replace are timed in the same run.
+Two ranks, 512 completions of 256 tokens with log-probabilities. The time runs from the engine's answer on rank 0 to
+`Completion` records on every rank. The same run times pickled vLLM objects, which the records replace.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARAMS = {"temperature": 1.0, "seed": 1, "max_tokens": NEW_TOKENS, "ignore_eos":
 
 
 def on_rank(folder: str) -> dict[str, list[float]]:
-    """Generate once, then hand the same answer over again and again, each way in turn."""
+    """Generate once, then broadcast the same answer many times, alternating between records and pickled objects."""
     import torch.distributed as dist
 
     topology = vectorlm.Topology.from_environment()
@@ -51,7 +51,7 @@ def on_rank(folder: str) -> dict[str, list[float]]:
         times["records"].append(time.perf_counter() - start)
         dist.barrier()
         start = time.perf_counter()
-        # Copies, for pickle would write a shared object once.
+        # Pickled one by one, because pickle writes an object that occurs several times only once.
         note = pickle.dumps([pickle.dumps(output) for output in whole]) if topology.is_main else None
         [
             pickle.loads(pickled_output)

@@ -1,7 +1,7 @@
-"""A GRPO step on a machine with other work, by how OpenMP's threads wait. Run: python benchmarks/busy.py
+"""Time GRPO steps on a busy machine by how long OpenMP threads spin. Run: python benchmarks/busy.py
 
-The Countdown recipe (configs/countdown_grpo.yaml: 512 completions, two optimizer steps) on one rank, from the random
-model of examples/make_countdown.py; "busy" runs beside one process that computes all the time. The rounds take turns.
+One rank trains the random model of examples/make_countdown.py with configs/countdown_grpo.yaml (512 completions, two
+optimizer steps per step). On a "busy" machine another process computes all the time. The cases alternate in rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def step_times(folder: Path, variables: dict[str, str]) -> dict[str, list[float]]:
-    """Train for some steps; return the seconds of each, whole and by part."""
+    """Train for some steps; return the seconds of every step, of its sampling and of its update."""
     with tempfile.TemporaryDirectory(dir=folder) as output:
         overrides = {
             "model": folder / "model",
@@ -49,7 +49,7 @@ def step_times(folder: Path, variables: dict[str, str]) -> dict[str, list[float]
 
 
 def main() -> None:
-    """Measure every setting with and without the other process, in turn."""
+    """Measure every setting with and without the other process, print and save."""
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         make = [sys.executable, str(ROOT / "examples/make_countdown.py"), "--output_dir", folder]
@@ -57,7 +57,7 @@ def main() -> None:
         for turn in range(ROUNDS):
             for name, variables in SETTINGS.items():
                 for load in ("quiet", "busy"):
-                    # It takes minutes, and is far from the others.
+                    # One run takes minutes, and its result is far from the others.
                     if (name, load) == (OWN, "busy") and turn > 0:
                         continue
                     other = [sys.executable, "-c", "while True: pass" if load == "busy" else "pass"]
@@ -77,7 +77,7 @@ def main() -> None:
                 f"{part} (s)": round(statistics.median(medians[part] for medians in turns), 2)
                 for part in turns[0]
             },
-            # The machine's own speed drifts: each turn is compared with the same turn's.
+            # The machine's own speed drifts: compare runs of the same round.
             "beside libgomp's own, quiet": round(
                 statistics.median(medians["step"] / own for medians, own in zip(turns, base, strict=False)), 2
             ),

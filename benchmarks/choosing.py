@@ -1,9 +1,9 @@
-"""How far every algorithm comes on Countdown with the same settings. Run: python benchmarks/choosing.py
+"""Compare all algorithms on Countdown with the same settings. Run: python benchmarks/choosing.py
 
-Each run makes 40 steps of 32 questions with 8 completions each, two optimizer steps a step, from the model of
-configs/countdown_warmup.yaml: the config of countdown_grpo.yaml without dynamic sampling, one learning rate for all,
-and each algorithm's own defaults. Accuracy is the share of 512 held-out questions answered right at temperature 1.
-Writes results/choosing.json, and docs/images/choosing.png, the questions that lead to an algorithm.
+Each run starts from the model of configs/countdown_warmup.yaml. It makes 40 steps of 32 questions with 8 completions
+each and two optimizer steps. The config is countdown_grpo.yaml without dynamic sampling: one learning rate for all
+algorithms, otherwise their defaults. Accuracy is the share of 512 held-out questions answered right at temperature 1.
+Writes results/choosing.json, and draws the questions that lead to an algorithm: docs/images/choosing.png.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ SETTINGS: dict[str, Any] = {
     "evaluation.every": EVERY,
     "engine.max_num_seqs": 512,
 }
-"""What differs from configs/countdown_grpo.yaml besides the algorithm."""
+"""Settings that differ from configs/countdown_grpo.yaml, besides the algorithm."""
 CRITIC = {"rl.critic.lr": 1.0e-3, "rl.critic.warmup_steps": 0}
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """Return what a run sets."""
+    """Return the settings of a run."""
     return {
         **SETTINGS,
         **(CRITIC if get_algorithm(job["algorithm"]).needs_critic else {}),
         "rl.algorithm": job["algorithm"],
-        # Else a step of one algorithm would have more completions than another's.
+        # With it, the algorithms would sample different numbers of completions per step.
         "rl.algorithm.dynamic_sampling": False,
     }
 
@@ -89,7 +89,7 @@ QUESTIONS = (
     ("Are rollouts several steps old, or is it\na mixture of experts?", "gspo, cispo", "with a correction"),
     ("Are most groups all right or all wrong?", "dapo", "samples others in their place"),
 )
-"""Questions in their order, each with the algorithm to take if the answer is yes, and a remark."""
+"""Questions in the order to ask them, with the algorithm to use if the answer is yes, and a remark."""
 
 
 def draw(path: Path) -> None:

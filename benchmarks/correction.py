@@ -1,10 +1,9 @@
-"""What each correction is worth on Countdown when the engine is not the policy. Run: python benchmarks/correction.py
+"""Measure each correction on Countdown when the engine differs from the policy. Run: python benchmarks/correction.py
 
-GRPO on one rank from the model of configs/countdown_warmup.yaml, with rollouts sampled by weights that are stale,
-disturbed, in bf16, in 8 bits, rounded to 4 bits, or reused for many optimizer steps, with the same seeds for every
-correction.
-Accuracy is the share of 512 held-out questions that the trained weights answer right at temperature 1. All runs share
-one engine per precision. Writes results/correction.json and docs/images/correction.png.
+GRPO trains the model of configs/countdown_warmup.yaml on one rank. The engine's weights are stale, disturbed, in bf16,
+in 8 bits or rounded to 4 bits, or the rollouts are reused for many optimizer steps. All corrections use the same seeds.
+Accuracy is the share of 512 held-out questions that the trained weights answer right at temperature 1. Each process
+has one engine per precision for all its runs. Writes results/correction.json and docs/images/correction.png.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ SETTINGS: dict[str, Any] = {
     "evaluation.every": 1000,
     "engine.max_num_seqs": 512,
 }
-"""What differs from configs/countdown_grpo.yaml."""
+"""Settings that differ from configs/countdown_grpo.yaml."""
 SOME = ("off", "tis")
 EVERY = ("off", "tis", "icepop", "seq_mask_tis", "mis", "geometric", "decoupled")
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One way in which the engine is not the policy, and the corrections that meet it."""
+    """A mismatch between engine and policy, and the corrections that are tried for it."""
 
     corrections: tuple[str, ...]
     staleness: int = 0
@@ -71,7 +70,7 @@ MISMATCHES = {
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """Return what a run sets."""
+    """Return the settings of a run."""
     mismatch = MISMATCHES[job["mismatch"]]
     return {
         **SETTINGS,
@@ -83,7 +82,7 @@ def settings(job: Job) -> dict[str, Any]:
 
 
 def disturbed(engine: Any, job: Job) -> MismatchedEngine:
-    """Return the engine as a run meets it."""
+    """Wrap the engine with the mismatch of a run."""
     mismatch = MISMATCHES[job["mismatch"]]
     return MismatchedEngine(
         engine,
@@ -139,7 +138,7 @@ def _mean(runs: list[dict[str, Any]], name: str, scale: float = 1.0, digits: int
 
 
 def draw(found: list[dict[str, Any]], path: Path) -> None:
-    """Draw the gain of each correction under each mismatch: the mean of its seeds, and each of them."""
+    """Draw the gain of each correction under each mismatch: every seed, and their mean."""
     from matplotlib.figure import Figure
 
     mismatches = list(dict.fromkeys(run["mismatch"] for run in found))

@@ -1,8 +1,7 @@
-"""How far each algorithm comes on Countdown, on three seeds. Run: python benchmarks/countdown.py   (or make countdown)
+"""Measure each algorithm on Countdown with three seeds. Run: python benchmarks/countdown.py   (or make countdown)
 
-One supervised warm-up, then every config of reinforcement learning from its model; accuracy is the share of held-out
-questions whose answer, sampled at temperature 1, is right. Writes results/countdown.json and
-docs/images/countdown_rl.png.
+The RL runs, one config per algorithm, start from the model of one supervised warm-up. Accuracy is the share of held-out
+questions answered right at temperature 1. Writes results/countdown.json and docs/images/countdown_rl.png.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _accuracy(path: Path) -> Curve:
 
 
 def _draw(curves: dict[str, list[Curve]], path: Path) -> None:
-    """Draw the mean of the seeds for each algorithm, and their spread."""
+    """Draw the mean and the range over the seeds for each algorithm."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MultipleLocator
 

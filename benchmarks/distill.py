@@ -1,9 +1,9 @@
-"""What a small model learns from a larger one on Countdown, by which loss. Run: python benchmarks/distill.py
+"""Compare losses for distilling a larger model into a small one on Countdown. Run: python benchmarks/distill.py
 
-The model of configs/countdown_warmup.yaml teaches that of configs/countdown_student.yaml. Fine-tuning learns from
-completions that the teacher has sampled at temperature 1; on-policy distillation from the student's own, which the
-teacher scores. All runs make optimizer steps on 256 completions each, on one rank, until they have trained on as many
-tokens. Accuracy is the share of 512 held-out questions that the trained weights answer right at temperature 1. Writes
+The model of configs/countdown_warmup.yaml teaches the model of configs/countdown_student.yaml. Fine-tuning learns from
+completions that the teacher sampled at temperature 1. On-policy distillation learns from the student's completions,
+which the teacher scores. All runs train on one rank, on the same number of tokens, with 256 completions per optimizer
+step. Accuracy is the share of 512 held-out questions that the trained weights answer right at temperature 1. Writes
 results/distill.json.
 """
 
@@ -29,13 +29,14 @@ SFT = AlgorithmSpec(
     loss=lambda inputs, hparams: -inputs.policy_logprobs,
     samples_from_policy=False,
 )
-"""Fine-tuning on stored completions, as a row of its own: the same loop, batches and optimizer for all."""
+"""Fine-tuning on stored completions, as an algorithm, to use the same loop, batches and optimizer for all runs."""
 FINE_TUNING: dict[str, Any] = {
     "rl.algorithm": "benchmarks/distill.py:SFT",
     "rl.rollout.source": "file",
     "rl.rollout.path": str(SAMPLES / "rollouts.jsonl"),
     "rl.teacher": None,
-    # The student writes a tenth more tokens than the teacher: with 111 steps in place of 100 all train on as many.
+    # The student writes a tenth more tokens than the teacher. 111 steps on the teacher's completions have as many
+    # tokens as 100 steps on the student's.
     "rl.max_steps": 111,
 }
 ARMS: dict[str, dict[str, Any]] = {
@@ -44,13 +45,14 @@ ARMS: dict[str, dict[str, Any]] = {
     "distillation, sampled tokens": {"rl.teacher.kind": "sampled"},
     "distillation, whole distributions": {"rl.teacher.kind": "full"},
 }
-"""The learning rate is 0.001 where nothing else is said."""
+"""Settings by run; the learning rate is 0.001 unless the settings change it."""
 NUM_SAMPLED_STEPS = 50
-"""Of 256 prompts with four completions each: twice what a run of fine-tuning takes, so that seeds take other ones."""
+"""Steps of 256 prompts with four completions each. Fine-tuning needs about half of them, and seeds draw different
+ones."""
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """Return what a run sets."""
+    """Return the settings of a run."""
     return {
         **ARMS[job["arm"]],
         "evaluation.every": 1000,
@@ -82,7 +84,7 @@ def main() -> None:
 
 
 def _prepare() -> None:
-    """Make what all runs start from, as far as it is not there."""
+    """Make the data, the models and the teacher's completions that all runs need, unless they exist."""
     if not (ROOT / "data/countdown/student").exists():
         _run("examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")
     for name in ("countdown_warmup", "countdown_student"):

@@ -1,7 +1,7 @@
-"""Rollouts whose environment takes its time: what four turns cost over the sampling itself.
+"""Measure the time that slow environments add to sampling.
 
-64 rollouts of the 36 M parameter Llama answer an environment that sleeps half a second at each of four turns, beside
-the same rollouts whose environment replies at once, in turn. Run: python benchmarks/environments.py
+Every round samples 64 rollouts of the 36 M parameter Llama with three environments. One replies immediately. The other
+two, synchronous and asynchronous, sleep half a second at each of four turns. Run: python benchmarks/environments.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUPS, SIZE, TURNS, SLEEP_S, TOKENS = 8, 8, 4, 0.5, 16
 
 
 class Environment:
-    """Replies with three tokens, after a while."""
+    """A synchronous environment that sleeps and then replies with three tokens."""
 
     def __init__(self, sleep_s: float) -> None:
         self.sleep_s = sleep_s
@@ -41,7 +41,7 @@ class Environment:
 
 
 class Asynchronous:
-    """The same as coroutines, all in one process."""
+    """An asynchronous environment that does the same; all instances share one process."""
 
     def __init__(self, sleep_s: float) -> None:
         self.sleep_s = sleep_s
@@ -53,7 +53,7 @@ class Asynchronous:
 
 
 class Tokenizer:
-    """Makes three tokens of every reply."""
+    """A tokenizer that encodes every reply as the same three tokens."""
 
     def encode(self, text: str, **how: bool) -> list[int]:
         """Return three tokens."""
@@ -61,7 +61,7 @@ class Tokenizer:
 
 
 def sampler(pool: WorkerPool, kind: str) -> GroupSampler:
-    # The policy has one turn for each of the environment's.
+    # The policy has as many turns as the environment.
     settings = CollectSettings(
         prompts=("",),
         prompts_per_step=GROUPS,
@@ -81,7 +81,7 @@ def sampler(pool: WorkerPool, kind: str) -> GroupSampler:
 
 
 def seconds(engine: SamplingEngine, pool: WorkerPool, kind: str, sleep_s: float, first: int) -> float:
-    """Sample all groups once."""
+    """Sample all groups once, and return the seconds."""
     queue = GroupQueue(engine, sampler(pool, kind))
     prompts = (PromptRecord([index + 3] * 64, {"sleep_s": sleep_s}) for index in range(GROUPS))
     tasks = [Task(first + index, record) for index, record in enumerate(prompts)]

@@ -1,6 +1,7 @@
-"""The reward of rl_step.py, in a file that configs can name; it is called between sampling and the update.
+"""The reward function of rl_step.py, in a file that configs can name.
 
-With UPDATE_PEAKS in the environment it also notes in that file what each update took, when the next one begins.
+It is called between sampling and the update. If the environment variable UPDATE_PEAKS names a file, each call appends
+the peak memory of the previous update to it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 _HELD: list[int] = []
-"""What the process held before the update that goes on now."""
+"""Bytes that the process held before the current update; empty before the first one."""
 
 
 def even(completions: Sequence[Any], **columns: object) -> list[float]:
-    """Reward the share of words with an even checksum, so that the completions of a group differ."""
+    """Return the share of words with an even checksum, which differs between the completions of a group."""
     path = os.environ.get("UPDATE_PEAKS")
     if path:
         if _HELD:
@@ -26,7 +27,7 @@ def even(completions: Sequence[Any], **columns: object) -> list[float]:
         watch_memory()
     rewards = []
     for completion in completions:
-        # TRL answers chats with messages.
+        # TRL passes messages if the prompt is a chat.
         words = (completion if isinstance(completion, str) else completion[-1]["content"]).split()
         num_even = sum(zlib.crc32(word.encode()) % 2 == 0 for word in words)
         rewards.append(num_even / max(len(words), 1))
@@ -34,14 +35,14 @@ def even(completions: Sequence[Any], **columns: object) -> list[float]:
 
 
 def watch_memory() -> None:
-    """Give free memory back, note what is held, and begin to note the most."""
+    """Return free memory to the system, note the memory in use, and reset its peak."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     _HELD[:] = [_memory("VmRSS")]
 
 
 def peak_bytes() -> int:
-    """Return the most that was held since `watch_memory`, beyond what was held then."""
+    """Return the peak memory since `watch_memory` minus the memory in use then, in bytes."""
     return _memory("VmHWM") - _HELD[0]
 
 

@@ -1,4 +1,4 @@
-"""What happens to the runs of faults.py, which error must name it, and how soon everything must be gone."""
+"""The faults that faults.py injects, with their expected errors and time limits."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from pathlib import Path
 
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGHUP")
 PATIENCE = float(os.environ.get("VECTORLM_FAULTS_PATIENCE", "1"))
-"""Times all deadlines; more than 1 on a machine that others use too."""
+"""Factor on all deadlines; use more than 1 on a shared machine."""
 DEADLINE_S, COLLECTIVE_S, LOAD_S = 12 * PATIENCE, 15 * PATIENCE, 60 * PATIENCE
-"""Longest silence of an engine, a reward or an environment; longest collective; longest start of an engine."""
+"""Time limits in seconds: the silence of an engine, reward or environment; a collective; the start of an engine."""
 LASTING = ("second run", "a day forward", "a day back", "taken", "stranger")
-"""What no run may end of."""
+"""Faults that must not end a run."""
 NOBODY = 65534
 AGENT_S = 30.0
-"""How long torch's agent waits for a stopped rank to heed SIGTERM."""
+"""Seconds allowed for ending a stopped rank, which ignores SIGTERM."""
 STEP_S = 0.2
-"""How long a step takes at least, and half of the writing of a model: a fault then meets what it is meant for."""
+"""Least seconds of a step, and of a pause before and after writing a model, to let faults hit the intended moment."""
 PAUSE = "pause"
-"""A file of this name among the triggers lets every rank wait before its next step."""
+"""Name of the trigger file that makes every rank wait before its next step."""
 FINAL = "final model"
-"""The moment after the last step, when rank 0 writes the model."""
+"""Name of the moment after the last step, when rank 0 writes the model."""
 FORK = "fork.pid"
-"""The file among the triggers in which a fork notes its number."""
+"""Name of the trigger file to which a fork writes its pid."""
 MARGIN_S = 15 * PATIENCE
-"""Beyond the deadlines: until the fault is met, and until the last process is gone."""
+"""Seconds beyond the deadlines, for a run to notice the fault and to end its last process."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What is run, and on how many ranks."""
+    """A kind of run, and its number of ranks."""
 
     kind: str
     world_size: int
@@ -40,17 +40,17 @@ class Mode:
 
     @property
     def ranks(self) -> list[str]:
-        """The ranks as targets."""
+        """The names of the ranks as targets of faults."""
         return [f"rank {rank}" for rank in range(self.world_size)]
 
     @property
     def has_server(self) -> bool:
-        """Whether a server samples."""
+        """Whether the run samples on a server."""
         return self.kind == "RL on a server"
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether two runs end with the same weights: what is in flight meets an update by chance."""
+        """Whether two runs end with the same weights; with requests in flight, the timing of updates changes them."""
         return self.kind != "asynchronous RL"
 
 
@@ -58,26 +58,26 @@ MODES = (
     (Mode("fine-tuning", 1), Mode("RL", 2), Mode("asynchronous RL", 1), Mode("RL on a server", 2)),
     (Mode("fine-tuning", 2), Mode("RL", 1), Mode("asynchronous RL", 2), Mode("RL on a server", 1)),
 )
-"""What is broken at the same time, on one thread each."""
+"""Runs of each part of the campaign; the parts run concurrently, with one thread per process."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens, and to which part."""
+    """A fault, and the part of the run that it hits."""
 
     what: str
     target: str = ""
     moment: str = ""
-    """Empty for any moment between the start and the step before the last."""
+    """When the fault happens; empty for any time between the start and the step before the last."""
 
     @property
     def kind(self) -> str:
-        """Its name in the table."""
+        """The name of the fault in the table of results."""
         return ", ".join(filter(None, (self.what, self.moment)))
 
     @property
     def killed(self) -> str:
-        """Whom SIGKILL meets once user code has forked; reward workers are each rank's, and rank 0 dies for them."""
+        """The part that gets SIGKILL after user code has forked; rank 0 for a reward, because ranks own workers."""
         return "rank 0" if self.target == "reward" else self.target
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Fault:
 
 
 def faults_of(mode: Mode) -> list[Fault]:
-    """List everything that may happen to a run."""
+    """Return all faults that can be injected into a run."""
     has_rewards = mode.kind != "fine-tuning"
     processes = ["launcher", "sampler", *mode.ranks, *["server"] * mode.has_server]
     code = [*mode.ranks, *["reward", "environment"] * has_rewards]
@@ -105,25 +105,25 @@ def faults_of(mode: Mode) -> list[Fault]:
 
 
 def has_other_users() -> bool:
-    """Whether this process may become another user: root may, but not in a namespace that maps root alone."""
+    """Return whether this process may become another user: root may, unless its namespace maps only root."""
     num_ids = int(Path("/proc/self/uid_map").read_text().split()[2])
     return os.geteuid() == 0 and num_ids > NOBODY
 
 
 def must_go_on(fault: Fault, mode: Mode) -> bool:
-    """Whether the run must not end; nobody watches a single rank, or the launcher."""
+    """Return whether the run must not end, as when a single rank or the launcher hangs, which nobody watches."""
     stops = fault.what in ("SIGSTOP", "loop")
     unwatched = fault.target == "launcher" or (fault.target == "rank 0" and mode.world_size == 1)
     return (stops and unwatched) or fault.what in LASTING
 
 
 def may_go_on(fault: Fault) -> bool:
-    """Whether the run may as well go on: one that needs no more memory does not notice that there is none."""
+    """Return whether the run may end or go on: a run notices exhausted memory only if it needs more."""
     return fault.what in ("out of memory", "full")
 
 
 def cause(fault: Fault, mode: Mode) -> str:
-    """Return a pattern of the error that names the fault; nobody is left to name the launcher's own end."""
+    """Return a pattern for the error that names the fault; empty if SIGKILL leaves no launcher to report it."""
     match fault.what, fault.target:
         case ("SIGKILL", "launcher"):
             return ""
@@ -146,9 +146,8 @@ def cause(fault: Fault, mode: Mode) -> str:
         case ("raise", target):
             return f"ArithmeticError: a fault in {target}"
         case ("out of memory", target):
-            # Python itself may be out of memory, and say nothing of use; for a thread the kernel has other words. While
-            # libraries are still loaded, nothing may come out: the dynamic loader ends a process with 127, and C++ with
-            # SIGABRT.
+            # Python may raise a plain MemoryError, and the kernel words a failed thread differently. While libraries
+            # are loaded, there may be no error at all: the dynamic loader exits with 127, and C++ with SIGABRT.
             return (
                 "raised Engine(Error|Died)"
                 if target == "sampler"
@@ -162,19 +161,19 @@ def cause(fault: Fault, mode: Mode) -> str:
         case (_, "checkpoint"):
             return "the checkpoint .* cannot be read .*has changed"
         case ("full", "/dev/shm"):
-            # A server on this machine may fail first, and writes the reason to its own log alone.
+            # A server on this machine may fail first, and only its own log has the reason.
             refused = "|the server refused .*EngineCore encountered an issue" if mode.has_server else ""
             return f"No space left on device|/dev/shm{refused}"
     raise ValueError(fault)
 
 
 def limit_s(fault: Fault, mode: Mode, start_s: float) -> float:
-    """Return when all processes must be gone; `start_s` is what the run still needs to its first step."""
+    """Return the seconds until all processes must be gone; `start_s` is the time that the first step still needs."""
     limit = MARGIN_S + start_s
     if fault.target == "checkpoint":
         return limit
     if fault.target == "server" and start_s:
-        # It may still be on its way, for all that the run knows.
+        # The run cannot distinguish it from a server that is still starting.
         limit += LOAD_S
     if fault.what in ("SIGSTOP", "loop"):
         limit += max(DEADLINE_S, COLLECTIVE_S)

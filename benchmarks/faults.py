@@ -1,8 +1,8 @@
-"""Break runs on purpose, and write down what each fault did and left behind. Run: python benchmarks/faults.py
+"""Inject faults into runs, and record the outcome and leftovers of every fault. Run: python benchmarks/faults.py
 
-Every run is broken several times, at random moments, and started again each time; at the end its weights are compared,
-bit for bit, with those of a run that nothing happened to. Mounts are made in a namespace of their own (Linux), where
-/dev/shm and the folder of the runs are small file systems that can be filled.
+Every run gets several faults at random moments, and is started again after each fault that ends it. At the end its
+weights are compared, bit for bit, with the weights of an undisturbed run (not in asynchronous RL). The program needs
+Linux: in its own mount namespace, /dev/shm and the runs' folder are small file systems that faults can fill.
 """
 
 from __future__ import annotations
@@ -61,32 +61,32 @@ from vectorlm.train.checkpoint.folder import folder_of, steps_in, unfinished
 
 RUN = str(Path(__file__).with_name("faulty_run.py"))
 NAMESPACE = "VECTORLM_FAULTS"
-"""Set in the process that has its own mounts."""
+"""Environment variable that marks the process with its own mounts."""
 DISK_MIB, SHM_MIB = 256, 512
 START_S, PAUSE_S = 180.0, 3.0
 SPARE_BYTES = 1 << 20
 SERVER = ("--dtype", "float32", "--max-model-len", "64", "--logprobs-mode", "processed_logprobs")
 FAULTS_PER_RUN = 3
 EARLY = 0.25
-"""Share of faults while the processes start."""
+"""Probability that a fault happens while the processes start, for faults that may."""
 STEPS, MAX_STALENESS = 14, 2
 JUMP_S = 86_400
 FILLER = "filler"
 
 
 class Run(WatchedRun):
-    """A run, and what is expected of it."""
+    """A run, and the state that it is expected to have."""
 
     resumes_from: int | None = None
-    """The step that it must go on from; None if it starts afresh."""
+    """The step that it must resume from; None if there is no checkpoint."""
     began: float
     fork: int | None = None
-    """The process that its user's code has forked, and that may stay."""
+    """Pid of the process that user code has forked, which may outlive the run; None if there is none."""
     shared_at_end: set[str] | None = None
-    """What was in /dev/shm when the run had ended and its fork had not."""
+    """Names in /dev/shm after the run had ended but its fork had not; None for a run without a fork."""
 
     def processes(self) -> Iterator[tuple[int, str]]:
-        """Yield number and command line of every process but the fork, and Python's tracker, which waits for it."""
+        """Yield pid and command line of all processes but a fork and Python's resource tracker, which waits for it."""
         for pid, command in super().processes():
             if self.fork is None or not (pid == self.fork or "resource_tracker" in command):
                 yield pid, command
@@ -94,7 +94,7 @@ class Run(WatchedRun):
 
 @dataclass
 class Record:
-    """One fault, and what became of the run."""
+    """A fault and its outcome."""
 
     kind: str
     world_size: int
@@ -102,32 +102,32 @@ class Record:
     target: str
     moment: str = ""
     outcome: str = ""
-    """``ended``, ``went on``, or what was wrong."""
+    """``ended``, ``went on``, or a list of complaints."""
     error: str = ""
     gone_s: float = 0.0
-    """From the fault until the last process of the run was gone; of a run that goes on 0."""
+    """Seconds from the fault until the last process of the run was gone; 0 if the run went on."""
     left: dict[str, Any] = field(default_factory=dict)
     resumed: bool | None = None
-    """Whether the weights at the end were those of a run without faults; None where they cannot be compared."""
+    """Whether the run resumed and its final weights equal the undisturbed run's; None if they cannot be compared."""
 
     @property
     def is_good(self) -> bool:
-        """Whether everything was as promised."""
+        """Whether the outcome is allowed, nothing was left behind, and the final weights are not wrong."""
         return self.outcome in ("ended", "went on") and not self.left and self.resumed is not False
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that nothing happened to."""
+    """The measurements of an undisturbed run."""
 
     digest: str
     first_step_s: float
-    """From its start until its first step."""
+    """Seconds from its start until its first step."""
     step_s: float
 
 
 class Campaign:
-    """The folders of the runs, the server that they share, and what runs without faults look like."""
+    """The folders of one part's runs, their shared server, and the undisturbed runs to compare them with."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self.disk, self.triggers = folder, folder / "disk", folder / "triggers"
@@ -136,7 +136,7 @@ class Campaign:
         self.serving: subprocess.Popen[bytes] | None = None
         self.url = ""
         self.forks: list[tuple[Run, Record]] = []
-        """Runs whose forks are still there."""
+        """Runs whose forks still exist, and the records of these faults."""
         for new_folder in (self.disk, self.triggers, folder / "scratch", folder / "references"):
             new_folder.mkdir()
         mount("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", self.disk)
@@ -164,7 +164,7 @@ class Campaign:
             config["dataset"]["train_bs"] = 64 // mode.world_size
             evaluation |= {"prompts": f"{data}/eval.jsonl", "every": 4}
         else:
-            # Held-out prompts are asked for one answer each, and here an environment takes turns.
+            # An evaluation samples one answer per held-out prompt, but these runs have an environment with turns.
             del config["evaluation"]
             config["rl"] |= {
                 "algorithm": "grpo",
@@ -188,12 +188,12 @@ class Campaign:
         return run
 
     def serve(self) -> None:
-        """Start the server that all runs on a server share, unless it is there."""
+        """Start the server that the runs share, unless it is running."""
         if self.serving is None or self.serving.poll() is not None:
             self.server.close()
             server = running_server(self.folder / "data/model", self.folder / "server.log", *SERVER)
             self.serving, self.url = self.server.enter_context(server)
-            # The first answer takes longer than DEADLINE_S: kernels are made.
+            # The first answer takes longer than DEADLINE_S, because kernels are compiled.
             question = {"model": str(self.folder / "data/model"), "prompt": "1", "max_tokens": 8}
             headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
             request = urllib.request.Request(
@@ -202,13 +202,13 @@ class Campaign:
             urllib.request.urlopen(request, timeout=START_S).close()
 
     def trial(self, mode: Mode, faults: Sequence[Fault], chance: random.Random) -> list[Record]:
-        """Run once, let every fault happen in turn, and start again after each that ends the run."""
+        """Start a run, inject the faults one by one, and start it again after every fault that ends it."""
         reference = self.reference(mode)
         output = self.disk / "run"
         records, run = [], None
         steps = sorted(chance.sample(range(2, STEPS - 3), len(faults)))
         for fault, planned in zip(faults, steps, strict=True):
-            # A second run that overtook the first one would be in its right.
+            # An early second run could lock the folder before the first one does.
             may_be_early = (
                 run is None
                 and fault.target != "checkpoint"
@@ -216,17 +216,17 @@ class Campaign:
                 and not fault.moment
             )
             is_early = may_be_early and chance.random() < EARLY
-            # A run that was started again has its earlier steps in the metrics.
+            # The metrics of a resumed run contain its earlier steps.
             step = min(max(planned, last_step(output) + (run is None)), STEPS - 2)
             run = run or self.begin(mode, output)
             if not is_early:
-                # The steps of the run before are in the metrics too.
+                # The metrics also contain the steps of the run before.
                 self.wait_for(run, partial(has_come_to, step, run, output), START_S)
             if fault.target == "checkpoint":
                 self.wait_for(run, lambda: bool(checkpoints(output)), START_S)
             if fault.moment == FINAL:
                 self.wait_for(run, lambda run=run: is_writing_model(run, output), START_S)
-            # A run that has few steps left may be over soon after its first.
+            # A run with few steps left may end soon after its first step.
             longest = 0.7 * reference.first_step_s if is_early else reference.step_s
             time.sleep(chance.random() * (2 * STEP_S if fault.moment == FINAL else longest))
             moment = fault.moment or ("starting" if is_early else f"step {last_step(output)}")
@@ -242,7 +242,7 @@ class Campaign:
             and records[-1].outcome == "went on"
             and may_go_on(faults[-1])
         ):
-            # It had enough to do to notice only now.
+            # The run noticed the fault only after it had gone on.
             begin, last = time.monotonic(), records[-1]
             last.left, last.error = leftovers(run, PAUSE_S), message(run)
             last.gone_s = round(time.monotonic() - begin, 1)
@@ -262,7 +262,7 @@ class Campaign:
             assert forked.fork is not None
             send_signal(forked.fork, signal.SIGKILL)
             forked.fork = None
-            # What the fork still held is nobody's now.
+            # With its fork, the last user of the run's shared memory is gone.
             record.left |= leftovers(forked, PAUSE_S)
         for record in records:
             if not has_resumed:
@@ -277,7 +277,7 @@ class Campaign:
     def befall(
         self, run: Run, output: Path, fault: Fault, mode: Mode, record: Record, start_s: float
     ) -> Run | None:
-        """Let a fault happen, note what becomes of the run, and return it if it goes on."""
+        """Inject a fault, write its outcome into `record`, and return the run if it goes on, else None."""
         if ended(run):
             record.outcome, record.error = "over before the fault", message(run)
             return None
@@ -300,7 +300,7 @@ class Campaign:
                 else:
                     self.wait_for(run, has_gone_on if may_go_on(fault) else lambda: False, limit)
                     if ended(run):
-                        # While the fault is still there.
+                        # Checked while the fault still lasts.
                         record.left = leftovers(run, begin + limit - time.monotonic())
                         record.gone_s = round(time.monotonic() - begin, 1)
                     elif not may_go_on(fault):
@@ -328,7 +328,7 @@ class Campaign:
         record.outcome = ", ".join(complaints) or "ended"
         kill(run)
         if fault.target == "checkpoint":
-            # As the error says.
+            # The error tells the user to delete it.
             shutil.rmtree(checkpoints(output)[-1])
         return None
 
@@ -336,7 +336,7 @@ class Campaign:
     def happening(
         self, run: Run, output: Path, fault: Fault, mode: Mode, record: Record, complaints: list[str]
     ) -> Iterator[None]:
-        """Let a fault happen for the block, and add to the complaints what is wrong."""
+        """Keep the fault in effect for the block, and append what goes wrong to `complaints`."""
         with ExitStack() as undo:
             match fault.what, fault.target:
                 case (name, target) if name in SIGNALS:
@@ -362,7 +362,7 @@ class Campaign:
                     mount("--bind", "-o", "ro", folder, folder)
                     undo.callback(subprocess.run, ["umount", "--lazy", folder], check=True)
                 case ("second run", _):
-                    # The first run would be over before the second one has looked.
+                    # Without a pause, the first run would end before the second one checks the lock.
                     pause = self.triggers / PAUSE
                     pause.touch()
                     undo.callback(pause.unlink)
@@ -381,7 +381,7 @@ class Campaign:
                     fork = int(note.read_text())
                     undo.callback(note.unlink)
                     if target != "reward":
-                        # A worker's fork is ended with the worker.
+                        # A fork of a reward worker ends with the worker.
                         run.fork = fork
                         self.forks.append((run, record))
                         undo.callback(lambda: Path(f"/proc/{fork}").exists() or complaints.append("no fork"))
@@ -392,7 +392,7 @@ class Campaign:
                     while not ended(run) and time.monotonic() < deadline:
                         ports = [port for _, port in listening(pid for pid, _ in run.processes())]
                         done |= {*visit([run.scratch, Path("/dev/shm")], ports)}
-                    # torch's cache of compiled kernels is open to readers.
+                    # Other users may read torch's cache of compiled kernels.
                     done = {deed for deed in done if not re.match("read .*/torchinductor_", deed)}
                     complaints += [f"a stranger {deed}" for deed in sorted(done)]
                 case ("taken", "port"):
@@ -406,17 +406,17 @@ class Campaign:
             self.serving = None
 
     def require_refused(self, other: Run, cause: str, complaints: list[str]) -> None:
-        """Complain unless a second run or server ends with this error, and leaves no process and no file."""
+        """Append a complaint unless the second run or server ends with this error and leaves no process and no file."""
         self.wait_for(other, lambda: False, START_S)
         if cause not in other.error():
             complaints.append(f"the second one said {other.error()[-400:]!r}")
-        # The memory of the first one is not told from its own.
+        # Its shared memory cannot be distinguished from the first one's.
         if found := leftovers(other, PAUSE_S).keys() - {"shared memory"}:
             complaints.append(f"the second one left {sorted(found)}")
         kill(other)
 
     def pid_of(self, run: Run, target: str) -> int:
-        """Return the process of a run's part, once there is one."""
+        """Wait until the process of a run's part exists, and return its pid."""
         note = self.triggers / f"{target}.pid"
 
         def find() -> int | None:
@@ -434,12 +434,12 @@ class Campaign:
         self.wait_for(run, lambda: find() is not None, START_S)
         pid = find()
         if pid is None:
-            # Never a number that stands for more than one process.
+            # Do not return 0 or -1: os.kill would signal many processes.
             raise ProcessLookupError(f"there is no {target} any more")
         return pid
 
     def has_whole_model(self, output: Path, mode: Mode) -> bool:
-        """Whether the final model, where there is one, has all the files of an undisturbed run's."""
+        """Return whether the final model, if it exists, has the same files as an undisturbed run's."""
         names = [
             {path.name for path in (folder / "final-model").glob("*")}
             for folder in (output, self.folder / "references" / str(mode))
@@ -447,7 +447,7 @@ class Campaign:
         return not names[0] or names[0] == names[1]
 
     def reference(self, mode: Mode) -> Reference:
-        """Run without a fault, once."""
+        """Return the undisturbed run of this mode; the first call runs it."""
         if mode not in self.references:
             output = self.folder / "references" / str(mode)
             if mode.has_server:
@@ -464,16 +464,16 @@ class Campaign:
         return self.references[mode]
 
     def start(self, command: Sequence[Any]) -> Run:
-        """Start a command with a folder for temporary files of its own."""
+        """Start a command with its own folder for temporary files."""
         scratch = Path(tempfile.mkdtemp(dir=self.folder / "scratch"))
-        # As /tmp is.
+        # The permissions of /tmp.
         scratch.chmod(0o1777)
         run = Run([str(word) for word in command], scratch)
         run.began = time.time()
         return run
 
     def wait_for(self, run: Run, condition: Callable[[], bool], limit_s: float) -> None:
-        """Wait until the condition holds, the run has ended or the time is over."""
+        """Wait until the condition holds, the run has ended or `limit_s` is over."""
         deadline = time.monotonic() + limit_s
         while not condition() and not ended(run) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -484,13 +484,13 @@ def ended(run: Run) -> bool:
 
 
 def ended_before_it_watched(run: Run, fault: Fault, record: Record) -> bool:
-    """Whether a signal met the launcher while Python was imported: the kernel ends it then, and it says nothing."""
+    """Return whether a signal hit the launcher during its imports, when it ends without a message."""
     is_launcher = fault.target == "launcher" and fault.what in SIGNALS and record.moment == "starting"
     return is_launcher and run.process.returncode == -signal.Signals[fault.what] and not record.error
 
 
 def is_writing_model(run: Run, output: Path) -> bool:
-    """Whether the run writes its final model; one that was killed may have left a folder."""
+    """Return whether the run is writing its final model; the folder of an earlier, killed run does not count."""
     work = unfinished(output / "final-model")
     with suppress(FileNotFoundError):
         return work.stat().st_mtime > run.began
@@ -498,19 +498,19 @@ def is_writing_model(run: Run, output: Path) -> bool:
 
 
 def leftovers(run: Run, patience_s: float) -> dict[str, list[str]]:
-    """Return what a run leaves once it has had some time for its end; nothing for what is as it should be."""
+    """Wait up to `patience_s` for the run's processes to end; return unexpected processes, memory and files by kind."""
     deadline = time.monotonic() + patience_s
     while list(run.processes()) and time.monotonic() < deadline:
         time.sleep(0.02)
     found = run.leftovers()
-    # Python's tracker removes a killed rank's semaphores once nobody has its pipe open, a fork of the rank included.
+    # Python's tracker removes a killed rank's semaphores when its pipe is closed; a fork of the rank keeps it open.
     if run.fork is not None:
         run.shared_at_end, found["shared memory"] = set(os.listdir("/dev/shm")), []
     if run.shared_at_end is not None:
-        # Runs that came later, and that the campaign has killed, leave some, too.
+        # Later runs, which the campaign has killed, also leave shared memory.
         found["shared memory"] = [name for name in found["shared memory"] if name in run.shared_at_end]
     found["shared memory"] = [name for name in found["shared memory"] if name != FILLER]
-    # torch's cache of compiled kernels, one for each user, is meant to stay.
+    # torch keeps its cache of compiled kernels on purpose, one per user.
     found["temporary files"] = [
         name for name in found["temporary files"] if not name.startswith("torchinductor_")
     ]
@@ -518,18 +518,18 @@ def leftovers(run: Run, patience_s: float) -> dict[str, list[str]]:
 
 
 def says_where_it_resumes(run: Run) -> bool:
-    """Whether a run that found a checkpoint says that it goes on from there."""
+    """Return whether the run has reported that it resumes from its checkpoint; True if there is no checkpoint."""
     step = run.resumes_from
     return step is None or re.search(f"(from|is finished at) step {step}", run.error()) is not None
 
 
 def has_come_to(step: int, run: Run, output: Path) -> bool:
-    """Whether a run, itself or the one before it, has made this step, and it has said where it goes on."""
+    """Return whether this run or the one before has reached the step, and this run has reported where it resumes."""
     return last_step(output) >= step and says_where_it_resumes(run)
 
 
 def kill(run: Run) -> None:
-    """End what is left of a run, without ceremony."""
+    """Kill the remaining processes of a run, and delete its temporary files."""
     while processes := list(run.processes()):
         for pid, _ in processes:
             send_signal(pid, signal.SIGKILL)
@@ -545,14 +545,14 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def rows_of(output: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run, but for a line that is being written."""
+    """Return the metrics of a run, without a line that is only partly written."""
     path = output / "metrics.jsonl"
     rows = path.read_text().splitlines() if path.exists() else []
     return [json.loads(row) for row in rows if row.endswith("}")]
 
 
 def last_step(output: Path) -> int:
-    """Return the last step in a run's metrics; -1 where there is none."""
+    """Return the last step in a run's metrics; -1 if there is none."""
     return max((row["step"] for row in rows_of(output)), default=-1)
 
 
@@ -563,7 +563,7 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def without_places(text: str) -> str:
-    """Return a text without the folders of this machine."""
+    """Remove the folders of this machine from a text."""
     for folder in (
         ROOT,
         sysconfig.get_path("scripts"),
@@ -575,7 +575,7 @@ def without_places(text: str) -> str:
 
 
 def message(run: Run) -> str:
-    """Return the error that a run ended with, without its tracebacks and without the folders of this machine."""
+    """Return the last error of a run, without tracebacks and the folders of this machine; empty if there is none."""
     text = without_places(run.error())
     for name in ("RankFailed", r"\w+Error"):
         if found := re.findall(rf"^{name}: .*?(?=^Traceback|\Z)", text, re.DOTALL | re.MULTILINE):
@@ -584,14 +584,14 @@ def message(run: Run) -> str:
 
 
 def digest_of(output: Path) -> str:
-    """Return a digest of the weights that a run has left."""
+    """Return a digest of the run's final weights."""
     files = sorted((output / "final-model").glob("*.safetensors"))
     assert files, f"{output} has no final model"
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def damage(output: Path, what: str) -> None:
-    """Spoil a file of the newest checkpoint."""
+    """Damage the largest file of the newest checkpoint."""
     path = max(checkpoints(output)[-1].rglob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
@@ -611,7 +611,7 @@ def limit_memory(pid: int, limit: int) -> None:
 
 @contextmanager
 def filled(folder: Path) -> Iterator[None]:
-    """Leave no byte free in the file system of `folder` for the block."""
+    """Fill the file system of `folder` for the block."""
     path = folder / FILLER
     try:
         with path.open("wb", buffering=0) as file, suppress(OSError):
@@ -627,7 +627,7 @@ def mount(*words: Any) -> None:
 
 
 def enter_namespace(folder: Path) -> None:
-    """Go on in a namespace of mounts of its own, where `folder` is empty."""
+    """Restart this program in its own mount namespace, and mount an empty file system on `folder`."""
     if NAMESPACE not in os.environ:
         folder.mkdir(parents=True, exist_ok=True)
         rights = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
@@ -640,13 +640,13 @@ def enter_namespace(folder: Path) -> None:
         }
         os.execvp("unshare", ["unshare", "--mount", *rights, sys.executable, *sys.argv])
     mount("-t", "tmpfs", "none", folder)
-    # nohup and shells have what they start ignore these.
+    # Programs that nohup or a shell starts may ignore these signals.
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
 def run_part(arguments: argparse.Namespace) -> None:
-    """Break the runs of this part, and print a record in JSON for every fault."""
+    """Inject the faults of this part, and print a JSON record for each."""
     folder = ROOT / "data" / "faults" / str(arguments.part)
     enter_namespace(folder)
     chance, begin = random.Random(f"{arguments.seed} {arguments.part}"), time.monotonic()
@@ -656,7 +656,7 @@ def run_part(arguments: argparse.Namespace) -> None:
         chance.shuffle(faults)
         late = [fault for fault in faults if fault.moment == FINAL]
         faults = [fault for fault in faults if fault not in late]
-        # One at most may let its run go on, and comes last: the run may end meanwhile.
+        # At most one fault per trial may let the run go on; it comes last, because the run may end meanwhile.
         lasting = [fault for fault in faults if must_go_on(fault, mode) or may_go_on(fault)]
         faults.sort(key=lasting.__contains__)
         num_trials = max(-(-len(faults) // FAULTS_PER_RUN), len(lasting))
@@ -666,7 +666,7 @@ def run_part(arguments: argparse.Namespace) -> None:
     with ExitStack() as stack:
         campaign = Campaign(folder, stack)
         for index, (mode, faults) in enumerate(trials):
-            # On a busy machine the time may be over before the first.
+            # The first trial always runs: on a busy machine the time may already be over.
             is_late = arguments.minutes is not None and time.monotonic() - begin > 60 * arguments.minutes
             if index and is_late:
                 break
@@ -675,7 +675,7 @@ def run_part(arguments: argparse.Namespace) -> None:
 
 
 def records_of(part: int) -> tuple[list[Record], int]:
-    """Start a part, show what it prints, and return its records and its exit code."""
+    """Run a part, print its output, and return its records and its exit code."""
     command = [sys.executable, *sys.argv, "--part", str(part)]
     records = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -687,7 +687,7 @@ def records_of(part: int) -> tuple[list[Record], int]:
 
 
 def main() -> None:
-    """Go through all faults of all kinds of runs, or as many as fit into the time."""
+    """Inject all faults into all kinds of runs, or as many as fit into the time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""A run that faults.py breaks: a user's own script, with a reward, an environment and ranks that fail when told to.
+"""A user's script that faults.py runs, with a reward, an environment and ranks that fail on demand.
 
-Whoever finds a file NAME.raise in the folder $FAULTS raises; one that finds NAME.loop never returns; one that finds
-NAME.fork forks, and the fork writes its number and stays.
+Files in the folder $FAULTS trigger a fault in the part NAME. NAME.raise raises an error, NAME.loop never returns, and
+NAME.fork forks a process that writes its pid and stays alive.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def reward(text: str, **columns: Any) -> float:
 
 
 class Environment:
-    """Answers once."""
+    """An environment that replies once."""
 
     def __init__(self, **columns: Any) -> None:
         self._has_answered = False
 
     def respond(self, text: str) -> str | None:
-        """Return the answer, once."""
+        """Return a reply to the first turn, then None."""
         fail_if_told("environment")
         if self._has_answered:
             return None

@@ -1,8 +1,8 @@
-"""A reward of async.py, in a file that configs can name."""
+"""A reward function of async.py, in a file that configs can name."""
 
 from __future__ import annotations
 
 
 def kept(completion: str, filler: str) -> float:
-    """Reward the filler that the question asks for: without it, lengths would drift while answers get better."""
+    """Return 1 for the filler that the question asks for, else 0; without this reward, lengths drift in training."""
     return float(completion.endswith(f"</answer>{filler}"))

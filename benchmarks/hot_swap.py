@@ -1,7 +1,7 @@
-"""How long a hot swap takes, as a multiple of one memcpy of the same bytes.
+"""Measure the time of a hot swap as a multiple of one memcpy of the same bytes.
 
-Two ranks that shard the model by FSDP2 or hold it whole, one engine for each transport, a random Llama of 36 million
-parameters in fp32; beside it, in the same run, what vLLM and a gathering trainer would need.
+Two ranks send a random Llama of 36 million fp32 parameters, sharded by FSDP2 or whole, to one engine per transport. The
+same run also times vLLM's own loading, gathering by `full_tensor()`, and an engine restart.
 Run: python benchmarks/hot_swap.py
 """
 
@@ -25,14 +25,14 @@ import vectorlm
 REPEATS, WARMUP = 25, 3
 TRANSPORTS = ("push", "pull", "bucketed")
 BUCKET_BYTES = 32 << 20
-"""So that the 142 MB cross in several rounds; in the library's own bucket they would be one."""
+"""Size of the bucket. The 142 MB need several rounds; in the library's own bucket they would need one."""
 
 Times = dict[str, float]
-"""Seconds by transport, ``push`` where there is no choice."""
+"""Seconds by transport; only ``push`` if the work has no choice of transport."""
 
 
 def on_rank(folder: str) -> dict[str, tuple[Times, float]]:
-    """Measure everything that needs the ranks; return (seconds, seconds of a memcpy in the same loop) by name."""
+    """Measure swaps and gathering on the ranks; return (seconds, seconds of a memcpy in the same loop) by name."""
     import torch
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
@@ -87,14 +87,14 @@ def on_rank(folder: str) -> dict[str, tuple[Times, float]]:
 
 
 def update_all(engines: dict[str, Any], model: Any, step: int) -> dict[str, Any]:
-    """Update every engine, another one first at each step; return the reports by transport."""
+    """Update every engine, in an order that rotates with the step; return the reports by transport."""
     first = step % len(engines)
     order = [*engines][first:] + [*engines][:first]
     return {transport: engines[transport].update(model, step) for transport in order}
 
 
 def alternate(work: Callable[[int], Any], source: Any, target: Any) -> tuple[list[Any], float]:
-    """Call `work(step)` on all ranks in turn with one memcpy by one thread of rank 0; return results and its median."""
+    """Alternate a one-thread memcpy on rank 0 with `work(step)` on all ranks; return results and median memcpy time."""
     import torch.distributed as dist
 
     results, copies = [], []
@@ -114,7 +114,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def restart_s(folder: Path, scratch: Path) -> float:
-    """Return the seconds to save the weights and to start a new engine on them, the fastest way we know."""
+    """Return the seconds for saving the weights and starting a new engine on them, the fastest way we know."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -128,7 +128,7 @@ def restart_s(folder: Path, scratch: Path) -> float:
 
 
 def row_of(what: str, seconds: Times, memcpy_s: float) -> dict[str, Any]:
-    """Return a row of the table; cells stay empty where there is no choice of transport."""
+    """Return a row of the table; cells of transports without a time are empty."""
     ms = {
         transport: round(1000 * seconds[transport], 1) if transport in seconds else ""
         for transport in TRANSPORTS

@@ -1,12 +1,12 @@
-"""How much staleness algorithms tolerate whose reward is learned. Run: python benchmarks/learned_reward.py
+"""Measure how much staleness a learned reward tolerates, by algorithm. Run: python benchmarks/learned_reward.py
 
-What Asynchronous RLHF (Noukhovitch et al. 2024, arXiv:2410.18252) is made of, on Countdown. The model of
-configs/countdown_warmup.yaml answers 6,144 questions twice; a gold rule, how near the value of an answer comes to 30,
-whatever was asked, says which answer is better; a reward model, begun from the same weights, learns these pairs. Then
-online DPO, RLOO and PPO learn from the reward model alone, on rollouts of N mini-batches, of which each is trained on
-once and the last is N - 1 optimizer steps old, with the learning rates that staleness.py has tuned with N = 1. The
-gold rule scores the rollouts beside the reward model, without weight. Afterwards both score answers of the trained
-weights to 512 held-out questions, and KL is that of the policy from its start.
+The experiment repeats Asynchronous RLHF (Noukhovitch et al. 2024, arXiv:2410.18252) on Countdown. The model of
+configs/countdown_warmup.yaml answers 6,144 questions twice. A gold rule ignores the target and prefers the answer
+whose value is nearer to 30. A reward model, initialised from the same weights, learns these pairs. Then online DPO,
+RLOO and PPO train on the reward model alone. A batch of rollouts has N mini-batches; each is trained on once, and the
+last is N - 1 optimizer steps old. staleness.py tuned the learning rates at N = 1. The gold rule also scores the
+rollouts, with weight 0. After training, both score answers to 512 held-out questions. KL is the divergence of the
+policy from its start.
 Writes results/learned_reward.json and docs/images/learned_reward.png.
 """
 
@@ -28,15 +28,15 @@ from report import RESULTS, ROOT, mean_and_range, write_result
 ALGORITHMS = {"online_dpo": "tab:red", "rloo": "tab:green", "ppo": "tab:blue"}
 SEEDS, ROLLOUTS = (0, 1, 2), (1, 4, 16)
 NUM_QUESTIONS, NUM_ANSWERS, EPOCHS = 6144, 2, 3
-"""What the reward model's pairs are chosen from, and how often it sees them."""
+"""Questions, answers per question, and epochs of the reward model's training."""
 NUM_UPDATES = 32
-"""Optimizer steps of a run, each on as many completions as in staleness.py."""
+"""Optimizer steps of a run; each has as many completions as in staleness.py."""
 FOLDER, START = ROOT / "runs/learned_reward", ROOT / "runs/countdown_warmup/final-model"
 REWARD_MODEL, GOLD = FOLDER / "reward_model/final-model", f"{ROOT}/benchmarks/near_reward.py:near"
 
 
 def prepare() -> None:
-    """Make what all runs begin with, where it is not there."""
+    """Make the data, the start model and the reward model, unless they exist."""
     data, config = ROOT / "data/countdown/train.jsonl", "configs/countdown_reward.yaml"
     if not data.exists():
         _run("examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")
@@ -74,7 +74,7 @@ def _run(*command: str) -> None:
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """Return what a run sets."""
+    """Return the settings of a run."""
     return staleness.settings(job) | {
         "rl.max_steps": NUM_UPDATES // job["n"],
         "rl.rewards": {GOLD: 0.0},
@@ -85,7 +85,7 @@ def settings(job: Job) -> dict[str, Any]:
 
 
 def judge(engine: Any, config: Any) -> dict[str, Any]:
-    """Return what both rewards say of held-out answers of the trained weights, and of the rollouts of each step."""
+    """Return the mean of both rewards on held-out answers of the trained weights, and on the rollouts of each step."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -163,7 +163,7 @@ def _row(algorithm: str, n: int, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Draw both rewards over N, and the gold reward over the divergence from the start."""
+    """Draw both rewards against N, and the gold reward against the divergence from the start."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.4), dpi=110, layout="constrained")

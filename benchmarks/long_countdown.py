@@ -1,4 +1,4 @@
-"""Countdown for async.py: filler follows the answer, so that lengths have a long tail or are all equal."""
+"""Countdown problems for async.py: filler after the answer makes lengths equal, or gives them a long tail."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from countdown_problems import CountdownProblem, CountdownRules, generate_proble
 
 LENGTHS = ("long tail", "equal")
 MEDIAN, SIGMA, EQUAL = 5, 1.7, 18
-"""Tokens after an answer: log-normal, or always as many, which is about the mean."""
+"""Tokens of filler: median and sigma of a log-normal distribution, and the equal length, which is near its mean."""
 FILLER = (*string.ascii_letters, *"!#$%&()*;:=?@[]^_`{|}~", *map(str, range(10, 100)))
-"""What follows an answer, from its beginning: each token says which is next, so that only the end is a choice."""
+"""The longest filler; a shorter one is its beginning. Each token determines the next, except where the filler ends."""
 LONGEST_COMPLETION, LONGEST = 160, 176
-"""Tokens: of a completion, and with its prompt."""
+"""Most tokens of a completion, and of a completion with its prompt."""
 
 
 @dataclass(frozen=True)
 class FilledProblem(CountdownProblem):
-    """A problem whose answer is a guess, followed by filler."""
+    """A Countdown problem whose completion is a guess, followed by filler."""
 
     guess: str = ""
     filler: str = ""
 
     @property
     def completion(self) -> str:
-        """The guess and the filler."""
+        """The training text: the guess in its tags, then the filler."""
         return f" <answer>{self.guess}</answer>{self.filler}"
 
 
 def save_questions(folder: Path, start: Path, lengths: str) -> None:
-    """Save problems whose answers have other signs, followed by filler, and a model that can read as far.
+    """Save problems with guesses and filler as answers, and a model with enough positions for them.
 
-    The signs are drawn at random, so that a model which learns this has something left to learn. The question's first
-    number says how much filler there is.
+    A guess is the solution with random signs: fine-tuning then leaves something for RL to learn. The first number of
+    the question determines the length of the filler.
 
     Args:
-        folder: Where to.
-        start: The model and tokenizer to begin with.
+        folder: The output folder.
+        start: Folder of the model and tokenizer to start from.
         lengths: One of `LENGTHS`.
     """
     sys.path.insert(0, str(ROOT / "examples"))
@@ -79,7 +79,7 @@ def save_questions(folder: Path, start: Path, lengths: str) -> None:
 
 
 def num_filler(number: int, lengths: str) -> int:
-    """Return the tokens after the answer to a question that begins with this number: a quantile of the distribution."""
+    """Return the tokens of filler: the quantile that `number`, the first number of the question, chooses."""
     if lengths == "equal":
         return EQUAL
     place = NormalDist().inv_cdf((number - 0.5) / CountdownRules.highest)

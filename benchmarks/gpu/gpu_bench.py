@@ -1,4 +1,4 @@
-"""What a step is given: a device, a folder, a place for its figures, and models made on the spot."""
+"""The surroundings of a qualification step: its device, folder, figures and models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vectorlm import SamplingEngine, Topology
 GIB = 1 << 30
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
 ROOM_FOR_7B_GIB = 130.0
-"""Four fp32 numbers for each of 7.6e9 parameters are 113 GiB."""
+"""Device memory for training the whole 7B model: four fp32 numbers for each of 7.6e9 parameters are 113 GiB."""
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -29,24 +29,24 @@ REHEARSAL = (512, 128, 256, 2, 4, 2)
 
 @dataclass(frozen=True)
 class Bench:
-    """The surroundings of one step; travels to its ranks."""
+    """The surroundings of one step, which every rank receives."""
 
     is_cuda: bool
     memory_gib: float
-    """Of one device."""
+    """Memory of one device, in GiB."""
     folder: Path
 
     def note(self, figure: str, value: float | bool | str) -> None:
-        """Write a figure down at once, so that it outlives a crash of the step."""
+        """Append a figure to the file immediately; it then survives a crash of the step."""
         with (self.folder / "figures.jsonl").open("a") as file:
             file.write(json.dumps([figure, value]) + "\n")
 
     def tiny_model(self) -> str:
-        """Save a tiny Llama with a tokenizer of letters."""
+        """Save a tiny Llama with a tokenizer of letters, and return its folder."""
         return str(save_tiny_llama(self.folder / "tiny", hidden_size=64, max_length=2048))
 
     def big_model(self, shape: tuple[int, ...] = QWEN_7B) -> str:
-        """Save a config alone: of Qwen2.5-7B (with 12 of its layers on 80 GiB) or 3B, of a tiny one on CPU."""
+        """Save only the config of Qwen2.5-7B (12 of its layers on 80 GiB) or 3B, or of a tiny model on CPU."""
         from transformers import Qwen2Config
 
         sizes: dict[str, Any] = dict(zip(SIZES, shape if self.is_cuda else REHEARSAL, strict=True))
@@ -57,14 +57,14 @@ class Bench:
         return str(self.folder / "big")
 
     def big_engine(self, folder: str, **more: Any) -> SamplingEngine:
-        """Start an engine with random weights of its own, without compiling or capturing anything."""
+        """Start an engine with its own random weights, without compilation and CUDA graphs unless `more` changes it."""
         arguments = {"dtype": "bfloat16", "load_format": "dummy", "enforce_eager": True, "max_model_len": 512}
         cache = {} if self.is_cuda else {"kv_cache_memory_bytes": 16 << 20}
         return SamplingEngine(folder, **{**arguments, **cache, **more})
 
 
 def big_trainer(folder: str) -> Any:
-    """Build the model of a rank with random fp32 weights, on its device, and shard it."""
+    """Build a model with random fp32 weights on the device of this rank, and shard it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,7 +79,7 @@ def big_trainer(folder: str) -> Any:
 
 
 def used_bytes() -> int:
-    """Return what all processes use of this rank's device; on CPU what this process and its children use."""
+    """Return the used bytes of this rank's device; on CPU, the memory of this process and its children."""
     import psutil
     import torch
 

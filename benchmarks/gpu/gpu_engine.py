@@ -1,4 +1,4 @@
-"""What a user does with an engine: updates, corrupted rows, sleep, adapters, a trainer that takes memory meanwhile."""
+"""Qualification steps for the engine: updates, corrupted weights, sleep, LoRA adapters, several ranks."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def handles(bench: Bench) -> None:
 
 
 def lose_a_handle(bench: Bench, folder: str) -> None:
-    """Export memory by a handle that leads nowhere: the weights must cross all the same."""
+    """Export memory by an invalid handle; the weights must reach the engine by another transport."""
     model = fully_shard(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     if not bench.is_cuda:
-        return  # What leads to memory of the host is a file's path, which is there.
+        return  # On CPU a handle is the path of a file, which always exists.
     with (
         mock.patch.object(exports, "export_memory", return_value=(bytes(64), 0)),
         vectorlm.SamplingEngine(folder, **TINY_ENGINE, enforce_eager=True) as engine,
@@ -66,13 +66,13 @@ def lose_a_handle(bench: Bench, folder: str) -> None:
 
 
 def largest_gap(folder: str, world_size: int = 1, **engine_args: Any) -> float:
-    """Return the largest gap of a log-probability, trainer against engine, over three updates."""
+    """Return the largest log-probability gap between trainer and engine over three updates."""
     on_rank = partial(swap_and_compare, folder, "live", **engine_args)
     return max(gap for _, seen, _ in vectorlm.launch(on_rank, world_size=world_size) for _, gap, _ in seen)
 
 
 def corrupt_a_row(bench: Bench, folder: str) -> None:
-    """Change one row of the weights on their way, after the trainer has summed them."""
+    """Corrupt one row of the weights after the trainer has computed their checksums."""
 
     def change(sums: list[int], layout: Any, tensors: dict[str, torch.Tensor]) -> list[int]:
         next(iter(tensors.values()))[3].add_(1)
@@ -90,7 +90,7 @@ def corrupt_a_row(bench: Bench, folder: str) -> None:
 
 
 def swap_often(bench: Bench, folder: str) -> None:
-    """See whether memory grows, and swap in the midst of a completion."""
+    """Measure memory growth over many swaps, swap during a completion, and compare with a new engine."""
     model, whole = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
     fully_shard(model)
     perturb(model, whole, seed=0)
@@ -146,7 +146,7 @@ def sleep_on_rank(bench: Bench, folder: str) -> None:
                 bench.note(f"left after sleep of {part}, GiB", gib)
         turn = vectorlm.DeviceTurn(engine, model=model, sleep="all")
         if bench.is_cuda:
-            # Freed at once, so that torch keeps it for later.
+            # The tensor is freed immediately, and torch keeps its memory in the cache.
             torch.empty(torch.cuda.mem_get_info()[0] - 4 * GIB, dtype=torch.uint8, device="cuda")
         with turn.sampling(ROUNDS + 1):
             logprobs(engine, PROMPTS)
@@ -192,7 +192,7 @@ def ranks(bench: Bench, world_size: int) -> None:
 
 
 def parallel_on_rank(bench: Bench, folder: str) -> None:
-    """An engine over two devices that sleeps between two updates."""
+    """Let a tensor-parallel engine on two devices sleep between two updates, and compare its log-probabilities."""
     model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
     fully_shard(model)
     alone = used_bytes()
@@ -215,7 +215,7 @@ def parallel_on_rank(bench: Bench, folder: str) -> None:
 
 
 def contexts_of_a_device() -> int:
-    """Return how many processes have a context on the device that has most."""
+    """Return the largest number of processes with a context on one device."""
     words = ["nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader"]
     lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     return max(Counter(lines).values(), default=0)

@@ -1,4 +1,4 @@
-"""What dies or does not come: how soon the error is there, and whom it names."""
+"""Qualification steps for failures: the delay of the error, and whether it names the process that failed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def timeouts(bench: Bench) -> None:
 
 
 def error_of(on_rank: Callable[..., None], *args: Any, **launch_args: Any) -> str:
-    """Return the error that a user of `launch` reads; the run ended without one if it is empty."""
+    """Return the error message that a user of `launch` reads; empty if the run ended without an error."""
     try:
         vectorlm.launch(on_rank, *args, **launch_args)
     except RankFailed as error:
@@ -57,7 +57,7 @@ def die(bench: Bench, folder: str, victim: str, began: Path) -> None:
     with vectorlm.SamplingEngine(folder, **TINY_ENGINE) as engine:
         engine.update(model.to(vectorlm.Topology.from_environment().device), 0)
         engine.sample([[2, 3]], {"max_tokens": 4})
-        # Noted before the kill: a slow start is told from a death that nobody notices.
+        # Noted before the kill, to distinguish a slow start from a death that nobody notices.
         bench.note(f"{victim} killed: after, s", time.time() - started)
         began.write_text(str(time.time()))
         os.kill(sampler_pid() if victim == "sampler" else os.getpid(), signal.SIGKILL)
@@ -72,7 +72,7 @@ def stay_away_from_the_collective(began: Path) -> None:
         time.sleep(600)
     began.write_text(str(time.time()))
     dist.all_reduce(tensor)
-    tensor.item()  # NCCL returns before it has the others' numbers.
+    tensor.item()  # NCCL returns before the collective has finished.
 
 
 def stay_away_from_the_engine(folder: str, began: Path) -> None:

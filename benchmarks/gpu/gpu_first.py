@@ -1,4 +1,4 @@
-"""What ten minutes of one GPU are for: one trainer, one engine's lifetime, each figure noted as it comes."""
+"""The first qualification step, for ten minutes on one GPU: one trainer and one engine from start to end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_rank(bench: Bench, folder: str) -> None:
     before = used_bytes()
     model = big_trainer(folder)
     with torch.no_grad():
-        model(torch.tensor([[2, 3]], device=model.device))  # Loads kernels, which stay.
+        model(torch.tensor([[2, 3]], device=model.device))  # Loads kernels, which stay in memory.
     alone = used_bytes()
     graphs = {"enforce_eager": not bench.is_cuda, "enable_sleep_mode": True}
     started = time.perf_counter()
@@ -60,7 +60,7 @@ def on_rank(bench: Bench, folder: str) -> None:
 
 
 def rest(bench: Bench, engine: Any, model: Any, alone: int) -> None:
-    """Let the KV cache sleep after an answer and after a request that was cancelled; then everything."""
+    """Let the KV cache sleep after an answer and after a cancelled request, then let the weights sleep too."""
     expected = logprobs(engine, PROMPTS)
     engine.sleep(weights=False)
     engine.wake_up()
@@ -79,7 +79,7 @@ def rest(bench: Bench, engine: Any, model: Any, alone: int) -> None:
 
 
 def gap(engine: Any, model: Any) -> float:
-    """Return the largest gap of a log-probability, of greedy completions."""
+    """Return the largest log-probability gap between engine and model over greedy completions."""
     gaps = []
     for prompt, (answer,) in zip(PROMPTS, engine.sample(PROMPTS, GREEDY), strict=True):
         tokens = torch.tensor([[*prompt, *answer.token_ids]], device=model.device)
@@ -91,7 +91,7 @@ def gap(engine: Any, model: Any) -> float:
 
 
 def decode_rate(engine: Any, count: int, is_cuda: bool) -> float:
-    """Return the tokens that an engine samples in a second, from so many sequences at once."""
+    """Return the tokens per second that an engine samples with `count` concurrent sequences."""
     params = {"temperature": 1.0, "max_tokens": 256 if is_cuda else 4, "ignore_eos": True}
     prompts = [[2 + index % 40, 3] for index in range(count)]
     engine.sample(prompts, params | {"max_tokens": 2})
@@ -101,7 +101,7 @@ def decode_rate(engine: Any, count: int, is_cuda: bool) -> float:
 
 
 def attention(bench: Bench) -> None:
-    """Attend over packed rows of new lengths, forward and backward, in each way that there is."""
+    """Time and compare the implementations of attention over packed rows, forward and backward."""
     ways = {"": (False, True), ", masked and padded": (False, False), ", the same by cuDNN": (True, False)}
     size, heads = (8192, (16, 2, 2)) if bench.is_cuda else (256, (4, 2, 2))
     outcomes = {}
@@ -129,7 +129,7 @@ def attention(bench: Bench) -> None:
 
 @contextmanager
 def attends(is_cudnn: bool, is_flash: bool) -> Iterator[None]:
-    """Attend by varlen_attn where it is meant to be, or not at all by it."""
+    """Switch cuDNN and varlen_attn on or off for the block; varlen_attn still needs tensors that it supports."""
     was_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     takes = flash_takes if is_flash else lambda query, value: False
     torch.backends.cuda.enable_cudnn_sdp(is_cudnn)
@@ -156,7 +156,7 @@ def random_layout(size: int, generator: torch.Generator) -> Any:
 
 
 def layout_of(lengths: list[int]) -> Any:
-    """Lay out two groups of rows; each begins with eight tokens in common."""
+    """Pack two groups of four rows; the rows of a group begin with the same eight tokens."""
     ids = torch.arange(8)[:, None].expand(8, max(lengths) + 1).clone()
     ids[:4, :8], ids[4:, :8] = 100, 200
     ends = torch.tensor(lengths)[:, None]

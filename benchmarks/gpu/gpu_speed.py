@@ -1,4 +1,4 @@
-"""The claims about speed that only a GPU can decide, each way beside the other, in two minutes."""
+"""The qualification step for speed: compare implementations that only a GPU can decide between, in two minutes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def ms(bench: Bench, name: str, work: Callable[[], Any]) -> Any:
 
 
 def swap(bench: Bench) -> None:
-    """Sum and copy the tensors of a 3B model, by torch and by the kernel, one by one and together."""
+    """Time checksums of a 3B model by torch and by the kernel, and copies one by one and together."""
     device = "cuda" if bench.is_cuda else "cpu"
     vocab, hidden, inner, layers, _, _ = QWEN_3B if bench.is_cuda else REHEARSAL
     kv = hidden // 8
@@ -101,7 +101,7 @@ def swap(bench: Bench) -> None:
 
 
 def head(bench: Bench) -> None:
-    """Compute log-probabilities and entropies forward and backward, in three ways."""
+    """Time the loss head, forward and backward: by torch, by the kernels, and with gradients of entropies."""
     device, dtype = ("cuda", torch.bfloat16) if bench.is_cuda else ("cpu", torch.float32)
     num_tokens, vocab, hidden = (4096, 151936, 896) if bench.is_cuda else (32, 512, 64)
     weight = (torch.randn(vocab, hidden, device=device) * 0.02).to(dtype).requires_grad_()
@@ -124,7 +124,7 @@ def head(bench: Bench) -> None:
 
 
 def transfers(bench: Bench) -> None:
-    """Move eleven small tensors behind two products, and see how long the host is held up."""
+    """Time how long the host waits for eleven small transfers that follow two matrix products."""
     size = 8192 if bench.is_cuda else 64
     device = "cuda" if bench.is_cuda else "cpu"
     large = torch.randn(size, size, device=device)
@@ -159,7 +159,7 @@ def steps(bench: Bench, folder: str) -> None:
         training = OptimizerStep(model, optimizer, None, 1.0, topology)
         policy = LanguageModel(model, device=topology.device)
         ids = torch.arange(num_rows * length).view(num_rows, length) % 500
-        # As in a group: the first half of each row is the prompt that all rows share.
+        # As in a group of rollouts: all rows share the first half, the prompt.
         shared = torch.cat([ids[:1, : length // 2].expand(num_rows, -1), ids[:, length // 2 :]], dim=1)
         for name, tokens, first in (("fine-tuning", ids, 1), ("GRPO", shared, length // 2)):
             is_asked = (torch.arange(length) >= first).expand(num_rows, -1)
@@ -176,7 +176,7 @@ def train(training: Any, policy: Any, rows: Rows) -> None:
 
 
 def decode(bench: Bench, folder: str) -> None:
-    """Sample with vLLM alone: with and without a seed in each request, and with its engine in a process of its own."""
+    """Sample with vLLM alone, with and without a seed per request, and with its engine in this or its own process."""
     counts, num_tokens = ((128, 256, 512), 64) if bench.is_cuda else ((2,), 4)
     options = {**ENGINE, "dtype": "bfloat16", "max_num_seqs": max(counts)}
     options |= {"gpu_memory_utilization": 0.3} if bench.is_cuda else {"kv_cache_memory_bytes": 16 << 20}

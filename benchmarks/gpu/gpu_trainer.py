@@ -1,4 +1,4 @@
-"""The trainer's side: process groups, an optimizer step of a 7B model, its state on the host, a run of GRPO."""
+"""Qualification steps for the trainer: process groups, an optimizer step of a 7B model, offloading, a GRPO run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(bench: Bench) -> None:
 
 
 def step_on_rank(bench: Bench, folder: str, kind: str) -> None:
-    """Take two steps, the second of which has all memory to hold; then move the state of `fused` out and back."""
+    """Take two optimizer steps, because only the second needs all memory; then offload the state of `fused`."""
     model = big_trainer(folder)
     planned = planned_bytes(model, folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, **{kind: True})
@@ -77,8 +77,8 @@ def step_on_rank(bench: Bench, folder: str, kind: str) -> None:
 
 
 def planned_bytes(model: Any, folder: str) -> int:
-    """Return what the memory plan says of this model while it trains, without the process itself."""
-    # The plan reads the heads of a folder's safetensors files; what follows them may be missing.
+    """Return the bytes that the memory plan predicts for training this model, without the process itself."""
+    # The plan reads only the headers of safetensors files; the tensors may be missing.
     shapes = {name: {"shape": list(parameter.shape)} for name, parameter in model.named_parameters()}
     head = json.dumps(shapes).encode()
     (Path(folder) / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
@@ -101,7 +101,7 @@ def planned_bytes(model: Any, folder: str) -> int:
 
 
 def offload(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
-    """Move the optimizer's state to the host and back, twice: the first time makes the host memory."""
+    """Move the optimizer's state to the host and back twice; the first move also allocates the host memory."""
     held = [state["exp_avg_sq"] for state in optimizer.state.values()]
     moments = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
     if sum(2 * moment.nbytes for moment in moments) > SPARE_HOST_SHARE * host_memory_bytes():
@@ -122,7 +122,7 @@ def offload(bench: Bench, optimizer: torch.optim.Optimizer) -> None:
 
 
 def grpo(bench: Bench) -> None:
-    """Train on Countdown for five steps, in fp32 as examples/rl_example_mp.py does, then in bf16."""
+    """Train on Countdown for five steps, first in fp32, then in bf16."""
     data = make_countdown(bench.folder)
     for name in ("fp32", "bf16"):
         grpo_in(bench, data, name)
@@ -158,9 +158,9 @@ def grpo_in(bench: Bench, data: Path, name: str) -> None:
 
 
 def make_countdown(folder: Path) -> Path:
-    """Write the model and the questions of examples/make_countdown.py, without its tokenised datasets."""
+    """Write the model and questions of examples/make_countdown.py to `folder`, without the tokenised datasets."""
     if find_spec("datasets") is None:
-        # Reinforcement learning needs none, and an offline machine may have no such package.
+        # Reinforcement learning does not need this package, and an offline machine may lack it.
         sys.modules["datasets"] = SimpleNamespace(Dataset=None, disable_progress_bars=None)  # type: ignore[assignment]
     sys.path.append(str(ROOT / "examples"))
     countdown = import_module("make_countdown")

@@ -1,4 +1,4 @@
-"""How fast memory moves here, and how fast a hot swap of a 7B model is."""
+"""Qualification steps for transfers: copies, shared handles, and a hot swap of a 7B model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HANDLE_WITHIN_S = 40.0
 
 
 def ceilings(bench: Bench) -> None:
-    """Open memory handles in second processes first: this one then still has no context."""
+    """Share memory handles between child processes while this one has no CUDA context, then measure copies."""
     share(bench)
     if not bench.is_cuda:
         return
@@ -42,7 +42,7 @@ def ceilings(bench: Bench) -> None:
 
 
 def seconds(copy: Callable[[], Any]) -> float:
-    """Return the median time of one copy."""
+    """Return the median seconds of one copy."""
     times = []
     for _ in range(7):
         torch.cuda.synchronize()
@@ -54,7 +54,7 @@ def seconds(copy: Callable[[], Any]) -> float:
 
 
 def share(bench: Bench, is_expandable: bool = False) -> bool:
-    """Have a new process share memory with another one; return whether it came to an end."""
+    """Let a new process share memory with another one; return whether it exited without an error in time."""
     owner = multiprocessing.get_context("spawn").Process(target=own, args=(bench, is_expandable))
     owner.start()
     owner.join(HANDLE_WITHIN_S)
@@ -64,7 +64,7 @@ def share(bench: Bench, is_expandable: bool = False) -> bool:
 
 
 def own(bench: Bench, is_expandable: bool) -> None:
-    """Share 1 GB by the handle that a pull uses, change it, and compare the second process's sums with this one's."""
+    """Share 1 GB by the handle that `pull` uses, change it, and compare the sums of both processes."""
     processes = torch.multiprocessing.get_context("spawn")
     mine, theirs = processes.Pipe()
     size, device = (250_000_000, "cuda") if bench.is_cuda else (250_000, "cpu")
@@ -89,10 +89,10 @@ def own(bench: Bench, is_expandable: bool) -> None:
 
 
 def read(pipe: Any) -> None:
-    """Sum the tensor that arrives, and sum it again when asked."""
+    """Receive a tensor, send its sum twice, and time a cast on CUDA."""
     tensor = pipe.recv()
     if isinstance(tensor, DeviceHandle):
-        torch.zeros(1, device="cuda")  # Memory is opened for a context.
+        torch.zeros(1, device="cuda")  # A handle can be opened only in a CUDA context.
         tensor = tensor.open()
     for _ in range(2):
         pipe.send(int(tensor.long().sum()))
@@ -107,7 +107,7 @@ def swap(bench: Bench, world_size: int = 1) -> None:
 
 
 def swap_on_rank(bench: Bench, folder: str) -> None:
-    """Time the updates of an engine for each way that weights can cross, and once more without verification."""
+    """Time the updates of an engine with each transport, and with `pull` also without verification."""
     model: Any = big_trainer(folder)
     note = bench.note if vectorlm.Topology.from_environment().is_main else lambda *figure: None
     note("parameters, 1e9", sum(parameter.numel() for parameter in model.parameters()) / 1e9)

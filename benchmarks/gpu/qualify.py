@@ -1,11 +1,11 @@
-"""Qualify a GPU machine: steps, each in a process of its own, and their figures beside what was expected.
+"""Qualify a GPU machine: run each step in its own process, and compare its figures with the expected ones.
 
-    make gpu                                       every step that the machine has devices for
-    python benchmarks/gpu/qualify.py --only swap,sleep  some steps; the others' rows in benchmarks/results/gpu.json stay
-    python benchmarks/gpu/qualify.py --plan             what each step needs and should show; starts nothing
-    python benchmarks/gpu/qualify.py --device cpu       a rehearsal with tiny models on CPU; saves nothing
+    make gpu                                            every step that the machine has enough devices for
+    python benchmarks/gpu/qualify.py --only swap,sleep  some steps; benchmarks/results/gpu.json keeps the other rows
+    python benchmarks/gpu/qualify.py --plan             print requirements and expected figures; start nothing
+    python benchmarks/gpu/qualify.py --device cpu       rehearse with tiny models on CPU; save nothing
 
-It needs no network. docs/dev/gpu.md says where the expected figures come from.
+The steps run offline. docs/dev/gpu.md derives the expected figures.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ FREED_WITHIN_S = 10.0
 TAIL_LINES = 25
 GOOD = ("ok", "noted")
 REHEARSAL_FACTOR = 3
-"""How much longer a step may take in a rehearsal: a limit there only ends what hangs, and a machine with two slow cores
-takes 45 s to start an engine, which `kills` does twice. The figures count from the moment that matters."""
+"""Factor on the time limits in a rehearsal, where they only end a step that hangs. A machine with two slow cores takes
+45 s to start an engine, and `kills` starts two. Its figures count from the kill."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """One figure of a step, as steps.yaml has it."""
+    """The expectation for one figure of a step, from steps.yaml."""
 
     figure: str
     at_least: float | None = None
@@ -53,7 +53,7 @@ class Expected:
 
     @property
     def text(self) -> str:
-        """What should come out, in a few words."""
+        """The bounds or the prediction, as a short text."""
         if self.predicted == "-":
             return "-"
         parts = {">=": self.at_least, "<=": self.at_most, "predicted": self.predicted}
@@ -62,7 +62,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step, as steps.yaml has it."""
+    """A qualification step from steps.yaml."""
 
     name: str
     what: str = ""
@@ -71,11 +71,11 @@ class Step:
     min_gpus: int = 1
     expected: tuple[Expected, ...] = ()
     runner: int | None = None
-    """The generation of vLLM's model runner, on CUDA; None for vLLM's default."""
+    """The version of vLLM's model runner on CUDA, 1 or 2; None for vLLM's default."""
 
 
 def read_steps() -> tuple[Step, ...]:
-    """Read steps.yaml."""
+    """Return the steps of steps.yaml; a step with `both_runners` becomes two."""
     steps = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text())
     found = []
     for name, fields in steps.items():
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names of steps, with commas between them")
     parser.add_argument("--plan", action="store_true", help="start nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    for name in ("--call", "--folder", "--memory_gib"):  # What a step's own process is given.
+    for name in ("--call", "--folder", "--memory_gib"):  # Arguments of a step's own process.
         parser.add_argument(name, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     is_cuda = arguments.device == "cuda"
@@ -118,7 +118,7 @@ def main() -> int:
     devices = gpus() if is_cuda else []
     if is_cuda and not devices:
         parser.error("nvidia-smi lists no GPU. Rehearse with --device cpu, or read --plan.")
-    # As Ctrl-C does: a step runs in a session of its own, and would go on.
+    # SIGTERM must end the step as Ctrl-C does; otherwise it continues in its own session.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     rows = [row for step in steps for row in rows_of(step, is_cuda, devices)]
     if is_cuda and rows:
@@ -141,7 +141,7 @@ def call(name: str, is_cuda: bool, memory_gib: float, folder: Path) -> None:
 
 
 def plan(steps: Sequence[Step]) -> str:
-    """Say what each step needs and should show."""
+    """Return the requirements and expected figures of each step, as a text."""
     lines = []
     for step in steps:
         runner = f", model runner V{step.runner}" if step.runner else ""
@@ -152,8 +152,8 @@ def plan(steps: Sequence[Step]) -> str:
 
 
 def rows_of(step: Step, is_cuda: bool, devices: Sequence[Gpu]) -> Iterator[dict[str, str]]:
-    """Run a step, print its rows, and explain those that are not as expected."""
-    # Two ranks fit onto the cores of any machine.
+    """Run a step, yield and print its rows, and explain rows that are not as expected."""
+    # Any machine has enough cores for two ranks.
     if step.min_gpus > (len(devices) if is_cuda else 2):
         print(f"== {step.name}: left out, needs {step.min_gpus} GPUs", flush=True)
         return
@@ -191,7 +191,7 @@ def rows_of(step: Step, is_cuda: bool, devices: Sequence[Gpu]) -> Iterator[dict[
 
 
 def verdict(expected: Expected, value: Any) -> str:
-    """Judge one figure."""
+    """Compare one figure with its expectation, and return the verdict."""
     if value is None:
         return "missing"
     bounds = expected.at_least, expected.at_most
@@ -200,14 +200,14 @@ def verdict(expected: Expected, value: Any) -> str:
     if isinstance(value, str):
         return "wrong"
     low, high = (bound if bound is not None else value for bound in bounds)
-    return "ok" if low <= value <= high else "out of bounds"  # Nothing holds for a NaN.
+    return "ok" if low <= value <= high else "out of bounds"  # A NaN is out of bounds.
 
 
 def run_step(step: Step, is_cuda: bool, memory_gib: float) -> tuple[dict[str, Any], str, str]:
-    """Run a step in a session of its own, and end all of it when it is over or takes too long.
+    """Run a step in its own session, and kill its processes when it ends or exceeds its time limit.
 
     Returns:
-        Its figures; its exit code, or that there was none, if it did not end well; the last lines that it printed.
+        The figures; the exit code if it is not 0, or a note about the time limit; the last lines of the output.
     """
     limit_s = step.limit_s * (1 if is_cuda else REHEARSAL_FACTOR)
     chosen = {"VLLM_USE_V2_MODEL_RUNNER": str(step.runner - 1)} if is_cuda and step.runner else {}
@@ -230,7 +230,7 @@ def run_step(step: Step, is_cuda: bool, memory_gib: float) -> tuple[dict[str, An
         except subprocess.TimeoutExpired:
             problem = f"none within {limit_s:g} s"
         finally:
-            # Its ranks are in this group too, and a sampler follows its rank.
+            # The ranks belong to this process group, and a sampler ends with its rank.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -240,7 +240,7 @@ def run_step(step: Step, is_cuda: bool, memory_gib: float) -> tuple[dict[str, An
 
 
 class Gpu(NamedTuple):
-    """One line of nvidia-smi, which answers without a CUDA context in this process."""
+    """A device in the output of nvidia-smi, which needs no CUDA context in this process."""
 
     name: str
     driver: str
@@ -249,7 +249,7 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> list[Gpu]:
-    """List the devices of this machine; none where there is no nvidia-smi."""
+    """Return the devices of this machine; an empty list if nvidia-smi is missing or fails."""
     query = "--query-gpu=name,driver_version,memory.total,memory.used"
     try:
         words = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
@@ -257,12 +257,12 @@ def gpus() -> list[Gpu]:
     except (OSError, subprocess.CalledProcessError):
         return []
     fields = [line.split(", ") for line in lines]
-    # A device that shares the host's memory says [N/A].
+    # nvidia-smi prints [N/A] for a device that shares the host's memory.
     return [Gpu(*cells[:2], *(int(mib) if mib.isdigit() else 0 for mib in cells[2:])) for cells in fields]
 
 
 def left_mib(before: Sequence[Gpu]) -> int:
-    """Return by how much more of a device is in use than before, once the driver has cleared up."""
+    """Return the largest growth of a device's used memory, in MiB, after the driver has had time to free it."""
     deadline = time.monotonic() + FREED_WITHIN_S
     while True:
         left = max(now.used_mib - then.used_mib for now, then in zip(gpus(), before, strict=True))
@@ -272,7 +272,7 @@ def left_mib(before: Sequence[Gpu]) -> int:
 
 
 def save(rows: list[dict[str, Any]], devices: Sequence[Gpu]) -> None:
-    """Write benchmarks/results/gpu.json, where the rows of steps that did not run now stay."""
+    """Write benchmarks/results/gpu.json, and keep the old rows of steps that did not run now."""
     path, ran = RESULTS / "gpu.json", {row["step"] for row in rows}
     if path.exists():
         rows = rows + [row for row in json.loads(path.read_text())["rows"] if row["step"] not in ran]
