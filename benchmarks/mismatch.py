@@ -1,4 +1,4 @@
-"""An engine that differs from the policy on purpose, for correction.py: stale, disturbed or coarse weights."""
+"""An engine whose weights differ from the policy's on purpose (stale, noisy or rounded), for correction.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MismatchedEngine:
-    """An engine that samples rollouts with stale, disturbed or coarse weights, and evaluations with the true ones."""
+    """An engine that samples rollouts with stale, noisy or rounded weights, and evaluations with the policy's."""
 
     def __init__(
         self, engine: Engine, *, staleness: int, noise: float, seed: int, num_bits: int | None = None
@@ -25,12 +25,12 @@ class MismatchedEngine:
         """Wrap an engine at world size 1.
 
         Args:
-            engine: The real one; it may serve many runs in turn.
-            staleness: Steps that the weights lag behind, once there have been as many.
-            noise: Each weight w becomes w (1 + noise e), with the same e ~ N(0, 1) for a whole run.
+            engine: The wrapped engine; several runs may use it, one after the other.
+            staleness: Steps that the weights lag behind, once the run has made that many.
+            noise: Every weight w becomes w (1 + noise e); its e ~ N(0, 1) is constant during a run.
             seed: Seed of e.
-            num_bits: Round the matrices of the blocks to integers of this many bits, with a scale per row, as an
-                engine with such weights would; None rounds nothing.
+            num_bits: Bits of the integers to which the matrices of the blocks are rounded, with a scale per row; None
+                rounds nothing.
         """
         self._num_bits = num_bits
         self._engine, self._staleness, self._noise, self._seed = engine, staleness, noise, seed
@@ -38,7 +38,7 @@ class MismatchedEngine:
         self._model: Any = None
 
     def update(self, model: Any, train_step: int, in_flight: InFlight = "refuse") -> UpdateReport:
-        """Publish what the rollouts of `train_step` are to be sampled with."""
+        """Send the engine the weights that sample the rollouts of `train_step`."""
         self._model = model
         if not self._history or self._history[-1][0] != train_step:
             self._history.append((train_step, [local.clone() for local in _weights(model)]))
@@ -51,12 +51,12 @@ class MismatchedEngine:
             return self._engine.update(model, self._engine.version + 1, in_flight)
 
     def sample(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> list[list[Completion]]:
-        """Sample with the true weights; only evaluations call this and `submit_many`."""
+        """Sample with the policy's weights; only evaluations call this and `submit_many`."""
         self._engine.update(self._model, self._engine.version + 1)
         return self._engine.sample(prompts, sampling_params)
 
     def submit_many(self, requests: Any) -> Any:
-        """Sample with the true weights."""
+        """Submit requests that are sampled with the policy's weights."""
         self._engine.update(self._model, self._engine.version + 1)
         return self._engine.submit_many(requests)
 
@@ -65,7 +65,7 @@ class MismatchedEngine:
 
     @contextmanager
     def _weights(self, weights: list[torch.Tensor]) -> Iterator[None]:
-        """Put other weights into the model for a block."""
+        """Put `weights` into the model inside a `with` block."""
         true = [local.clone() for local in _weights(self._model)]
         try:
             _copy(weights, self._model)
@@ -81,7 +81,7 @@ def _copy(weights: list[torch.Tensor], model: Any) -> None:
 
 
 def _round(model: Any, num_bits: int) -> None:
-    """Round the matrices of the blocks in place."""
+    """Round the matrices of the transformer blocks in place."""
     largest = 2 ** (num_bits - 1) - 1
     for (name, _), rows in zip(model.named_parameters(), _weights(model), strict=True):
         if ".layers." in name and rows.dim() == 2:
@@ -90,7 +90,7 @@ def _round(model: Any, num_bits: int) -> None:
 
 
 def _weights(model: Any) -> list[torch.Tensor]:
-    """Return the parameters; one rank holds all of them."""
+    """Return the local tensors of the parameters, which are whole at world size 1."""
     reshard(model)
     parameters = (parameter.detach() for parameter in model.parameters())
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in parameters]

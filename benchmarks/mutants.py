@@ -1,8 +1,8 @@
-"""How many wrong lines the tests notice. Run: python benchmarks/mutants.py --seed 0
+"""Count the wrong lines that the tests notice (mutation testing). Run: python benchmarks/mutants.py --seed 0
 
-mutmut breaks one place at a time; pyproject.toml says where, and which fast tests look first. A mutant that they let
-live meets slower tests. Mutants that mypy refuses are not drawn. Decorated functions and lines outside functions stay
-whole. equivalent_mutants.json says why no test can notice a mutant. Writes results/mutants.json.
+mutmut changes one place at a time; pyproject.toml lists the files and the fast tests that run first. Slower tests run
+on mutants that survive these. Mutants that mypy rejects are not drawn. mutmut leaves out decorated functions and lines
+outside functions. equivalent_mutants.json explains why no test can notice a mutant. Writes results/mutants.json.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ SLOWER = {
 }
 LIMIT_S = 300
 KILLED, SURVIVED, UNTESTED = (1, 2, 3, -9, -11), 0, 33
-"""mutmut's exit codes, of which -9 and -11 are crashes; others that occur are time-outs."""
+"""Exit codes of mutmut; -9 and -11 are crashes, and all codes that are not listed are time-outs."""
 WARM_UP = "vectorlm.sampling.weights.inspection.x_widest_word__mutmut_1"
-"""mutmut has no command that only writes the mutants and notes which test calls what."""
+"""Mutant that is run first: mutmut has no command that only writes the mutants and records which test calls which
+function."""
 
 
 def run(*command: str, cwd: Path = ROOT, mutant: str | None = None, **options: Any) -> Any:
-    """Run a command with mutmut on the path, and the mutant that is to be broken, if any."""
+    """Run a command with mutmut on the path, and with `mutant` active if it is given."""
     path = {"PYTHONPATH": str(TOOL), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     chosen = {} if mutant is None else {"MUTANT_UNDER_TEST": mutant}
     env = {**os.environ, "OMP_NUM_THREADS": "1", **path, **chosen}
@@ -60,7 +61,7 @@ def run(*command: str, cwd: Path = ROOT, mutant: str | None = None, **options: A
 
 
 def mutmut(*names: str) -> None:
-    """Let mutmut run the fast tests on these mutants."""
+    """Run the fast tests on these mutants, with mutmut."""
     run(
         sys.executable,
         "-m",
@@ -75,7 +76,7 @@ def mutmut(*names: str) -> None:
 
 
 def spans() -> dict[str, tuple[Path, int, int]]:
-    """Return the file, first and last line of each mutated function, and of the original ones."""
+    """Return the file, the first and the last line of every mutant and of every original function."""
     found = {}
     for index in sorted(TREE.glob("vectorlm/**/*.spans")):
         file = index.with_suffix("")
@@ -97,7 +98,7 @@ def refused_by_mypy(places: dict[str, tuple[Path, int, int]]) -> set[str]:
 
 
 def exit_codes() -> dict[str, Any]:
-    """Return what mutmut found for each mutant; None for one not tested since its function changed."""
+    """Return mutmut's exit code of every mutant; None if it was not tested since its function changed."""
     codes = {}
     for meta in TREE.glob("vectorlm/**/*.meta"):
         codes.update(json.loads(meta.read_text())["exit_code_by_key"])
@@ -115,7 +116,7 @@ def change(name: str, places: dict[str, tuple[Path, int, int]]) -> tuple[str, st
 
 
 def lines_of(places: dict[str, tuple[Path, int, int]], name: str) -> list[str]:
-    """Return the lines of a function, under its own name."""
+    """Return the lines of a mutant or an original function, with its name replaced by `function`."""
     file, start, end = places[name]
     text = "\n".join(lines_in(file)[start - 1 : end])
     return text.replace(name.rpartition(".")[2], "function").splitlines()
@@ -128,7 +129,7 @@ def lines_in(file: Path) -> list[str]:
 
 @functools.cache
 def slower_tests(name: str, room: str) -> int:
-    """Run the slower tests of a room on a mutant; return the exit code, as mutmut counts them."""
+    """Run the slower tests of package `room` on a mutant (empty: the original code); return mutmut's exit code."""
     arguments = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *SLOWER[room])
     options: dict[str, Any] = {"capture_output": True, "timeout": LIMIT_S}
     try:
@@ -155,7 +156,7 @@ def main() -> None:
     drawn: dict[str, str] = {}
     for room, size in SIZES.items():
         of_room = [name for name in changes if name.startswith(f"vectorlm.{room}.")]
-        # By what it changes: other code, changed elsewhere, leaves the draw as it is.
+        # Sorted by a hash of the change: edits of other code then do not change the draw.
         of_room.sort(key=lambda name: hashlib.sha256(f"{given.seed} {changes[name]}".encode()).digest())
         drawn.update(dict.fromkeys(of_room[:size], room))
     codes = exit_codes()

@@ -1,9 +1,9 @@
-"""How far each optimizer comes on Countdown beside AdamW, on three seeds. Run: python benchmarks/optimizers.py
+"""Compare optimizers with AdamW on Countdown, on three seeds. Run: python benchmarks/optimizers.py
 
-Fine-tuning of configs/countdown_student.yaml, 0.1 M parameters, on one rank: 256 steps of 128 texts. Of the learning
-rates that are tried on the first seed, an optimizer gets the one that ends with the lowest held-out loss; AdamW's other
-forms get AdamW's. Accuracy is the share of 512 held-out questions whose likeliest answer is right. What is not
-installed is left out. Writes results/optimizers.json after each run, and goes on where it was interrupted.
+A run fine-tunes the model of configs/countdown_student.yaml (0.1 M parameters) on one rank: 256 steps of 128 texts. An
+optimizer gets the learning rate with the lowest final held-out loss on the first seed; AdamW's variants get AdamW's.
+Accuracy is the share of 512 held-out questions whose greedy answer is right. Optimizers that are not installed are left
+out. Writes results/optimizers.json after every run, and continues after an interruption.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEEDS = (0, 1, 2)
 FOLDER = ROOT / "runs/optimizers"
 OPTIMIZER = "train_parameters.optimizer"
 PLAIN: dict[str, Any] = {f"{OPTIMIZER}.betas": [0.9, 0.999]}
-"""For optimizers that take no `betas`: those that are the default."""
+"""Override for optimizers without `betas`: the default replaces the value of the config."""
 ARMS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "adamw": ({}, (3e-3, 6e-3)),
     "adamw8bit": ({}, ()),
@@ -43,7 +43,7 @@ ARMS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
         (0.1, 0.3),
     ),
 }
-"""What each sets besides its name, and the learning rates that are tried; without any, AdamW's."""
+"""Settings of every optimizer besides its name, and learning rates to try; without any it gets AdamW's."""
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def train(found: list[dict[str, Any]], name: str, lr: float, seed: int) -> None:
-    """Add what a run ends with to what has been found, unless it is there."""
+    """Make a run and add its result to `found`, unless `found` has it."""
     known = {"optimizer": name, "lr": lr, "seed": seed}
     if any(known.items() <= run.items() for run in found):
         return
@@ -106,18 +106,18 @@ def accuracy(model: str) -> float:
 
 
 def best_rate(found: list[dict[str, Any]], name: str) -> float:
-    """Return the learning rate with the lowest loss of those that were tried on the first seed."""
+    """Return the learning rate with the lowest loss on the first seed."""
     tried = [run for run in found if run["optimizer"] == (name if ARMS[name][1] else "adamw")]
     return min((run for run in tried if run["seed"] == SEEDS[0]), key=lambda run: run["loss"])["lr"]
 
 
 def runs_of(found: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Return the runs of an optimizer at its learning rate."""
+    """Return the runs of an optimizer at its best learning rate."""
     return [run for run in found if run["optimizer"] == name and run["lr"] == best_rate(found, name)]
 
 
 def row(found: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the row of an optimizer."""
+    """Return the table row of an optimizer."""
     runs, tried = runs_of(found, name), ARMS[name][1]
     return {
         "optimizer": name,

@@ -1,8 +1,9 @@
-"""Three results of papers, at the scale of two CPU cores. Run: python benchmarks/papers.py --train   (or make papers)
+"""Reproduce results of three papers on two CPU cores. Run: python benchmarks/papers.py --train   (or make papers)
 
-PPO and GRPO on Countdown, as TinyZero; importance weights where the engine is not the policy, on and off; one step off
-against taking turns. With --train the benchmarks that measure them run first, for hours, with learned_reward.py, which
-draws for itself; without, the results that are there are drawn. Writes results/papers.json and docs/images/papers.png.
+PPO and GRPO learn Countdown, as in TinyZero. Importance weights correct for an engine that differs from the policy.
+One-step-off training is compared with synchronous training. With --train the benchmarks behind these results run first,
+for hours, and learned_reward.py too, which draws its own picture. Without it the program draws the stored results.
+Writes results/papers.json and docs/images/papers.png.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from report import RESULTS, ROOT, mean_and_range, write_result
 
-# `async` is a word of the language.
+# An import statement cannot name it, because `async` is a keyword.
 overlapping = importlib.import_module("async")
 
 TURNS, ONE_OFF = overlapping.HEADLINE[0], overlapping.DRAINED
@@ -32,7 +33,7 @@ GREY, BLUE, ORANGE = "tab:gray", "tab:blue", "tab:orange"
 
 
 def main() -> None:
-    """Train where that is asked for, then print, save and draw."""
+    """Train with --train; then print, save and draw the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train", action="store_true", help="run the benchmarks first")
     if parser.parse_args().train:

@@ -1,4 +1,4 @@
-"""Many short runs on Countdown, shared out over processes of one thread that keep one engine each."""
+"""Make many short Countdown runs in parallel processes, with one thread and one engine per precision in a process."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from found import add_found, read_found
 from report import ROOT
 
 Job = dict[str, Any]
-"""What a run is known by, its seed included."""
+"""Names and values that identify a run, its seed included."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """How the runs of a benchmark are made; each is trained on one rank."""
+    """Settings for the runs of a benchmark; a run trains on one rank."""
 
     folder: Path
-    """Where everything is kept."""
+    """Folder for the outputs and results of all runs."""
     config: str
-    """File in configs/ that all runs begin with."""
+    """Name of the file in configs/ that all runs use."""
     settings: Callable[[Job], dict[str, Any]]
-    """What a run sets besides its seed and output folder."""
+    """Returns the settings of a run, besides its seed and output folder."""
     engine: Callable[[Any, Job], Any] = lambda engine, job: engine
-    """Puts something between a run and the engine."""
+    """Returns the engine for a run, which may wrap the shared engine."""
     after: Callable[[Any, Any], dict[str, Any]] = lambda engine, config: {}
-    """Measures what a run has left, with the engine that holds its weights."""
+    """Returns more measurements of a finished run, whose weights the engine holds."""
     num_parts: int = 2
-    """Processes that share the runs."""
+    """Number of processes that share the runs."""
 
 
 def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> list[dict[str, Any]]:
-    """Return what every run found, in order; what an interrupted call of the same commit has found is not run again.
+    """Return the results of all runs, in order; results that an earlier call stored at this commit are reused.
 
     Args:
-        study: How runs are made.
+        study: Settings for the runs.
         jobs: The runs.
-        part: None in the process that was called, which starts itself with ``--part``; there, its number. A part ends
-            here.
-        *more: Arguments with which it starts itself besides its own.
+        part: Number of this part, from ``--part``; the process exits here. None in the main process, which starts the
+            program again for every part.
+        *more: Arguments for the parts, besides the arguments of the main process.
     """
     if part is not None:
         _run_part(study, jobs[part :: study.num_parts], study.folder / str(part))
@@ -63,18 +63,18 @@ def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> 
 
 
 def found_before(study: Study, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Return what has been found of these runs, in order."""
+    """Return the stored results of these runs, in order."""
     found = [run for number in range(study.num_parts) for run in read_found(study.folder / str(number))]
     return [run for job in jobs for run in found if is_run(run, job)]
 
 
 def gains(found: Sequence[dict[str, Any]], **known: Any) -> list[float]:
-    """Return the points of accuracy that each of the runs known by these names and values has gained."""
+    """Return the gain in accuracy, in points, of every run with these names and values."""
     return [100 * (run["after"] - run["before"]) for run in found if is_run(run, known)]
 
 
 def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
-    """Train every job, one after the other."""
+    """Make the runs, one after the other."""
     import torch
 
     from vectorlm.ranks.topology import Topology
@@ -107,12 +107,12 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
 
 
 def is_run(run: dict[str, Any], job: Job) -> bool:
-    """Return whether the run is the job, or known by these names and values."""
+    """Return whether the run has all names and values of `job`."""
     return all(run[name] == value for name, value in job.items())
 
 
 def _summary(metrics: list[dict[str, float]]) -> dict[str, Any]:
-    """Return what is kept of a run; the mean of a metric is over the steps that have it, None where none has."""
+    """Summarise the metrics of a run. A mean is over the steps that have the metric, and None if no step has it."""
     steps = metrics[1:]
     evaluations = [line["eval/accuracy"] for line in metrics if "eval/accuracy" in line]
 

@@ -1,9 +1,9 @@
-"""A reward model and DPO beside TRL's RewardTrainer and DPOTrainer. Run: python benchmarks/preferences.py
+"""Compare a reward model and DPO with TRL's RewardTrainer and DPOTrainer. Run: python benchmarks/preferences.py
 
 Both train the same 36 M parameter Llama in fp32 on the same pairs: a prompt of 128 random tokens, and two answers of 16
-to 192. An optimizer step takes eight pairs. The reference's log-probabilities are computed before the first step by
-both, and do not count. TRL is first tried with several pairs in a pass, and measured with the fastest; the library
-takes all of them. Then both take turns, each run a process of its own. Needs TRL:
+to 192. An optimizer step takes eight pairs. Both compute the reference's log-probabilities before the first step, and
+this time does not count. Trials find TRL's fastest number of pairs per pass; the library takes all of them. Then runs
+of both alternate, every run in a separate process. Needs TRL:
 
     pip install --no-deps -r requirements/bench.txt
 """
@@ -30,7 +30,7 @@ STEPS, SKIPPED, TRIAL_STEPS = 5, 1, 1
 STEP_PAIRS, PROMPT_TOKENS, SHORTEST, LONGEST = 8, 128, 16, 192
 MAX_TOKENS = PROMPT_TOKENS + LONGEST + 2
 TRL_PAIRS = (1, 2, 4, 8)
-"""Pairs of one forward pass that TRL is tried with."""
+"""Numbers of pairs per forward pass to try with TRL."""
 SECTIONS: dict[str, dict[str, Any]] = {
     "reward model": {"reward_model": {}},
     "DPO": {"preference": {"loss": "dpo"}},
@@ -87,7 +87,7 @@ def _median(steps: list[dict[str, float]]) -> float:
 
 
 def save_pairs(path: Path, model: Path) -> Path:
-    """Save pairs whose tokens are numbers, and beside them what the library trains on, and holds out: one pair."""
+    """Save pairs whose tokens are numbers, and the library's datasets next to them; one pair is held out."""
     from transformers import AutoTokenizer
 
     from vectorlm.data.preprocess import preprocess
@@ -116,7 +116,7 @@ def save_pairs(path: Path, model: Path) -> Path:
 
 
 def ours(job: str, model: Path, pairs: Path, output: Path, world_size: int) -> list[dict[str, float]]:
-    """Train with the library; return the pairs a second and the peak memory of each step but the first."""
+    """Train with the library; return pairs per second and peak memory of each step but the first."""
     config = {
         "model": str(model),
         "train_parameters": {
@@ -145,7 +145,7 @@ def ours(job: str, model: Path, pairs: Path, output: Path, world_size: int) -> l
 
 
 def theirs(job: str, model: Path, pairs: Path, size: int, num_steps: int) -> list[dict[str, float]]:
-    """Train with TRL in a process of its own; return the same."""
+    """Train with TRL in a separate process; return the same values as `ours`."""
     command = [sys.executable, __file__, "--theirs", job, str(model), str(pairs), str(size), str(num_steps)]
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
     output, peak_bytes = sft.run(command, environment)
@@ -154,7 +154,7 @@ def theirs(job: str, model: Path, pairs: Path, size: int, num_steps: int) -> lis
 
 
 def train_with_trl(job: str, model: str, pairs: str, size: str, num_steps: str) -> None:
-    """Train, and print the seconds of each step."""
+    """Train with TRL, and print the seconds of each step."""
     from datasets import load_dataset
     from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer

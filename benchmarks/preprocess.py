@@ -1,10 +1,10 @@
-"""The memory that preprocessing takes, by the size of the text.
+"""Measure the memory that preprocessing takes, by the size of the text.
 
     python benchmarks/preprocess.py                    20 and 200 MB
     python benchmarks/preprocess.py --megabytes 1000 --packing_type best_fit --num_proc 2
 
-Prints two peaks over all processes: their own memory, which has to be there, and with the pages of files that are
-mapped, which the system takes back when it needs room.
+Prints two peaks over all processes: their own memory, and the total with pages of mapped files. The system can take
+these pages back when it needs memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ preprocess(how, AutoTokenizer.from_pretrained("tokenizer"), int(max_seq_len))
 
 
 def main() -> None:
-    """Measure each size in a process of its own."""
+    """Measure each size in a separate process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,7 +79,7 @@ def write_text(path: Path, num_bytes: int) -> None:
 
 
 def peaks(child: subprocess.Popen) -> tuple[int, int]:
-    """Return the most bytes that a process and its children held, without and with mapped files."""
+    """Return the peak bytes of a process and its children, without and with mapped files."""
     own = mapped = 0
     while child.poll() is None:
         found = [memory(pid) for pid in (child.pid, *children(child.pid))]
@@ -91,7 +91,7 @@ def peaks(child: subprocess.Popen) -> tuple[int, int]:
 
 
 def children(pid: int) -> list[int]:
-    """List the children of a process."""
+    """Return the ids of the children of a process."""
     try:
         return [int(child_pid) for child_pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:

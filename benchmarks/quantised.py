@@ -1,7 +1,7 @@
-"""Hot swaps and sampling of engines in bf16, int8, fp8 and with speculation. Run: python benchmarks/quantised.py MODEL
+"""Measure hot swaps and sampling in bf16, int8, fp8 and with speculation. Run: python benchmarks/quantised.py MODEL
 
 The trainer holds MODEL in float32 on one rank. Prints bytes and seconds of an update (medians of 5), and tokens per
-second of one and of 32 sequences (medians of 3): at temperature 1, and greedy after a prompt that repeats itself.
+second of one and of 32 sequences (medians of 3): at temperature 1, and greedy after a prompt with repetitions.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ NUM_SAMPLES = 3
 NUM_TOKENS = 32
 TOKENS = list(range(500, 520))
 PROMPTS = {"": (TOKENS, 1.0), ", repeating": (TOKENS * 4, 0.0)}
-"""The rest of each prompt and the temperature, by what is printed."""
+"""The prompt after its first token and the temperature, by the suffix of the printed name."""
 
 
 def measure(folder: str, model: torch.nn.Module, options: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of one engine."""
+    """Return the measurements of one engine."""
     with SamplingEngine(
         folder, dtype="bfloat16", max_model_len=128, kv_cache_memory_bytes=128 << 20, **options
     ) as engine:

@@ -1,9 +1,8 @@
-"""Steps of SmolLM2-135M-Instruct beside TRL's: GRPO and fine-tuning, in fp32. Run: python benchmarks/real.py
+"""Compare GRPO and fine-tuning of SmolLM2-135M-Instruct in fp32 with TRL. Run: python benchmarks/real.py
 
-GRPO samples 8 answers of 24 tokens to each of 8 questions of examples/small_sums.py, as chats; fine-tuning takes eight
-texts of 24 to 256 tokens a step, which the library lays side by side in one pass, or each in its own, and TRL pads. TRL
-is first tried with several rows in a pass, and measured with the fastest. Then all take turns, each run a process of
-its own. Before it:
+GRPO samples 8 answers of 24 tokens to each of 8 chat questions of examples/small_sums.py. Fine-tuning takes eight texts
+of 24 to 256 tokens a step: the library concatenates four of them in a pass, or takes one, and TRL pads them. Trials
+find TRL's fastest number of rows per pass. Then all runs alternate, every run in a separate process. Run these first:
 
     vectorlm model HuggingFaceTB/SmolLM2-135M-Instruct data/smollm2
     python examples/small_sums.py --output_dir data/small_sums
@@ -27,12 +26,12 @@ from report import ROOT, write_result
 
 MODEL, QUESTIONS = ROOT / "data/smollm2", ROOT / "data/small_sums/train.jsonl"
 GRPO = rl_step.Setting(prompts=8, prompt_tokens=72, group=8, new_tokens=24)
-"""Chats with the template's own system message; the engine's rows are as long as both together."""
+"""Sizes of a GRPO step; a prompt of at most 72 tokens includes the template's system message."""
 SHORTEST, LONGEST = 24, 256
 ROWS_TRIED = {"GRPO": (8, 16, 32), "fine-tuning": (1, 2, 4, 8)}
 TRIAL_STEPS = 2
 WHO = {"TRL": (1, 8), "one rank": (1, 4), "one rank, 1 row a pass": (1, 1), "two ranks": (2, 4)}
-"""Ranks, and rows of one pass in fine-tuning; TRL takes its fastest."""
+"""Number of ranks, and rows per pass in fine-tuning; TRL takes its fastest number of rows."""
 
 Steps = list[dict[str, float]]
 
@@ -60,7 +59,7 @@ def main() -> None:
             trials = {size: theirs[job](size, TRIAL_STEPS) for size in ROWS_TRIED[job]}
             tried = {size: speed(steps) for size, steps in trials.items()}
             best = (min if job == "GRPO" else max)(tried, key=lambda size: tried[size])
-            # GRPO makes its passes by tokens.
+            # GRPO fills its passes by tokens, not by rows.
             found: dict[str, Steps] = {who: [] for who in WHO if job == "fine-tuning" or "pass" not in who}
             for turn in range(args.rounds):
                 for who in found:
@@ -71,7 +70,7 @@ def main() -> None:
                         found[who] += ours[job](output, *WHO[who])
                     print(job, who, round(speed(found[who]), 2), flush=True)
             rows += [_row(job, who, steps, found["TRL"], best) for who, steps in found.items()]
-            # TRL's memory with as many rows in a pass as the library's, which differs from the fastest's.
+            # TRL's memory with as many rows per pass as the library, if another number is its fastest.
             if job == "fine-tuning" and best != (same := WHO["one rank"][1]):
                 rows.append(_row(job, "TRL", trials[same], found["TRL"], same))
             runs[job] = {"trl_rows_tried": tried, "steps": found}
@@ -79,17 +78,17 @@ def main() -> None:
 
 
 def seconds_a_step(steps: Steps) -> float:
-    """Return the median."""
+    """Return the median seconds per step."""
     return statistics.median(step["step_s"] for step in steps)
 
 
 def tokens_a_second(steps: Steps) -> float:
-    """Return the median."""
+    """Return the median tokens per second."""
     return statistics.median(step["tokens_per_s"] for step in steps)
 
 
 def save_texts(folder: Path) -> Path:
-    """Save texts of random tokens: for TRL, and with labels for the library."""
+    """Save texts of random tokens for TRL, and with labels for the library."""
     from datasets import Dataset
 
     draw = random.Random(0)

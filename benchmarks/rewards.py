@@ -1,6 +1,6 @@
-"""What a call of a reward function costs through its workers. Run: python benchmarks/rewards.py
+"""Measure the overhead of a reward call, in the rank and through workers. Run: python benchmarks/rewards.py
 
-Batches of 64 completions of 2,000 characters and 512 tokens, for functions that return at once.
+A batch has 64 completions of 2,000 characters and 512 tokens; the reward functions return immediately.
 """
 
 from __future__ import annotations

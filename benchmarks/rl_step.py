@@ -1,11 +1,11 @@
-"""GRPO steps beside TRL's GRPOTrainer with vLLM in the same process. Run: python benchmarks/rl_step.py
+"""Compare GRPO steps with TRL's GRPOTrainer, which has vLLM in its process. Run: python benchmarks/rl_step.py
 
-Both train the same 36 M parameter Llama in fp32 on the same prompts, one optimizer step a batch, no reference model.
-TRL is first tried with several batch sizes, and measured with the fastest; the library keeps its defaults. Then both
-take turns, each run a process of its own. The reward function is the moment between sampling and the update, where
-both write down the time and start to watch their memory. What two ranks say to each other in a step is measured alone:
-a forward and backward pass of one token, which gathers all weights and sums all gradients once, as a step of so small a
-model does, less what it takes on one rank. Needs TRL:
+Both train the same 36 M parameter Llama in fp32 on the same prompts, with one optimizer step per batch and no reference
+model. Trials find TRL's fastest batch size; the library keeps its defaults. Then runs of both alternate, every run in a
+separate process. The reward function runs between sampling and the update: there both record the time and start to
+watch their memory. The communication of two ranks in a step is measured separately. A forward and backward pass of one
+token gathers all weights and sums all gradients once, like a step of this small model; its time on one rank is
+subtracted. Needs TRL:
 
     pip install --no-deps -r requirements/bench.txt
     python benchmarks/rl_step.py --only "32 + 64" --rounds 1
@@ -35,21 +35,21 @@ from report import RESULTS, ROOT, circumstances, write_result
 
 STEPS, SKIPPED, TRIAL_STEPS = 3, 1, 1
 TRL_ROWS = (8, 16)
-"""Rows of one forward pass that TRL is tried with."""
+"""Numbers of rows per forward pass to try with TRL."""
 IN_LAYERS, IN_HEAD = 31_457_280, 4_096_000
-"""Weights that a token is multiplied with, in the layers and in the output layer."""
+"""Number of weights that a token is multiplied with, in the layers and in the output layer."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step samples and trains on."""
+    """Sizes of a step: prompts, groups and tokens."""
 
     prompts: int
     prompt_tokens: int
     group: int
     new_tokens: int
     is_equal: bool = True
-    """Whether all completions have `new_tokens`; else they end at one of 200 tokens in 8000."""
+    """Whether all completions have `new_tokens` tokens; if not, 200 of the 8000 tokens end a completion."""
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ SETTINGS = {
     "512 + 128": Setting(2, 512, 16, 128),
     "32 + long tail": Setting(8, 32, 8, 128, is_equal=False),
 }
-"""Tokens of a prompt and of a completion."""
+"""Settings by the tokens of a prompt and of a completion."""
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ def ours(
             "group_size": setting.group,
             "sampling_params": setting.sampling,
             "rewards": {f"{ROOT}/benchmarks/even_reward.py:even": 1.0},
-            # In the rank, whose memory it looks at.
+            # The function measures the memory of its process, which must be the rank.
             "reward_workers": 0,
             "show_every": 0,
         },
@@ -181,7 +181,7 @@ def ours(
     path.write_text(json.dumps(config))
     script = ROOT / "examples/rl_example_mp.py"
     command = [sys.executable, str(script), "--yaml_path", str(path), "--world_size", str(world_size)]
-    # The reward function of each rank notes the memory of its update there.
+    # The reward function of each rank writes the memory of its updates to this file.
     environment = os.environ | {"UPDATE_PEAKS": str(output.with_suffix(".peaks"))}
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
@@ -199,7 +199,7 @@ def ours(
 
 
 def theirs(model: Path, prompts: Path, setting: Setting, rows: int, num_steps: int) -> list[dict[str, float]]:
-    """Train with TRL in a process of its own; return the same of each step but the first."""
+    """Train with TRL in a separate process; return the same values as `ours`."""
     script = Path(__file__).with_name("trl_grpo.py")
     asked = {"setting": asdict(setting), "sampling": setting.sampling, "rows": rows, "steps": num_steps}
     arguments = json.dumps(asked)
@@ -243,7 +243,7 @@ def _pass_one_token(rank: int, world_size: int, model_path: Path, folder: str, c
 
 
 def matmul_peak(size: int = 2048, seconds: float = 5.0) -> float:
-    """Return the operations per second of this machine's best product of fp32 matrices."""
+    """Return the operations per second of this machine's fastest product of fp32 matrices."""
     torch.set_num_threads(os.cpu_count() or 1)
     a, best, end = torch.randn(size, size), 0.0, time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -265,7 +265,7 @@ def _row(
     setting = SETTINGS[name]
     middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
     trl_s = statistics.median(step["step_s"] for step in baseline)
-    # Forward and backward of every token once: prompts once for their group, and no last tokens.
+    # Every token takes one forward and backward pass; a prompt takes one per group, a last token none.
     completions = setting.prompts * setting.group * middle["tokens"]
     needed = setting.prompts * (setting.prompt_tokens - setting.group) + completions
     share = 6 * (IN_LAYERS * needed + IN_HEAD * completions) / middle["update_s"] / peak

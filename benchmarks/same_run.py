@@ -20,7 +20,7 @@ from report import ROOT, write_result
 from safetensors.torch import load_file
 
 NUM_STEPS, BATCH_PER_RANK = 10, 64
-# Names of times and speeds, which no two runs share.
+# Prefixes of times and speeds, which differ between any two runs.
 TIMES = ("time/", "perf/")
 
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def prepare(tree: Path, folder: Path) -> None:
-    """Make the data, and the warmed-up model that reinforcement learning starts from."""
+    """Make the data, and the warm-up model from which reinforcement learning starts."""
     for world_size in (1, 2):
         data = folder / f"data-{world_size}"
         if not data.is_dir():
@@ -79,7 +79,7 @@ def run(tree: Path, config: str, world_size: int, folder: Path, name: str) -> Pa
     data = folder / ("data" if config == "countdown_grpo" else f"data-{world_size}")
     overrides: dict[str, Any] = {
         "train_parameters.output_dir": output,
-        # Names that both commits have.
+        # A name that both commits accept.
         "train_parameters.sampler.sample_frequency": 4,
     }
     if config == "countdown_grpo":
@@ -117,7 +117,7 @@ def python(tree: Path, *arguments: object) -> None:
 
 
 def compare(before: Path, after: Path) -> dict[str, Any]:
-    """Count what was compared and name what differs."""
+    """Compare two runs; return the numbers of compared metrics and tensors, and the differences."""
     differences = []
     old, new = (lines(folder / "metrics.jsonl") for folder in (before, after))
     if old != new:
@@ -141,7 +141,7 @@ def compare(before: Path, after: Path) -> dict[str, Any]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file without the times."""
+    """Read a JSONL file without times and speeds."""
     return [
         {
             name: value

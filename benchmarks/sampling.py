@@ -1,6 +1,6 @@
-"""Tokens per second through `SamplingEngine` on two ranks, beside bare vLLM and transformers, in one run.
+"""Compare tokens per second of `SamplingEngine` on two ranks, bare vLLM and transformers in one run.
 
-The engines take turns, so that whatever else the machine does hits both. Run: python benchmarks/sampling.py
+The two engines alternate, because other work of the machine then slows both. Run: python benchmarks/sampling.py
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ROUNDS = 7
 
 
 class Setting(NamedTuple):
-    """What is sampled."""
+    """Sizes of a sampling call."""
 
     prompts: int
     prompt_tokens: int
     completions: int
-    """Of each prompt."""
+    """Number of completions of each prompt."""
     new_tokens: int
 
 
@@ -39,13 +39,13 @@ SETTINGS = {
 
 
 def params_of(setting: Setting) -> dict[str, Any]:
-    """Return the sampling parameters: log-probabilities, and as many tokens as there may be."""
+    """Return sampling parameters with log-probabilities, whose completions all have `new_tokens` tokens."""
     more = {"n": setting.completions, "max_tokens": setting.new_tokens}
     return {"temperature": 1.0, "seed": 1, "ignore_eos": True, "logprobs": 0, "detokenize": False, **more}
 
 
 def prompts_of(setting: Setting) -> list[list[int]]:
-    """Return random prompts, the same everywhere, no two with a common prefix block."""
+    """Return random prompts, the same in every process; no two share a prefix block."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -54,12 +54,12 @@ def prompts_of(setting: Setting) -> list[list[int]]:
 
 
 def on_rank(folder: str) -> dict[str, dict[str, list[float]]]:
-    """Let the engines take turns; every rank runs this, rank 0 holds the clock."""
+    """Time alternating calls of the engines; every rank runs this, and rank 0 runs bare vLLM too."""
     import torch.distributed as dist
 
     is_main = dist.get_rank() == 0
     found: dict[str, dict[str, list[float]]] = {}
-    # Bare vLLM's threads wait as libgomp has them wait: this machine has no other work.
+    # Bare vLLM's threads spin for as long as libgomp's default, because nothing else runs on this machine.
     os.environ["GOMP_SPINCOUNT"] = "300000"
     bare = BareVLLM(Path(folder), "generate") if is_main else None
     del os.environ["GOMP_SPINCOUNT"]

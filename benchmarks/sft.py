@@ -1,9 +1,9 @@
-"""Fine-tuning beside TRL's SFTTrainer with packing. Run: python benchmarks/sft.py
+"""Compare fine-tuning with TRL's SFTTrainer, both with packing. Run: python benchmarks/sft.py
 
-Both train the same 36 M parameter Llama in fp32 on the same texts of random tokens, whose lengths have a long tail, and
-make an optimizer step of eight rows of 1,024 tokens, into which each packs them itself (TRL: `bfd`, the library:
-`packing_type: full`). TRL is first tried with several rows in a pass; the library takes one. Then both take turns, each
-run a process of its own. Needs TRL: pip install --no-deps -r requirements/bench.txt
+Both train the same 36 M parameter Llama in fp32 on the same texts of random tokens, whose lengths have a long tail. An
+optimizer step takes eight rows of 1,024 tokens, into which each library packs the texts itself (TRL: `bfd`, ours:
+`packing_type: full`). Trials find TRL's fastest number of rows per pass; ours takes one. Then runs of both alternate,
+every run in a separate process. Needs TRL: pip install --no-deps -r requirements/bench.txt
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_step import IN_HEAD, IN_LAYERS, Setting, matmul_peak, save_prompts
 STEPS, SKIPPED, TRIAL_STEPS = 4, 1, 1
 MAX_TOKENS, STEP_ROWS, MEAN_TOKENS = 1024, 8, 256
 TRL_ROWS = (1, 2, 4)
-"""Packed rows of one forward pass that TRL is tried with."""
+"""Numbers of packed rows per forward pass to try with TRL."""
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def save_texts(folder: Path) -> Path:
-    """Save texts of random tokens for TRL, and beside them the rows that the library packs them into."""
+    """Save texts of random tokens for TRL, and next to them the rows that the library packs them into."""
     from datasets import Dataset
 
     from vectorlm.data.pack import Frame, TokenisedText, pack_texts
@@ -132,7 +132,7 @@ def ours(
 
 
 def save_one_text(folder: Path) -> Path:
-    """Save one short text, as no held-out loss is asked for."""
+    """Save one short text as a held-out set; nothing reads its loss."""
     from datasets import Dataset
 
     Dataset.from_list([{"input_ids": [3, 4], "labels": [3, 4]}]).save_to_disk(folder)
@@ -142,7 +142,7 @@ def save_one_text(folder: Path) -> Path:
 def theirs(
     model: Path, data: Path, rows: int, num_steps: int, packing: str = "packing"
 ) -> list[dict[str, float]]:
-    """Fine-tune with TRL, ``packing`` or ``padding`` the texts; return the same."""
+    """Fine-tune with TRL, ``packing`` or ``padding`` the texts; return the same values as `ours`."""
     script = Path(__file__).with_name("trl_sft.py")
     command = [sys.executable, str(script), str(model), str(data), str(rows), str(num_steps), packing]
     environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count())}
@@ -152,14 +152,14 @@ def theirs(
 
 
 def run(command: list[str], environment: dict[str, str]) -> tuple[str, float]:
-    """Run a command; return what it printed, and the most memory that a process of it had."""
+    """Run a command; return its output, and the peak bytes of its largest process."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=ROOT
         )
         assert process.stdout is not None
         output = process.stdout.read()
-        # Of the process and of those that it has waited for.
+        # The usage covers the process and the children that it has waited for.
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         errors.seek(0)

@@ -1,10 +1,10 @@
-"""Memory of a GRPO run with adapters, with one base in memory and with two: the sum over all processes.
+"""Measure the memory of a GRPO run with adapters over all processes, with a shared base and with two bases.
 
     vectorlm model HuggingFaceTB/SmolLM2-135M-Instruct data/smollm2
     python benchmarks/shared_base.py data/smollm2 --world_size 1
 
-It prints the proportional set size (PSS), in which a page that n processes share counts 1/n in each, after every step.
-The ranks return freed memory before.
+After every step it prints the proportional set size (PSS): a page that n processes share counts 1/n in each process.
+Rank 0 returns freed memory before.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Memory:
     """A callback that prints the memory of all processes of the run."""
 
     def on_step(self, *_: Any, **__: Any) -> None:
-        """Add up the launcher and what it has started."""
+        """Print the memory of the launcher and of all processes below it."""
         return_freed_memory()
         launcher = psutil.Process(os.getppid())
         found = [process.memory_full_info().pss for process in (launcher, *launcher.children(recursive=True))]
@@ -62,7 +62,7 @@ class Memory:
 
 
 def main() -> None:
-    """Run twice."""
+    """Run with two bases, then with a shared base."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--world_size", type=int, default=1)

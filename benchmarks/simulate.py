@@ -1,9 +1,10 @@
-"""A step of reinforcement learning as a simulation: which placement of engine and trainer wins, and when.
+"""Simulate steps of reinforcement learning to find the fastest placement of engine and trainer.
 
-The library's own source of rollouts runs on a simulated clock, engine and trainer, so the rules of
-dynamic sampling and of staleness are the real ones. With ``--check`` this machine's costs are measured, before each
-case of benchmarks/async.py and after the last, and its runs are repeated and compared. Then published figures of H100
-GPUs say what 8 GPUs and 8 nodes would do, which is not measured. Run: python benchmarks/simulate.py --check
+The rules of dynamic sampling and staleness are real: the library's own source of rollouts runs on a simulated clock,
+engine and trainer. With ``--check`` the program measures this machine's costs before each case of benchmarks/async.py
+and after the last one. It also repeats the runs of async.py and compares their steps with simulated ones. Then it
+simulates 8 GPUs and 8 nodes with published figures of H100 GPUs; nobody has measured these steps.
+Run: python benchmarks/simulate.py --check
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from report import RESULTS, ROOT, write_result
 from simulated import SKIPPED, STEPS, Costs, Work, simulate
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Sequences in a decoding step whose time is measured."""
+"""Numbers of sequences in the decoding steps that are timed."""
 RUN_STEPS = 52
-"""Steps of each run that is compared."""
+"""Number of steps in a compared run."""
 GPU_STEPS = 16
-"""Steps that count of a simulated step on GPUs."""
+"""Number of counted steps in a simulation of GPUs."""
 CHECKED = {
     "taking turns on all, 1 rank": None,
     "taking turns, split": 0,
     "one step off": 1,
     "in flight, k = 2": 2,
 }
-"""Runs of async.py, and their staleness."""
+"""Compared runs of async.py, and their largest staleness; None and 0 are synchronous."""
 PICTURE = ROOT / "docs/images/simulation.png"
 
 
 def decoding_costs(model: Path, devices: Sequence[int] | None) -> tuple[list[float], float]:
-    """Measure the seconds of a decoding step by `SIZES`, and of a sequence's way in and out, as async.py samples."""
+    """Measure the seconds of a decoding step by `SIZES`, and the overhead of a sequence, sampled as in async.py."""
     import vectorlm
 
     steps, admissions = [], []
@@ -49,7 +50,7 @@ def decoding_costs(model: Path, devices: Sequence[int] | None) -> tuple[list[flo
         "kv_cache_memory_bytes": 256 << 20,
         "max_num_seqs": 512,
     }
-    # About as long as the completions of async.py are: attention takes longer with what it looks back on.
+    # About as long as the completions of async.py, because attention takes longer in a longer context.
     few, many = 4, 36
     with vectorlm.SamplingEngine(model, devices=devices, **arguments) as engine:
         for size in SIZES:
@@ -73,7 +74,7 @@ def decoding_costs(model: Path, devices: Sequence[int] | None) -> tuple[list[flo
 
 
 def between(steps: Sequence[float]) -> Callable[[float], float]:
-    """Return the time of a step of any size, from those of `SIZES`; beyond the largest it grows as before it."""
+    """Return a function that interpolates the times of `SIZES`, and extrapolates beyond the largest."""
 
     def step_s(size: float) -> float:
         last = max(1, min(len(SIZES) - 1, sum(measured_size < size for measured_size in SIZES)))
@@ -84,18 +85,18 @@ def between(steps: Sequence[float]) -> Callable[[float], float]:
 
 
 def lines_of(output: Path) -> list[dict[str, float]]:
-    """Return the metrics of the steps that count."""
+    """Return the metrics of the counted steps, which come after the first `SKIPPED`."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "time/step_s" in line][SKIPPED:]
 
 
 def kept_groups(output: Path, tokenizer: Any) -> dict[int, list[tuple[int, ...]]]:
-    """Return the tokens of each completion that a run trained on, by step and group, of the steps that count."""
+    """Return, by counted step, the groups that a run trained on, as numbers of tokens of their completions."""
     groups: dict[tuple[int, int], list[int]] = {}
     for line in (output / "rollouts.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["train_step"] > SKIPPED:
-            # Each text ends with a token that is not in it, unless it was cut.
+            # Unless a text was cut off, its last token is not in the text.
             tokens = len(tokenizer(row["completion"], add_special_tokens=False)["input_ids"])
             group = groups.setdefault((row["train_step"], row["group"]), [])
             group.append(tokens + (row["finish_reason"] == "stop"))
@@ -106,7 +107,7 @@ def kept_groups(output: Path, tokenizer: Any) -> dict[int, list[tuple[int, ...]]
 
 
 def training(output: Path, tokenizer: Any) -> list[tuple[float, float]]:
-    """Return the tokens of each step, each prompt once, and the seconds that were not spent waiting for the engine."""
+    """Return the tokens of each step, with one prompt per group, and its seconds without waiting for the engine."""
     kept = kept_groups(output, tokenizer)
     return [
         (
@@ -119,13 +120,13 @@ def training(output: Path, tokenizer: Any) -> list[tuple[float, float]]:
 
 
 def training_costs(output: Path, tokenizer: Any) -> tuple[float, float]:
-    """Fit what a step takes besides waiting for the engine: seconds, and seconds for each token."""
+    """Fit the time of a step without waiting for the engine: constant seconds, and seconds per token."""
     slope, start = statistics.linear_regression(*zip(*training(output, tokenizer), strict=True))
     return start, slope
 
 
 def work_of(output: Path, tokenizer: Any) -> Work:
-    """Return what a run sampled. Of dropped groups only number and mean length are known: they get others' lengths."""
+    """Return the groups that a run sampled. Dropped groups get scaled lengths of kept ones, to match their mean."""
     kept = [lengths for groups in kept_groups(output, tokenizer).values() for lengths in groups]
     lines = lines_of(output)
     num_kept, num_sampled = (
@@ -149,7 +150,7 @@ def work_of(output: Path, tokenizer: Any) -> Work:
 
 
 def check() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure costs and repeat runs of async.py in turns, simulate the runs, and compare the steps."""
+    """Measure costs, repeat runs of async.py, simulate these runs, and compare the steps."""
     from transformers import AutoTokenizer
 
     bench = importlib.import_module("async")
@@ -164,7 +165,7 @@ def check() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         for name, devices in ((shared, None), (split, half)):
             decoding[name].append(decoding_costs(model, devices))
 
-    # The machine is not always equally fast: costs and runs are measured in turns.
+    # Measurements of costs and runs alternate, because the machine's speed varies.
     for lengths in bench.CASES:
         bench._warm_up(lengths)
         measure_decoding()
@@ -186,7 +187,7 @@ def check() -> tuple[list[dict[str, Any]], dict[str, Any]]:
         costs_of = {
             name: training_costs(bench._output(lengths, name, 0), tokenizer) for name in (shared, split)
         }
-        # How much both lose while they compute at once, from a run that is not compared.
+        # The slowdown while engine and trainer both compute, from a run that is not compared.
         start, slope = costs_of[split]
         if lengths == "long tail":
             both = training(bench._output(lengths, other, 0), tokenizer)
@@ -220,17 +221,18 @@ def check() -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 BYTES, KV_BYTES, FLOPS = 2 * 8.03e9, 32 * 8 * 128 * 2 * 2, 2 * 8.03e9
-"""Of Llama 3.1 8B in bf16: its weights, the KV cache of a token, the operations of a token."""
+"""Llama 3.1 8B in bf16: bytes of its weights, bytes of the KV cache per token, operations per token."""
 BANDWIDTH, PEAK = 0.77 * 3.35e12, 0.5 * 989e12
-"""Of an H100 SXM: bytes a second that decoding reaches of the data sheet's, and operations (half of the peak)."""
+"""H100 SXM, per second: bytes that decoding reaches (0.77 of the data sheet), and operations (half of the peak)."""
 TRAINED_TOKENS_S = 5762 * 3 / 4
-"""Tokens a second and GPU: torchtitan's of Llama 3.1 8B with FSDP on 8 H100, and a forward pass for old policies."""
+"""Trained tokens per second and GPU: torchtitan's speed of Llama 3.1 8B with FSDP on 8 H100, times 3/4 because the old
+policy takes another forward pass."""
 LENGTHS = {"short": (300, 0.7, 2048), "long": (3000, 0.8, 16384)}
-"""Median, spread and most of log-normal lengths; an assumption, as are the prompts of 512 tokens."""
+"""Median, spread and maximum of log-normal completion lengths; these, and prompts of 512 tokens, are assumptions."""
 
 
 def h100s(num_engines: int, num_trainers: int, mean: float) -> Costs:
-    """Return the costs of one engine on each of some GPUs, and of training on others or the same."""
+    """Return the costs of one engine on each of `num_engines` GPUs, and of training on `num_trainers` GPUs."""
     context = 512 + mean / 2
     return Costs(
         step_s=lambda size: max((BYTES + size * context * KV_BYTES) / BANDWIDTH, size * FLOPS / PEAK),
@@ -243,7 +245,7 @@ def h100s(num_engines: int, num_trainers: int, mean: float) -> Costs:
 
 
 def on_gpus() -> list[dict[str, Any]]:
-    """Simulate 128 prompts with 16 completions on 8 GPUs and on 8 nodes of 8."""
+    """Simulate 128 prompts with 16 completions each, on 8 GPUs and on 8 nodes of 8 GPUs."""
     rows = []
     for lengths, (median, sigma, most) in LENGTHS.items():
         for dropped in (0.0, 0.4):
@@ -295,7 +297,7 @@ def on_gpus() -> list[dict[str, Any]]:
 
 
 def draw(checked: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw simulated beside measured steps, and how much faster each way is on GPUs."""
+    """Draw simulated against measured steps, and the speed-up of each kind of run on GPUs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.5, 4.6), dpi=120, layout="constrained")

@@ -19,33 +19,33 @@ from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
 
 SKIPPED, STEPS = 10, 60
-"""Steps until a queue has filled, and steps that count."""
+"""Number of steps until the queue has filled, and number of counted steps after them."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What engine and trainer take on the devices that they have."""
+    """Times of engine and trainer on their devices."""
 
     step_s: Callable[[float], float]
-    """Seconds of a decoding step by the sequences in it, of one engine."""
+    """Seconds of a decoding step of one engine, by the number of sequences in it."""
     admit_s: float
-    """Seconds of an engine for each new sequence: its prompt, and its way in and out."""
+    """Seconds of an engine for each new sequence: its prompt and the overhead of its request."""
     train_s: Callable[[float], float]
-    """Seconds of everything that the trainer does with a batch of so many tokens."""
+    """Seconds of all the trainer's work on a batch, by its number of tokens."""
     swap_s: float
-    """Seconds in which new weights stop the engines and the trainer."""
+    """Seconds for which a weight update stops the engines and the trainer."""
     num_engines: int = 1
     max_num_seqs: int = 512
     both_at_once: float = 1.0
-    """How much slower engine and trainer are while both compute."""
+    """Factor by which engine and trainer slow down while both compute."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is sampled: groups as they come, some of which dynamic sampling drops."""
+    """The groups that a run samples; dynamic sampling drops some of them."""
 
     groups: Sequence[tuple[tuple[int, ...], bool]]
-    """Tokens of each completion, and whether all rewards are equal."""
+    """For each group: tokens of each completion, and whether all its rewards are equal."""
     prompts_per_step: int
     prompt_tokens: int
     rounds: int = 1
@@ -66,7 +66,7 @@ class Handle:
 
 
 class Engine:
-    """One of several engines: all its sequences advance by a token at a time, as long as there is room for them."""
+    """A simulated engine: every step adds a token to all running sequences, of which there is a maximum number."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs, self.now, self.tokens, self.slowdown = costs, 0.0, 0, 1.0
@@ -76,18 +76,18 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """Return the sequences that it has."""
+        """Return the number of running and waiting sequences."""
         return len(self.running) + len(self.waiting)
 
     def next_end(self) -> float:
-        """Return when the next sequence ends if nothing is added."""
+        """Return the time at which the next sequence ends if none is added."""
         self._admit()
         if not self.running:
             return float("inf")
         return self.now + (self.running[0][0] - self.tokens) * self._step_s()
 
     def advance(self, until: float, finished: list[Handle]) -> None:
-        """Compute until then, to the end of the step that has begun; add the handles whose last sequence has ended."""
+        """Compute whole steps up to about `until`; add the handles whose last sequence has ended to `finished`."""
         while self.now < until:
             self._admit()
             if not self.running:
@@ -118,7 +118,7 @@ class Engine:
 
 
 class Engines:
-    """What the library's source takes for its queue; a "rollout" is its number of tokens."""
+    """The engines as the queue of the library's source of rollouts; a "rollout" is its number of tokens."""
 
     def __init__(self, clock: Clock, costs: Costs) -> None:
         self.clock, self.costs, self.count, self.num_groups = clock, costs, 0, 0
@@ -126,7 +126,7 @@ class Engines:
         self.finished: list[Handle] = []
 
     def submit(self, tasks: Sequence[Task]) -> list[int]:
-        """Give each sequence to the engine with the fewest."""
+        """Give each sequence to the engine with the fewest sequences."""
         numbers = []
         for task in tasks:
             self.num_groups += 1
@@ -140,25 +140,25 @@ class Engines:
         return numbers
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Do nothing: no case here drops what is late."""
+        """Do nothing: no case here drops late requests."""
 
     def metrics(self) -> dict[str, float]:
-        """Return nothing."""
+        """Return no metrics."""
         return {}
 
     def poll(self, timeout_s: float, at_least: int = 1) -> dict[int, SampledGroup]:
-        """Let time pass until something has finished, if there is time at all."""
+        """Return finished groups; unless `timeout_s` is 0, let time pass until `at_least` groups have finished."""
         while timeout_s and len(self.finished) < at_least and any(engine.load for engine in self.engines):
             self.advance(self._next_end())
         found, self.finished = self.finished, []
         return {handle.number: SampledGroup(handle.lengths) for handle in found}  # type: ignore[arg-type]
 
     def _next_end(self) -> float:
-        # A little later, or rounding would leave the step before it.
+        # Slightly later, because rounding could otherwise end the step before it.
         return min(engine.next_end() for engine in self.engines) + 1e-9
 
     def advance(self, until: float) -> None:
-        """Let all engines compute until then."""
+        """Let all engines compute until `until`."""
         for engine in self.engines:
             engine.advance(until, self.finished)
         self.clock.now = max(until, self.clock.now)
@@ -174,7 +174,7 @@ class Engines:
             engine.slowdown = 1.0
 
     def swap(self, drains: bool) -> None:
-        """Stop the engines for new weights, at once or when they have nothing left."""
+        """Stop the engines for new weights, immediately or, with `drains`, after their last sequence."""
         while drains and any(engine.load for engine in self.engines):
             self.advance(self._next_end())
         self.clock.now += self.costs.swap_s
@@ -184,14 +184,14 @@ class Engines:
 
 @dataclass
 class Scorer:
-    """Gives equal rewards to the groups of `dropped` lengths, which are told apart by identity."""
+    """A scorer that gives equal rewards to the groups in `dropped`, which has the ids of their lengths."""
 
     dropped: dict[int, bool]
     settings: CollectSettings
     drops_constant_groups = True
 
     def score(self, groups: Sequence[Any]) -> list[RolloutGroup]:
-        """Score groups; their rollouts are their lengths."""
+        """Score groups, whose rollouts are their lengths."""
         equal, others = torch.ones(2), torch.tensor([0.0, 1.0])
         scored = []
         for group in groups:
@@ -204,10 +204,10 @@ class Scorer:
 def simulate(
     costs: Costs, work: Work, max_staleness: int | None, drains: bool = False, num_steps: int = STEPS
 ) -> dict[str, float]:
-    """Return the mean seconds of a step, and the shares in which engines and trainer had nothing to do."""
+    """Return the mean seconds of a step, and the shares of time in which engines and trainer were idle."""
     clock = Clock()
     engines = Engines(clock, costs)
-    # One record for each group: each must be an object of its own, as the scorer goes by identity.
+    # Every group needs a separate tuple of lengths, because the scorer compares identities.
     records = [
         PromptRecord("", {"lengths": tuple(lengths), "equal": equal}) for lengths, equal in work.groups
     ]
@@ -221,7 +221,7 @@ def simulate(
     if max_staleness:
         overlap = AsyncSettings(max_staleness=max_staleness, update="drain" if drains else "keep")
     dropped = {id(record.columns["lengths"]): record.columns["equal"] for record in records}
-    # Also where none is dropped: finished groups are looked at one by one then.
+    # Also if no group is dropped, because the source then receives finished groups one by one.
     scorer = Scorer(dropped, settings)
     source = RolloutSource(engines, scorer, PromptOrder(records, 0), overlap=overlap)
     ends, waits, busy = [], [], []
@@ -231,7 +231,7 @@ def simulate(
         groups = source.collect(step, Timer(lambda: clock.now))
         waits.append(clock.now - asked_at)
         tokens = sum(sum(cast("Sequence[int]", group.rollouts)) for group in kept_groups(groups))
-        # A prompt is computed once for its group.
+        # A prompt is computed once per group.
         tokens += len(kept_groups(groups)) * work.prompt_tokens
         engines.train(costs.train_s(tokens))
         ends.append(clock.now)

@@ -27,10 +27,10 @@ MODELS = {
     "Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, False),
     "Llama-3-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, False),
 }
-"""Type, hidden size, feed-forward size, blocks, heads, key-value heads, vocabulary, tied: of each ``config.json``."""
+"""From each ``config.json``: type, hidden size, feed-forward size, blocks, heads, key-value heads, vocabulary, tied."""
 NUM_DEVICES = (1, 2, 8)
 DEVICE_GB = (24, 48, 80, 141)
-"""As printed on the card, in 1e9 bytes: a card has no less."""
+"""Nominal memory of a card, in 1e9 bytes; no card has less."""
 KINDS = {
     "full": (),
     "LoRA": (
@@ -62,7 +62,7 @@ WAYS = {
         "train_parameters.cpu_offload=true",
     ),
 }
-"""What makes room, the fastest first."""
+"""Settings that reduce memory, the fastest first."""
 NOTHING = "-"
 LENGTHS = (2048, 8192, 32768, 131072)
 LONG = (
@@ -73,7 +73,7 @@ LONG = (
     (8, 80, "full", 8),
     (8, 80, "LoRA", 8),
 )
-"""Number of devices, memory, kind, and the most ranks that share a pass."""
+"""Number of devices, memory of each, kind, and the most ranks that share a pass."""
 TEXT = """\
 # Model sizes and GPUs
 
@@ -119,7 +119,7 @@ The longest of {lengths} tokens that fits, one per pass, without an engine and w
 
 
 def make_folder(folder: Path, name: str) -> None:
-    """Write what a check reads of a model: its description, and files of weights that end after their heads."""
+    """Write the parts of a model that `vectorlm check` reads: config.json, and the header of its weights file."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -150,23 +150,23 @@ def overrides(kind: str, way: str) -> tuple[str, ...]:
 
 
 def device_gib(gigabytes: int) -> float:
-    """Return the memory of a card in GiB, rounded down."""
+    """Return the memory of a card in GiB, rounded down to a tenth."""
     return int(gigabytes * 1e9 / GIB * 10) / 10
 
 
 @cache
 def config_of(folder: Path, settings: tuple[str, ...]) -> Any:
-    """Read the config of a cell: it is the same on any number of devices."""
+    """Read the config of a cell; it is the same for any number of devices."""
     return load_config(ROOT / BASE, [f"model={folder}", *settings])
 
 
 def fits(config: Any, num_devices: int, gigabytes: int) -> bool:
-    """Whether a run fits on so many devices."""
+    """Return whether a run fits on this number of devices."""
     return find_shortage(plan_of_config(config, num_devices, int(device_gib(gigabytes) * GIB))) is None
 
 
 def way_of(folder: Path, kind: str, num_devices: int, gigabytes: int) -> str:
-    """Return the fastest way in which a model fits."""
+    """Return the fastest way in which a model fits; `NOTHING` if none does."""
     for way in [candidate for candidate in WAYS if (kind, candidate) != ("QLoRA", "CPU offload")]:
         if fits(config_of(folder, overrides(kind, way)), num_devices, gigabytes):
             return way
@@ -174,7 +174,7 @@ def way_of(folder: Path, kind: str, num_devices: int, gigabytes: int) -> str:
 
 
 def long_settings(name: str, kind: str, most: int, length: int) -> tuple[str, ...]:
-    """Return the settings of a cell of the table of lengths."""
+    """Return the settings of a cell in the table of longest sequences."""
     return (
         "dataset.train_bs=1",
         *KINDS[kind],
@@ -186,7 +186,7 @@ def long_settings(name: str, kind: str, most: int, length: int) -> tuple[str, ..
 
 
 def longest(folder: Path, name: str, num_devices: int, gigabytes: int, kind: str, most: int) -> int | None:
-    """Return the longest sequence that fits."""
+    """Return the longest sequence that fits; None if none does."""
     for length in reversed(LENGTHS):
         config = config_of(folder, long_settings(name, kind, most, length))
         if fits(config, num_devices, gigabytes):
@@ -195,7 +195,7 @@ def longest(folder: Path, name: str, num_devices: int, gigabytes: int, kind: str
 
 
 def long_table(folders: Path) -> str:
-    """Return the table of lengths."""
+    """Return the table of longest sequences."""
     heads = [
         f"{num} x {gigabytes} GB, {kind}" + (", shared" if most > 1 else "")
         for num, gigabytes, kind, most in LONG
@@ -210,7 +210,7 @@ def long_table(folders: Path) -> str:
 
 
 def grouped(rows: Mapping[Any, Any]) -> list[tuple[list[Any], Any]]:
-    """Put neighbours with equal rows together."""
+    """Group neighbouring keys with equal rows."""
     groups: list[tuple[list[Any], Any]] = []
     for key, row in rows.items():
         if groups and groups[-1][1] == row:
@@ -246,7 +246,7 @@ def cells(folders: Path) -> Iterator[tuple[str, int, dict[tuple[int, str], str]]
 
 
 def page(folders: Path) -> str:
-    """Return the text of the page; `folders` takes what stands for the models."""
+    """Return the text of the page; stand-ins for the models are written to `folders`."""
     heads = [f"{gigabytes} GB, {kind}" for gigabytes in DEVICE_GB for kind in KINDS]
     table = ["| Model | GPUs | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
     rows: dict[str, dict[int, str]] = {}

@@ -1,8 +1,8 @@
-"""Whether anything grows in a long run. Run: python benchmarks/soak.py
+"""Check that memory, descriptors and threads do not grow in long runs. Run: python benchmarks/soak.py
 
-First 2,000 swaps and 2,000 calls of `sample` in one engine with two ranks, whose log-probabilities at the end are
-compared with the trained model's; then an asynchronous run of 500 steps on two ranks. Meanwhile the memory, the open
-file descriptors and the threads of every process are written down. Writes results/soak.json and docs/images/soak.png.
+First two ranks make 2,000 swaps and 2,000 calls of `sample` in one engine. Its last log-probabilities are compared with
+the trained model's. Then two ranks train 500 asynchronous steps. Meanwhile the program records the memory, the open
+file descriptors and the threads of every process. Writes results/soak.json and docs/images/soak.png.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ WARM_UP = 0.1
 """Share of a run after which nothing should grow."""
 EVERY_S = 0.5
 ALLOWANCE = {"MiB": (0.02, 4), "descriptors": (0, 2), "threads": (0, 2)}
-"""How much more there may be at the end than after the warm-up: a share of it, and a number."""
+"""Allowed growth from the end of the warm-up to the end of the run: a share of the value, plus a number."""
 LARGEST_DIFFERENCE = 1e-4
 PROMPTS, NUM_TOKENS = [[4, 5, 6, 7, 8], [9, 10, 11]] * 4, 8
 ENGINE_ARGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 64 << 20}
 KINDS = {"MiB": "memory in MiB", "descriptors": "open descriptors", "threads": "threads"}
 COLOURS = {"launcher": "tab:gray", "rank 0": "tab:blue", "rank 1": "tab:cyan", "sampler": "tab:orange"}
 Sample = dict[str, Any]
-"""``s`` since the start, and for every process ``{"MiB": …, "descriptors": …, "threads": …}``."""
+"""Seconds ``s`` since the start, and for every process ``{"MiB": …, "descriptors": …, "threads": …}``."""
 
 
 def main() -> None:
-    """Run both, print, save and draw."""
+    """Run both parts, print, save and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--swaps", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=500)
     arguments = parser.parse_args()
-    # Spawned ranks import this file again: torch and the library only where they are used.
+    # Not at the top, because spawned ranks import this file again.
     import vectorlm
     from vectorlm.runs.reinforcement import reinforce
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def swap_and_sample(folder: str, swaps: int) -> float:
-    """Swap and sample on every rank; return by how much the last log-probabilities differ from the model's."""
+    """Swap and sample on every rank; return the largest gap of the last log-probabilities to the model's."""
     import torch
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
@@ -97,7 +97,7 @@ def swap_and_sample(folder: str, swaps: int) -> float:
     with SamplingEngine(folder, **ENGINE_ARGS) as engine, torch.no_grad():
         for step in range(swaps):
             for parameter in model.parameters():
-                # Away from zero and back: weights that only grow would end in infinity.
+                # Shrink and grow alternately: weights that only grow would become infinite.
                 parameter.mul_(1.01 if step % 2 else 1 / 1.0101)
             if engine.update(model, step).skipped:
                 raise RuntimeError(f"swap {step} was skipped")
@@ -114,7 +114,7 @@ def swap_and_sample(folder: str, swaps: int) -> float:
 
 
 def _config(steps: int) -> tuple[Any, Path]:
-    """Return the config of the asynchronous run and its folder, which is empty."""
+    """Return the config of the asynchronous run, and its new folder."""
     from vectorlm.runs.config.load import load_config
 
     data, output = FOLDER / "data", FOLDER / time.strftime("%Y%m%d-%H%M%S")
@@ -136,7 +136,7 @@ def _config(steps: int) -> tuple[Any, Path]:
 
 @contextmanager
 def watching() -> Iterator[list[Sample]]:
-    """Measure this process and all that it starts until the end of the block."""
+    """Measure this process and all processes below it until the end of the `with` block."""
     samples: list[Sample] = []
     over = threading.Event()
 
@@ -166,10 +166,10 @@ def _measure() -> Sample:
             elif "spawn_main" in command:
                 name, num_ranks = f"rank {num_ranks}", num_ranks + 1
             else:
-                # multiprocessing's resource trackers hold nothing.
+                # multiprocessing's resource trackers hold no data.
                 continue
             if name in found:
-                # A child that has just been forked, and bears its parent's name.
+                # A child that has just been forked has its parent's command line.
                 continue
             with process.oneshot():
                 found[name] = {
@@ -181,7 +181,7 @@ def _measure() -> Sample:
 
 
 def _settled(samples: Sequence[Sample], process: str) -> list[Sample]:
-    """Return the measures of a process after the warm-up, without the last ones, when the run ends."""
+    """Return the samples of a process after the warm-up, without the last 2%, in which the run ends."""
     there = [sample for sample in samples if process in sample and "sampler" in sample]
     return there[int(WARM_UP * len(there)) : int(0.98 * len(there))]
 
@@ -200,7 +200,7 @@ def _rows(name: str, samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def _grown(name: str, samples: Sequence[Sample]) -> Iterator[str]:
-    """Say of what there is more at the end than after the warm-up, by more than the allowance."""
+    """Yield a message for every value that grew by more than the allowance after the warm-up."""
     for process in COLOURS:
         first, *_, last = (sample[process] for sample in _settled(samples, process))
         for kind, (share, number) in ALLOWANCE.items():

@@ -1,12 +1,12 @@
-"""How much staleness of its rollouts each algorithm tolerates. Run: python benchmarks/staleness.py
+"""Measure how much staleness of rollouts each algorithm tolerates. Run: python benchmarks/staleness.py
 
-Every run makes as many optimizer steps on as many completions of Countdown, from the model of
-configs/countdown_warmup.yaml, and samples them in rollouts of N mini-batches, each trained on once: with N = 1 all is
-on policy, with more the last mini-batch is N - 1 optimizer steps old, as in Asynchronous RLHF (Noukhovitch et al. 2024,
-arXiv:2410.18252). First each algorithm's learning rate and its other weight, of the KL penalty or beta, are tuned at
-N = 1 on a seed of its own, every algorithm within as many runs; then N grows with what was found. Accuracy is the
-share of 512 held-out questions that the trained weights answer right at temperature 1; KL is that of the trained policy
-from the model that it began with, over its own completions.
+All runs start from the model of configs/countdown_warmup.yaml, and make the same number of optimizer steps on the same
+number of Countdown completions. A batch of rollouts has N mini-batches, and a run trains on each once. With N = 1 all
+are on policy; with larger N the last mini-batch is N - 1 optimizer steps old. The method is from Asynchronous RLHF
+(Noukhovitch et al. 2024, arXiv:2410.18252). First the learning rate and the KL weight (or beta) of each algorithm are
+tuned at N = 1, on a separate seed, with the same number of runs. Then N grows with the tuned values. Accuracy is the
+share of 512 held-out questions that the trained weights answer right at temperature 1. KL is the divergence of the
+trained policy from its start model, over the policy's completions.
 Writes results/staleness.json and docs/images/staleness.png.
 """
 
@@ -25,14 +25,14 @@ from vectorlm.algorithms.registry import get_algorithm
 
 SEEDS, TUNING_SEEDS, ROLLOUTS = (0, 1, 2), (100,), (1, 4, 8, 16, 32)
 NUM_UPDATES, COMPLETIONS, GROUP = 64, 128, 8
-"""Optimizer steps of a run, completions of each, and of a question."""
+"""Optimizer steps per run, completions per optimizer step, and completions per question."""
 SETTINGS: dict[str, Any] = {
     "rl.algorithm.dynamic_sampling": False,
     "rl.show_every": 0,
     "evaluation.every": 1000,
     "engine.max_num_seqs": 512,
 }
-"""What differs from configs/countdown_grpo.yaml besides."""
+"""Settings of all runs that differ from configs/countdown_grpo.yaml."""
 CRITIC = {"rl.critic.lr": 1.0e-3, "rl.critic.warmup_steps": 0}
 LRS = (1.0e-4, 3.0e-4, 1.0e-3)
 KL_COEFS, BETAS = (0.0, 0.01), (0.1, 0.5)
@@ -44,12 +44,12 @@ OTHERS = {
     "best_of_k": ("rl.kl_coef", KL_COEFS),
     "online_dpo": ("rl.algorithm.beta", BETAS),
 }
-"""What is tuned besides the learning rate: the paper's own penalty, in the loss, or the strength of the preference."""
+"""Setting that is tuned besides the learning rate, with its values: the paper's KL penalty in the loss, or beta."""
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:gray", "tab:red")
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """Return what a run sets."""
+    """Return the settings of a run."""
     has_critic = get_algorithm(job["algorithm"]).needs_critic
     group = 1 if has_critic else GROUP
     name, _ = OTHERS[job["algorithm"]]
@@ -67,7 +67,7 @@ def settings(job: Job) -> dict[str, Any]:
 
 
 def divergence(engine: Any, config: Any) -> dict[str, float]:
-    """Return the KL divergence of the trained policy from its start in nats of a completion, and its standard error."""
+    """Return the KL divergence of the policy from its start model, in nats per completion, with its standard error."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -95,7 +95,7 @@ STUDY = Study(ROOT / "runs/staleness", "countdown_grpo.yaml", settings, after=di
 
 
 def tuning_jobs(algorithms: list[str]) -> list[Job]:
-    """Return the runs that choose the learning rate and the other weight, at N = 1."""
+    """Return the runs that tune the learning rate and the other setting, at N = 1."""
     return [
         {"algorithm": algorithm, "lr": lr, "other": other, "n": 1, "seed": seed}
         for algorithm in algorithms
@@ -106,7 +106,7 @@ def tuning_jobs(algorithms: list[str]) -> list[Job]:
 
 
 def tuned(algorithm: str, found: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the learning rate and the other weight with the highest mean accuracy."""
+    """Return the learning rate and the value of the other setting with the highest mean accuracy."""
 
     def accuracy(pair: dict[str, float]) -> float:
         return statistics.fmean(
@@ -164,14 +164,14 @@ def _row(
 
 
 def _found(runs: list[dict[str, Any]], algorithm: str, n: int) -> tuple[list[float], list[float]]:
-    """Return the points of accuracy that runs have gained, and their divergences."""
+    """Return the gains in accuracy of the runs, in points, and their divergences."""
     mine = [run for run in runs if run["algorithm"] == algorithm and run["n"] == n]
     gained = [100 * (run["after"] - run["before"]) for run in mine]
     return gained, [run["kl_from_start"] for run in mine]
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Draw gains over N, and gains over the divergence that they cost."""
+    """Draw gains over N, and gains over the divergence."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.5, 4.8), dpi=120, layout="constrained")

@@ -1,7 +1,7 @@
-"""Seconds from constructing an engine to its first token, beside bare vLLM with its fastest settings.
+"""Compare the seconds from the import to the first token of an engine, and of bare vLLM with its fastest settings.
 
-Both begin in a fresh interpreter and take turns. A second part starts two ranks that load and shard their model while
-the engine loads, and tells how much of the ranks' work the engine's start hides. Run: python benchmarks/startup.py
+Both start in fresh interpreters, and their runs alternate. In a second part two ranks load and shard their model while
+the engine loads: this measures how far both overlap. Run: python benchmarks/startup.py
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ print("SECONDS", time.perf_counter() - start)
 
 
 def first_token_s(code: str, folder: str, environment: dict[str, str]) -> float:
-    """Run `code` in a fresh interpreter; return the seconds that it counted."""
+    """Run `code` in a fresh interpreter; return the seconds that it prints."""
     command = [sys.executable, "-c", code, folder, json.dumps(ENGINE), json.dumps(ONE_TOKEN)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     line = next(line for line in done.stdout.splitlines() if line.startswith("SECONDS"))
@@ -53,7 +53,7 @@ def first_token_s(code: str, folder: str, environment: dict[str, str]) -> float:
 
 
 def ranks_s(folder: str, with_engine: bool, with_model: bool) -> float:
-    """Return the seconds that a rank needs to be ready: for its model, for the engine, or for both."""
+    """Return the seconds until a rank is ready: with its model, with the engine, or with both."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -89,7 +89,7 @@ def main() -> None:
                 "engine": max(vectorlm.launch(ranks_s, folder, True, False, world_size=2)),
                 "both": max(vectorlm.launch(ranks_s, folder, True, True, world_size=2)),
             }
-            # The first turn fills the page cache and vLLM's own caches.
+            # The first round fills the page cache and vLLM's own caches.
             for name, seconds in seen.items() if turn else ():
                 times[name].append(seconds)
     titles = {

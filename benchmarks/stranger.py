@@ -1,4 +1,4 @@
-"""Another user of the machine, who tries every door of a run: files, folders, shared memory and ports."""
+"""Attacks on a run by another user of the machine, for faults.py: on files, folders, shared memory and ports."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ KNOCKS = (
     b"",
     b"\0" * 8,
     b"\xff" * 4096,
-    # As torch's store is greeted, and then asked to set a key.
+    # The greeting of torch's store, and then a request to set a key.
     b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\1" + struct.pack("<Q", 1 << 40),
     b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
 )
 
 
 def visit(folders: Sequence[Path], ports: Sequence[int]) -> list[str]:
-    """Let a stranger into the folders, and send garbage to the ports; return what it could do to files."""
+    """Attack the folders and send garbage to the ports as another user; return the attacks that succeeded."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         found = []
         try:
-            # The folders above may keep strangers out, and are not what is tried.
+            # Opened before, because the folders above may keep strangers out; these are not tested.
             opened = [os.open(folder, os.O_RDONLY) for folder in folders]
             os.setgroups([])
             os.setgid(NOBODY)
@@ -53,7 +53,7 @@ def visit(folders: Sequence[Path], ports: Sequence[int]) -> list[str]:
 
 
 def _broken_into() -> Iterator[tuple[str, str]]:
-    """Try to read, rewrite and delete all below the working folder; yield what was possible."""
+    """Try to read, rewrite, open up and delete everything below the working folder; yield successful attempts."""
     for above, folders, files in os.walk("."):
         for name in (*folders, *files):
             path = os.path.join(above, name)
@@ -70,13 +70,13 @@ def _broken_into() -> Iterator[tuple[str, str]]:
 
 
 def _knock(ports: Sequence[int]) -> None:
-    """Send garbage to every port, and hang up only when all have been sent some."""
+    """Send garbage to every port; close the connections only after the last one."""
     with ExitStack() as opened:
         for port in ports:
             for text in (*KNOCKS, random.randbytes(64)):
-                # One that no longer listens, or hangs up at once, is right.
+                # A port that no longer listens, or closes the connection, is right.
                 with suppress(OSError):
-                    # Not create_connection, for which Python would load a codec that a stranger may not read.
+                    # create_connection would load a codec, which a stranger may not be able to read.
                     caller = opened.enter_context(socket.socket())
                     caller.settimeout(TIMEOUT_S)
                     caller.connect(("127.0.0.1", port))

@@ -1,9 +1,8 @@
-"""The tables of the README and the pages, made from the result files. Run: python benchmarks/table.py
+"""Write the tables of the README and the docs from the result files. Run: python benchmarks/table.py
 
-A page names the results it shows: `<!-- benchmarks: begin NAME -->`. Each table says at which commit it was measured,
-and whether the code that it measures has changed since. Only this program compares the commits, and it writes what it
-finds into the pages: the tests read pages and results alone, so that they pass in a clone without history and do not
-fail because of the next commit.
+A page names the results it shows: `<!-- benchmarks: begin NAME -->`. Each table gives the commit of its measurement,
+and notes whether the measured code has changed since. Only this program compares commits and writes these notes. The
+tests read only pages and results: they pass in a clone without history, and the next commit does not break them.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 REGION = re.compile(r"(<!-- benchmarks: begin ?(\w*) -->\n).*?(<!-- benchmarks: end -->)", re.DOTALL)
-"""What this program writes: the tables of a result, or without a name the README's."""
+"""A region that this program writes: the tables of the named result, or the README's table if there is no name."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a result as a page shows them."""
+    """A table on a page, with rows of a result."""
 
     title: str
     columns: tuple[str, ...] = ()
@@ -33,7 +32,7 @@ class Table:
     leave_out: str = ""
     """A regular expression; rows with a matching cell are not shown. Empty shows all."""
     spread: bool = False
-    """Of three columns, the values of the second become columns, and the cells are the third's."""
+    """Pivot a table of three columns: values of the second become columns, and values of the third become cells."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Result:
     """A file in benchmarks/results."""
 
     code: tuple[str, ...]
-    """The files and folders of which it says something."""
+    """Files and folders whose code is measured."""
     tables: tuple[Table, ...] = ()
 
 
@@ -293,13 +292,13 @@ RESULTS = {
         ),
     ),
 }
-"""Every file in benchmarks/results, with what it measures and how a page shows it."""
+"""All files in benchmarks/results, with the measured code and the tables that pages show."""
 
 
 def with_tables(text: str, page: str, changed: Collection[str] | None = None) -> str:
-    """Return the text of a page with its tables made again, each with its command, commit and date.
+    """Return the text of a page with its tables rewritten, each with its command, commit and date.
 
-    `changed` names the results that are older than their code; without it each table keeps what the page says of it.
+    `changed` names the results that are older than their code; None keeps the notes on the page.
     """
     if changed is None:
         marked = [line for line in text.splitlines() if _mark(page) in line]
@@ -320,13 +319,13 @@ def with_tables(text: str, page: str, changed: Collection[str] | None = None) ->
 
 
 def pages_with_tables() -> list[str]:
-    """Name the pages that show results."""
+    """Return the names of the pages that show results."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [str(page.relative_to(ROOT)) for page in pages if REGION.search(page.read_text())]
 
 
 def results_older_than_their_code() -> list[str]:
-    """Name the results whose compiled code differs from the commit they were measured at."""
+    """Return the names of results whose compiled code has changed since the commit of their measurement."""
     return [name for name in RESULTS if _is_older_than_its_code(name)]
 
 
@@ -334,7 +333,7 @@ def _is_older_than_its_code(name: str) -> bool:
     result = _read(name)
     for commit in {row.get("commit", result["commit"]).split()[0] for row in result["rows"]}:
         differing = _git("diff", "--name-only", commit, "--", *RESULTS[name].code)
-        # A commit that is not in the history cannot be compared: its code has been rewritten since.
+        # A commit that is not in the history cannot be compared, and counts as changed.
         if differing is None or any(_code_differs(commit, path) for path in differing.splitlines()):
             return True
     return False
@@ -352,7 +351,7 @@ def _instructions(source: str) -> object:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            node.value.value = ""  # a module keeps its docstring, so that __future__ stays first
+            node.value.value = ""  # still a docstring, the only statement that may precede __future__
 
     def parts(code: CodeType) -> object:
         constants = [parts(part) if isinstance(part, CodeType) else repr(part) for part in code.co_consts]
@@ -362,13 +361,13 @@ def _instructions(source: str) -> object:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return what git prints, or None if it fails."""
+    """Return the output of git, or None if it fails."""
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _command(name: str, page: str) -> str:
-    """Return what a page calls the program of a result."""
+    """Return the command of a result, as the page shows it."""
     return f"benchmarks/{name}.py" if page == "README.md" else _read(name)["command"]
 
 
@@ -378,14 +377,14 @@ def _mark(page: str) -> str:
 
 
 def _origin(name: str, page: str, changed: Collection[str], commit: str | None = None) -> str:
-    """Return which program measured a result, at which commit, on which day."""
+    """Return the command, commit and date of a result, as the page shows them."""
     result = _read(name)
     mark = _mark(page) if name in changed else ""
     return f"`{_command(name, page)}` at {commit or result['commit']} ({result['date']}{mark})"
 
 
 def _headlines(changed: Collection[str]) -> str:
-    """Return the README's table: one or two numbers of each of five benchmarks, and their baselines."""
+    """Return the README's table: one or two numbers from each of five benchmarks, with their baselines."""
     lines = ["| on two CPU cores | vectorlm | baseline | measured by |", "| --- | ---: | ---: | --- |"]
 
     def add(what: str, ours: str, other: str, name: str, commit: str | None = None) -> None:
@@ -458,7 +457,7 @@ def _render(name: str, table: Table, page: str, changed: Collection[str]) -> str
 
 
 if __name__ == "__main__":
-    # A clone without history says nothing of old commits: the pages keep what they say.
+    # A clone without history cannot compare commits: the pages keep their notes.
     has_history = _git("rev-parse", "--is-shallow-repository") == "false"
     changed = results_older_than_their_code() if has_history else None
     for page in pages_with_tables():

@@ -1,12 +1,12 @@
-"""Weight syncs of TRL's GRPOTrainer with vLLM: TRL's own beside `vectorlm.transfer.WeightTransfer`, in one run.
+"""Compare weight syncs of TRL's GRPOTrainer with vLLM: TRL's own, and `vectorlm.transfer.WeightTransfer`.
 
     python benchmarks/transfer.py data/smollm2 [--ranks 2] [--server http://127.0.0.1:8000]
 
-vLLM runs in the trainer's processes. With `--server` ours sends to a server, started as docs/howto/transfer.md says and
-with `--dtype float32`; TRL's own sync needs CUDA there, and stays in the trainer's processes.
+vLLM runs in the trainer's processes. With `--server` our sync sends to a server instead; start it as in
+docs/howto/transfer.md and with `--dtype float32`. TRL's sync to a server needs CUDA, and stays in the processes.
 
-Both samplers are greedy, and both trainers see the same rewards, so equal weights give equal completions. Prints the
-rewards of both, the seconds of each sync, and their ratio. TRL's sync has no proof; ours sums every tensor.
+Both samplers are greedy and both trainers see the same rewards: equal weights give equal completions. Prints the
+rewards of both, the seconds of each sync, and their ratio. TRL's sync verifies nothing; ours sums every tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, sync: str) -> dict[str, Any]:
-    """Train in processes of their own; return what rank 0 found."""
+    """Train in separate processes; return the results of rank 0."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
     command = [sys.executable, *(launcher if args.ranks > 1 else []), __file__, args.model, "--sync", sync]
     if sync == "ours" and args.server is not None:
@@ -73,8 +73,8 @@ def train(model: str, sync: str, server: str | None) -> dict[str, Any]:
     import trl.trainer.grpo_trainer as grpo
     from datasets import Dataset
 
-    # In fp32 on CPU, and not compiled, which needs a C++ compiler. The backend also lets vLLM keep weights that TRL
-    # can write to.
+    # fp32 because of the CPU, and eager because compilation needs a C++ compiler. With this backend vLLM also keeps
+    # weights that TRL can write to.
     backend = {"backend": "vectorlm"}
     generation.LLM = partial(
         generation.LLM,
@@ -91,7 +91,7 @@ def train(model: str, sync: str, server: str | None) -> dict[str, Any]:
 
     def reward(completions: list[str], **columns: object) -> list[float]:
         rewards.append([float(sum(map(ord, completion)) % 100) for completion in completions])
-        # Greedy completions of one prompt are equal; without a difference nothing would be learnt.
+        # Greedy completions of one prompt are equal; with equal rewards the gradient would be 0.
         return [score + 100 * (index % 2) for index, score in enumerate(rewards[-1])]
 
     settings = grpo.GRPOConfig(

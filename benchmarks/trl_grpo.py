@@ -1,9 +1,8 @@
-"""TRL's GRPOTrainer with vLLM in its process, for rl_step.py: prints the seconds of each step, its tokens
-and its memory.
+"""Train with TRL's GRPOTrainer and vLLM in one process, for rl_step.py; print times, tokens and memory of each step.
 
-TRL has no setting for some of what vLLM needs on CPU, and gets it here, so that both sample alike: fp32 (vLLM would
-take 16 bits, which most processors only emulate), eager execution, and weights that can be written to. vLLM gives
-linear weights to oneDNN when it loads and would not notice new ones; here they are given to it after each update.
+TRL lacks settings that vLLM needs on CPU to sample as the library does, and this file makes them: fp32 (vLLM would take
+16 bits, which most processors only emulate), eager execution, and writable weights. vLLM packs linear weights for
+oneDNN when it loads and would not use new ones; this file packs them again after each update.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from even_reward import even, peak_bytes, watch_memory
 
 
 def main() -> None:
-    """Train, and print."""
+    """Train, and print the measurements."""
     from vectorlm.sampling.backends.vllm.pack import keep_plain_weights, pack
 
     keep_plain_weights()
@@ -37,7 +36,7 @@ def main() -> None:
     from trl import GRPOConfig, GRPOTrainer
     from vllm import LLM
 
-    # Compiled, vLLM would need a C++ compiler. The library's engine runs eagerly too.
+    # Compilation needs a C++ compiler. The library's engine runs eagerly too.
     generation.LLM = partial(LLM, enforce_eager=True, dtype="float32")
 
     model, prompts, arguments = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, for sft.py and real.py: prints the tokens per second of each step."""
+"""Train with TRL's SFTTrainer, for sft.py and real.py; print the tokens per second of each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sft import MAX_TOKENS, STEP_ROWS
 
 
 def main() -> None:
-    """Train, and print."""
+    """Train, and print the speeds."""
     from datasets import load_from_disk
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer

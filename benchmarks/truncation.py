@@ -1,8 +1,8 @@
-"""How far engine and trainer are apart where sampling is truncated. Run: python benchmarks/truncation.py
+"""Compare log-probabilities of engine and trainer with truncated sampling. Run: python benchmarks/truncation.py
 
-The model that configs/countdown_warmup.yaml leaves answers 128 questions 8 times each, at temperature 1. The trainer
-computes the same tokens in float32: over the support that it finds by itself, and over all tokens, which is what a
-trainer does that knows nothing of the truncation. Writes results/truncation.json.
+The final model of configs/countdown_warmup.yaml answers 128 questions 8 times each, at temperature 1. The trainer
+computes log-probabilities of the same tokens in float32: over the support that it computes itself, and over all tokens,
+like a trainer that ignores the truncation. Writes results/truncation.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CUTS: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def compare(completions: list[Any], model: Any, cuts: dict[str, Any]) -> dict[str, Any]:
-    """Return the differences of the engine's log-probabilities and the trainer's."""
+    """Return the differences between the engine's log-probabilities and the trainer's."""
     scores, targets, sampler = scores_of(completions, model)
     ours = token_values(scores, targets, support=Support(**cuts))
     whole = token_values(scores, targets).logprobs

@@ -1,14 +1,14 @@
-"""Best-of-n fine-tuning on one page: sample n answers, learn the right ones, and again with the new weights.
+"""Best-of-n fine-tuning on one page: sample n answers, train on the right ones, repeat with the new weights.
 
 python examples/best_of_n_one_page.py --world_size 2
 
-It starts from the model that configs/countdown_warmup.yaml leaves. A round samples n answers to each question, keeps
-at most k different ones of reward 1, and minimises their cross-entropy; a question without a right answer teaches
-nothing. As in RAFT the weights of one round begin the next. ReST-EM starts every round from the first model; its
-limit of answers per question, which keeps easy questions from outweighing hard ones, is the k here.
+It starts from the final model of configs/countdown_warmup.yaml. A round samples n answers to each question, keeps at
+most k different answers with reward 1, and minimises their cross-entropy. Questions without a right answer are left
+out. As in RAFT, a round starts from the weights of the round before it. ReST-EM starts every round from the first
+model; k is its limit of answers per question, which keeps easy questions from outweighing hard ones.
 
 *Source*: RAFT, Dong et al. 2023, arXiv 2304.06767; ReST-EM, Singh et al. 2023, arXiv 2312.06585.
-custom_loop.py is the same from a random model, with reference answers where the model has no right one.
+custom_loop.py does the same from a random model, with reference answers to questions without a right answer.
 """
 
 import argparse
@@ -42,14 +42,14 @@ def loop(path: str, prompts: str, held_out: str, n: int, k: int, num_rounds: int
         engine.update(policy, 0)
         shares = [accuracy(engine, unseen, here)]
         for step in range(1, num_rounds + 1):
-            # Sample: n answers to each question, from the policy as it is.
+            # Sample: n answers to each question, from the current policy.
             engine.update(policy, step - 1)
             questions = order.take(NUM_QUESTIONS)
             groups = sample(engine, questions, n, step)
-            # Keep: the best answers, which are the right ones.
+            # Keep: the best answers, which are the right answers.
             kept = [choose(answers, question, k) for answers, question in zip(groups, questions, strict=True)]
             rows = [answer for answers in kept for answer in answers]
-            # Train: one pass over them in whole batches, of which each rank has its share.
+            # Train: one pass over them in whole batches; each rank takes its share of a batch.
             for start in range(0, len(rows) - BATCH + 1, BATCH):
                 tokens, mask = pad(rows[start : start + BATCH])
                 denominator, mine = int(mask.sum()), slice(here.rank, None, here.world_size)
@@ -70,25 +70,25 @@ def loop(path: str, prompts: str, held_out: str, n: int, k: int, num_rounds: int
 
 
 def is_right(answer, question) -> bool:
-    """Mark one answer."""
+    """Return whether an answer is right."""
     return countdown_reward(answer.text, **question.columns) == 1.0
 
 
 def choose(answers, question, k: int) -> list:
-    """Return at most `k` answers that are right, no two of them alike."""
+    """Return at most `k` different right answers."""
     right = {answer.text: answer for answer in answers if is_right(answer, question)}
     return list(right.values())[:k]
 
 
 def sample(engine, questions, n: int, step: int) -> list:
-    """Sample n answers to each question, with a seed of its own."""
+    """Sample n answers to each question, with a separate seed for each question."""
     seeds = np.random.default_rng((SEED, step)).integers(2**62, size=len(questions))
     params = [{**SAMPLING, "n": n, "seed": int(seed)} for seed in seeds]
     return engine.sample([question.prompt for question in questions], params)
 
 
 def accuracy(engine, questions, here) -> float:
-    """Print and return the share of sampled answers that are right; each call draws with the same seeds."""
+    """Print and return the share of sampled answers that are right; every call uses the same seeds."""
     groups = zip(sample(engine, questions, 4, step=0), questions, strict=True)
     marks = [is_right(answer, question) for answers, question in groups for answer in answers]
     if here.is_main:
@@ -97,7 +97,7 @@ def accuracy(engine, questions, here) -> float:
 
 
 def pad(rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of prompts with their answers [B, T], and which of them are answers."""
+    """Return the tokens of prompts and answers [B, T], and a mask of the answers' tokens [B, T]."""
     length = max(len(row.prompt_token_ids) + len(row.token_ids) for row in rows)
     tokens, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length)
     for index, row in enumerate(rows):

@@ -16,12 +16,12 @@ def add(a: int, b: int) -> int:
 
 
 class Calculator:
-    """Answers calls of its tool; a message that calls none ends the rollout."""
+    """An environment with a tool; a message without a tool call ends the rollout."""
 
     tools = (add,)
 
     def step(self, message) -> None:
-        """Return nothing: the message is the answer."""
+        """Return None, because the message is the answer."""
 
 
 def is_right(completion, messages, answer) -> float:

@@ -1,7 +1,7 @@
-"""A tool for multi-turn rollouts: what stands between <calc> and </calc> is worked out for the policy.
+"""A calculator for multi-turn rollouts: it evaluates expressions between <calc> and </calc> for the policy.
 
 In a config: ``rl.environment: examples/calculator_tool.py:Calculator``, with ``stop: ["</calc>"]`` and
-``include_stop_str_in_output: True`` among ``rl.sampling_params``, so that a turn ends where the tool is asked.
+``include_stop_str_in_output: True`` in ``rl.sampling_params``. A turn then ends with a call of the tool.
 """
 
 from vectorlm.rl.rewards.countdown import evaluate
@@ -10,13 +10,13 @@ BEGIN, END = "<calc>", "</calc>"
 
 
 class Calculator:
-    """One rollout's calculator; it answers a turn that ends with a question, and ends the rollout otherwise."""
+    """The calculator of a rollout; it answers a turn that ends with a call, and otherwise ends the rollout."""
 
     def __init__(self, **columns) -> None:
-        """Take the question's columns, which a calculator does not need."""
+        """Accept the prompt's columns, which a calculator does not need."""
 
     def respond(self, text: str) -> str | None:
-        """Return the value of the last expression, or why there is none."""
+        """Return the value of the last expression, ``=?;`` if it is invalid, or None if there is no call."""
         if not text.endswith(END) or BEGIN not in text:
             return None
         try:

@@ -20,16 +20,16 @@ _MAX_FRUITLESS_DRAWS = 20_000
 
 @dataclass(frozen=True)
 class CountdownRules:
-    """Which problems may be drawn."""
+    """Settings for drawing problems."""
 
     num_numbers: int = 3
-    """Numbers per problem; solving takes time exponential in it, 5 is comfortable."""
+    """Numbers per problem; the time to solve a problem is exponential in it, and short up to 5."""
     lowest: int = 1
     """The smallest number that may be drawn."""
     highest: int = 20
     """The largest number that may be drawn."""
     operators: str = "+-"
-    """The operators that solutions may use, out of ``+-*/``."""
+    """The operators that solutions may use, some of ``+-*/``."""
     max_target: int = 99
     """The largest target; the smallest is 1."""
 
@@ -58,7 +58,7 @@ class CountdownProblem:
 
     @property
     def key(self) -> tuple[tuple[int, ...], int]:
-        """Equal for problems that differ only in the order of their numbers."""
+        """Sorted numbers and target, which are equal for problems that differ only in the order of their numbers."""
         return tuple(sorted(self.numbers)), self.target
 
     @property
@@ -77,11 +77,11 @@ def generate_problems(
 ) -> tuple[list[CountdownProblem], list[CountdownProblem]]:
     """Draw training and evaluation problems that share no ``(sorted numbers, target)``.
 
-    Evaluation problems also differ from one another by that key; training problems may differ only in the order of
+    Evaluation problems also differ from each other in that key; training problems may differ only in the order of
     their numbers. The same arguments give the same problems.
 
     Raises:
-        DatasetError: `rules` allow fewer different problems.
+        DatasetError: `rules` allow too few different problems.
     """
     random = Random(f"countdown-{seed}")
     evaluation = _draw(num_eval, lambda problem: problem.key, random, rules, frozenset())
@@ -116,7 +116,7 @@ def _draw(
 
 
 def _draw_one(random: Random, rules: CountdownRules) -> CountdownProblem | None:
-    """Draw numbers, then one of the targets that they reach; None when they reach none in range."""
+    """Draw numbers, then one of the targets that they reach; return None if no target is in range."""
     numbers = tuple(random.randint(rules.lowest, rules.highest) for _ in range(rules.num_numbers))
     solutions = solve(numbers, rules.operators)
     targets = sorted(target for target in solutions if 1 <= target <= rules.max_target)
@@ -128,11 +128,11 @@ def _draw_one(random: Random, rules: CountdownRules) -> CountdownProblem | None:
 
 @lru_cache(maxsize=1 << 16)
 def solve(numbers: tuple[int, ...], operators: str = OPERATORS) -> dict[int, str]:
-    """Map every whole number from 0 that `numbers` reach, each used exactly once, to one expression for it.
+    """Map every integer >= 0 that `numbers` reach to an expression that uses each number exactly once.
 
-    Of several expressions the one with the fewest parentheses, divisions and products is kept, then the one
-    that adds before it subtracts and keeps the order of `numbers`. Intermediate values may be fractions but
-    not negative, which loses no target.
+    The expression has the fewest parentheses, then divisions, then products. Among equals it adds before it
+    subtracts and keeps the order of `numbers`. Intermediate values may be fractions but not negative; this
+    excludes no target.
     """
     everything = (1 << len(numbers)) - 1
     tables: dict[int, _Table] = {}
@@ -143,7 +143,7 @@ def solve(numbers: tuple[int, ...], operators: str = OPERATORS) -> dict[int, str
 
 @dataclass(frozen=True, order=True)
 class _Form:
-    """An expression; the smaller of two is preferred."""
+    """An expression; `solve` prefers the smaller of two."""
 
     num_parentheses: int
     num_divisions: int
@@ -184,7 +184,7 @@ def _best_forms(subset: int, tables: dict[int, _Table], operators: str) -> _Tabl
 
 
 def _apply(operator: str, left: Fraction | int, right: Fraction | int) -> Fraction | int | None:
-    """Return the exact value, or None where it is negative or undefined."""
+    """Return the exact value, or None if it is negative or undefined."""
     if operator == "+":
         return left + right
     if operator == "-":
@@ -195,7 +195,7 @@ def _apply(operator: str, left: Fraction | int, right: Fraction | int) -> Fracti
 
 
 def _join(left: _Form, operator: str, right: _Form) -> _Form:
-    """Join two expressions, with parentheses only where precedence needs them."""
+    """Join two expressions, with parentheses only if precedence needs them."""
     strength = _STRENGTH[operator]
     left_needs = left.strength < strength
     right_needs = right.strength <= strength

@@ -1,9 +1,9 @@
-"""Rejection-sampling fine-tuning: sample answers, keep the right ones, train on them, again with the new weights.
+"""Rejection-sampling fine-tuning: sample answers, keep the right ones, train on them, repeat with the new weights.
 
 python examples/custom_loop.py --world_size 2      (first: python examples/make_countdown.py)
 
-`loop` is written as for one process, and every rank runs it. A question that nobody answered right is learned from its
-reference answer, as in STaR (Zelikman et al. 2022, arXiv 2203.14465), so that a random model has where to begin.
+Every rank runs `loop`, which is written as for one process. If no sampled answer is right, the model learns the
+reference answer, as in STaR (Zelikman et al. 2022, arXiv 2203.14465), because a random model has no right answers.
 """
 
 import argparse
@@ -23,7 +23,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 12}
 
 
 def loop(path: str, num_steps: int, lr: float) -> list[float]:
-    """Return the share of right held-out answers at every tenth step and at the end."""
+    """Train, and return the share of right held-out answers at every tenth step and at the end."""
     problems, held_out = generate_problems(256 * 64, 128, rules=CountdownRules(), seed=0)
     tokenizer = AutoTokenizer.from_pretrained(path)
     with vectorlm.SamplingEngine(path, dtype="float32", max_model_len=64) as engine:
@@ -50,17 +50,17 @@ def loop(path: str, num_steps: int, lr: float) -> list[float]:
 
 
 def is_right(text, problem) -> bool:
-    """Mark one answer."""
+    """Return whether an answer is right."""
     return countdown_reward(text, numbers=problem.numbers, target=problem.target) == 1.0
 
 
 def choose(problem, options) -> str:
-    """Return a sampled answer that is right where there is one, else the reference."""
+    """Return a right sampled answer, or the reference answer if there is none."""
     return next((answer.text for answer in options if is_right(answer.text, problem)), problem.completion)
 
 
 def loss_of(model, tokenizer, problems, texts) -> torch.Tensor:
-    """Return the mean cross-entropy of the answers, their prompts left out."""
+    """Return the mean cross-entropy of the answers, without their prompts."""
     whole = [f"{p.prompt}{text}{tokenizer.eos_token}" for p, text in zip(problems, texts, strict=True)]
     rows = tokenizer(whole)["input_ids"]
     starts = [len(ids) for ids in tokenizer([problem.prompt for problem in problems])["input_ids"]]

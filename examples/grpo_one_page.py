@@ -1,9 +1,9 @@
-"""GRPO on one page: the whole algorithm with nothing left out but options.
+"""GRPO on one page: the whole algorithm, without options.
 
 python examples/grpo_one_page.py --world_size 2
 
-It starts from the model that configs/countdown_warmup.yaml leaves. Its losses are those of examples/rl_example_mp.py
-with rl.algorithm: grpo and one optimizer step per batch; a test compares them. Shao et al. 2024, arXiv 2402.03300.
+It starts from the final model of configs/countdown_warmup.yaml. Its losses equal the losses of rl_example_mp.py with
+rl.algorithm: grpo and one optimizer step per batch; a test compares them. Shao et al. 2024, arXiv 2402.03300.
 """
 
 import argparse
@@ -38,13 +38,13 @@ def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[tuple[float
         fully_shard(policy)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
         for step in range(num_steps):
-            # Collect: the engine takes the policy's weights over, and answers each question several times.
+            # Collect: update the engine to the policy's weights, and sample several answers to each question.
             engine.update(policy, step)
             first, prompt_records = order.position, order.take(NUM_PROMPTS)
             dice = [np.random.default_rng((SEED, first + place)) for place in range(NUM_PROMPTS)]
             params = [{**SAMPLING, "n": GROUP_SIZE, "seed": int(die.integers(0, 2**62))} for die in dice]
             groups = engine.sample([prompt_record.prompt for prompt_record in prompt_records], params)
-            # Score: every answer by itself, then against the others of its group.
+            # Score: reward every answer, then compare it with the other answers of its group.
             rewards = torch.tensor(
                 [
                     [countdown_reward(answer.text, **prompt_record.columns) for answer in answers]
@@ -52,7 +52,7 @@ def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[tuple[float
                 ]
             )
             advantages = group_advantages(rewards).flatten()
-            # Train: one optimizer step on this rank's share of the rows; the policy is still that of the rollouts.
+            # Train: one optimizer step on this rank's share of the rows, with the policy that sampled them.
             rows = [answer for answers in groups for answer in answers]
             tokens, mask = pad(rows)
             mine = slice(here.rank, None, here.world_size)
@@ -63,13 +63,13 @@ def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[tuple[float
             loss = reduce_loss(per_token, mask[mine].to(here.device), "sequence_mean_token_mean", len(rows))
             (loss * here.world_size).backward()  # FSDP averages over ranks; this loss is a share of the sum
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0).full_tensor().item()
-            if norm > 0:  # momentum would move the weights where all rewards are equal
+            if norm > 0:  # if all rewards are equal, momentum would still move the weights
                 optimizer.step()
             optimizer.zero_grad()
             total = loss.detach()
             if here.world_size > 1:
                 dist.all_reduce(total)
-            # At a ratio of 1 the loss is minus the mean advantage, and that is 0; its gradient is not.
+            # At a ratio of 1 the loss is minus the mean advantage, which is 0; its gradient is not 0.
             losses.append((total.item(), norm))
             if here.is_main:
                 right = (rewards == 1.0).float().mean()
@@ -78,7 +78,7 @@ def loop(path: str, prompts: str, num_steps: int, lr: float) -> list[tuple[float
 
 
 def pad(rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of prompts with their answers [B, T], and which of them are answers."""
+    """Return the tokens of prompts and answers [B, T], and a mask of the answers' tokens [B, T]."""
     length = max(len(row.prompt_token_ids) + len(row.token_ids) for row in rows)
     tokens, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length)
     for index, row in enumerate(rows):

@@ -1,9 +1,8 @@
-"""A guessing game of two players: one thinks of a number, the policy guesses it in `GUESSES` turns.
+"""A guessing game: the environment thinks of a number, and the policy guesses it in at most `GUESSES` turns.
 
 In a config: ``rl.environment: examples/guessing_game.py:Game``, which rewards each turn, or ``:RewardedLast``, which
-gives the same points in all, with the last turn. The reward ``examples/guessing_game.py:won`` counts the games that are
-won; with a weight of 0 it is measured and not learned from. `examples/make_chats.py` writes the games and a model to
-start from.
+gives the sum of these rewards in the last turn. The reward ``examples/guessing_game.py:won`` is 1 for a won game; with
+a weight of 0 it is only measured. `examples/make_chats.py` writes the games and a start model.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ LOWEST, HIGHEST, GUESSES = 10, 41, 5
 
 
 def asked(lowest: int, highest: int) -> str:
-    """Return what the other player says before a guess."""
+    """Return the environment's message before a guess."""
     return f"{lowest} to {highest}?"
 
 
 class Game:
-    """A turn earns a fifth of a point for each halving of the numbers that are left, so who wins has one point.
+    """A game that gives a fifth of a point for each halving of the numbers that are left; a win has one point in all.
 
-    It has coroutine functions alone, so that all games are in one process.
+    Its `step` is asynchronous, and therefore all games share one process.
     """
 
     def __init__(self, number: int) -> None:
-        """Think of `number`."""
+        """Start a game about `number`."""
         self.number = number
         self.lowest, self.highest = LOWEST, HIGHEST
         self.num_guesses = 0
 
     async def step(self, message) -> Reply:
-        """Return what is left to guess."""
+        """Return the reply to a guess, with the range that is left."""
         self.num_guesses += 1
         said = message["content"]
         guess = int(said) if said.isascii() and said.isdigit() else None
@@ -54,12 +53,12 @@ class Game:
 
 
 class RewardedLast(Game):
-    """The same game, whose points come with the last turn."""
+    """The same game, with all points in the last turn."""
 
     points = 0.0
 
     async def step(self, message) -> Reply:
-        """Return the reply with no reward before the game has ended."""
+        """Return the reply, without a reward before the last turn."""
         reply = await super().step(message)
         self.points += reply.reward
         return replace(reply, reward=self.points if reply.done else None)

@@ -16,7 +16,7 @@ from vectorlm.train.settings import EvaluationSettings
 
 
 def main() -> None:
-    """Train as the rank that torchrun made this process."""
+    """Train on the rank for which torchrun started this process."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     add_config_arguments(parser)

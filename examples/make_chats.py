@@ -1,11 +1,11 @@
-"""Make what the examples of turns and tools need: chats to begin from, questions, and a tiny random Llama.
+"""Make data for the examples with turns and tools: chats for a warm-up, questions, and a tiny random Llama.
 
 Run ``python examples/make_chats.py --output_dir data/chats --seed 0``; the same arguments write the same files again.
 The folder then holds
 
-- ``model/``: weights drawn at random and a tokenizer, whose chat template writes tools and their calls as Hermes does;
-- ``chats.jsonl``: chats of a weak assistant. Of those with a calculator one in three adds all the numbers and the
-  others answer too early; the games are guessed at random;
+- ``model/``: random weights, and a tokenizer whose chat template writes tools and their calls in the Hermes format;
+- ``chats.jsonl``: chats of a weak assistant. With a calculator, it adds all numbers in one of three chats, and answers
+  too early in the others. In games it guesses at random;
 - ``sums.jsonl`` and ``games.jsonl``: questions for `calculator_chat.py` and games for `guessing_game.py`.
 """
 
@@ -36,7 +36,7 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
 def chat_with_calculator(numbers: Sequence[int], num_calls: int, draw: random.Random) -> dict[str, Any]:
-    """Return a chat that adds the numbers with `num_calls` calls, and answers then, whether it is done or not."""
+    """Return a chat that adds numbers with `num_calls` calls and then answers, even if numbers are left."""
     messages = [{"role": "user", "content": question(numbers)}]
     total = numbers[0]
     for number in numbers[1 : 1 + num_calls]:
@@ -54,12 +54,12 @@ def chat_with_calculator(numbers: Sequence[int], num_calls: int, draw: random.Ra
 
 
 def question(numbers: Sequence[int]) -> str:
-    """Return what the user asks."""
+    """Return the user's question."""
     return " + ".join(map(str, numbers))
 
 
 def random_game(number: int, draw: random.Random) -> dict[str, Any]:
-    """Return a game of three guesses at most, anywhere."""
+    """Return a game of at most three guesses, which may be outside the range that is left."""
     lowest, highest = LOWEST, HIGHEST
     messages: list[dict[str, str]] = []
     for _ in range(3):

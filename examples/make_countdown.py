@@ -1,10 +1,10 @@
-"""Make everything a first run needs: Countdown questions, their tokenizer and a tiny random Llama.
+"""Make data for a first run: Countdown questions, their tokenizer and a tiny random Llama.
 
 Run ``python examples/make_countdown.py --output_dir data/countdown --seed 0``; the same arguments write the same
 files again. The folder then holds
 
-- ``model/``: weights drawn at random and the tokenizer, for ``AutoModelForCausalLM`` and ``AutoTokenizer``;
-- ``student/``: a model of a seventh of its size with the same tokenizer, which can learn from it;
+- ``model/``: random weights and the tokenizer, for ``AutoModelForCausalLM`` and ``AutoTokenizer``;
+- ``student/``: a model of a seventh of the size with the same tokenizer, for distillation;
 - ``train/`` and ``eval/``: tokenised datasets whose labels leave the prompt out of the loss;
 - ``eval.jsonl``: held-out questions to sample answers for, scored by the ``countdown`` reward;
 - ``train.jsonl`` and ``held_out.jsonl``: the questions of ``train/`` and all of ``eval/``, for reinforcement learning;
@@ -30,7 +30,7 @@ SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 PHRASES = ("Using the numbers ", " make ", " <answer>", "<answer>", "</answer>", ", ")
 CHARACTERS = (*string.printable[:95], "\n")
 NUMBERS = tuple(str(number) for number in range(10, 100))
-# A chat is its contents in a row, so a question asked as a message has the same tokens as one asked as text.
+# The template joins the contents of a chat: a question as a message has the same tokens as a question as text.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 IGNORE_INDEX = -100
 
@@ -40,7 +40,7 @@ def build_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Build a lossless tokenizer: whole phrases, numbers up to 99 and single ASCII characters.
 
-    One token per number spares a tiny model from learning to read digits, and short sequences are cheap.
+    With one token per number, a tiny model need not learn to read digits, and sequences are short.
     """
     vocabulary = {
         token: index for index, token in enumerate((*SPECIAL_TOKENS, *phrases, *CHARACTERS, *NUMBERS))
@@ -67,7 +67,7 @@ def build_tokenizer(
 def build_model(
     tokenizer: PreTrainedTokenizerFast, seed: int, num_heads: int = 4, num_layers: int = 4
 ) -> LlamaForCausalLM:
-    """Draw a Llama of 0.9 million parameters; heads are 32 wide, the least that vLLM's CPU attention takes."""
+    """Return a random Llama, of 0.9 million parameters by default; vLLM's CPU attention needs heads of at least 32."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -87,7 +87,7 @@ def build_model(
 
 
 def tokenise(problems: Sequence[CountdownProblem], tokenizer: PreTrainedTokenizerFast) -> Dataset:
-    """Turn problems into rows whose labels hold the answer and the end token alone."""
+    """Turn problems into rows whose labels are only the answer and the end token."""
     prompts = tokenizer([problem.prompt for problem in problems])["input_ids"]
     answers = tokenizer([problem.completion for problem in problems], add_special_tokens=False)["input_ids"]
     rows = []
@@ -105,13 +105,13 @@ def tokenise(problems: Sequence[CountdownProblem], tokenizer: PreTrainedTokenize
 
 
 def write_questions(problems: Sequence[CountdownProblem], path: Path) -> None:
-    """Write one JSON object per line: the prompt and the columns that the reward asks for."""
+    """Write one JSON object per line: the prompt and the columns that the reward reads."""
     rows = [{"prompt": p.prompt, "numbers": list(p.numbers), "target": p.target} for p in problems]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_pairs(problems: Sequence[CountdownProblem], path: Path) -> None:
-    """Write a pair for each problem, whose rejected text answers the next one."""
+    """Write a pair for each problem; its rejected text is the answer to the next problem."""
     rows = [
         {"prompt": mine.prompt, "chosen": mine.completion, "rejected": following.completion}
         for mine, following in zip(problems, [*problems[1:], problems[0]], strict=True)

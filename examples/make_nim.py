@@ -1,9 +1,9 @@
-"""Make what self-play of Nim needs: random games to begin from, positions, and a tiny random Llama.
+"""Make data for self-play of Nim: random games for a warm-up, positions, and a tiny random Llama.
 
 Run ``python examples/make_nim.py --output_dir data/nim --seed 0``; the same arguments write the same files again. The
 folder then holds
 
-- ``model/``: weights drawn at random and a tokenizer, as of `make_chats.py`;
+- ``model/``: random weights and a tokenizer, as in `make_chats.py`;
 - ``chats.jsonl``: games of two players who move at random;
 - ``games.jsonl`` and ``held_out.jsonl``: positions to play against older policies, and against the fixed opponent.
 """
@@ -24,7 +24,7 @@ FEWEST_STICKS, MOST_STICKS = 1, 15
 
 
 def random_game(num_left: int, draw: random.Random) -> dict[str, Any]:
-    """Return a game in which both players move at random, as a chat of the one who begins."""
+    """Return a game in which both players move at random, as a chat of the player who begins."""
     messages: list[dict[str, str]] = []
     while num_left:
         left = num_left - draw.randint(1, min(MOST, num_left))

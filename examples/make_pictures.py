@@ -1,11 +1,11 @@
-"""Make everything a first run with images needs: pictures with questions, and a tiny random Qwen2.5-VL.
+"""Make data for a first run with images: pictures with questions, and a tiny random Qwen2.5-VL.
 
 Run ``python examples/make_pictures.py --output_dir data/pictures --seed 0``; the same arguments write the same files
 again. The folder then holds
 
-- ``model/``: weights drawn at random, with tokenizer, image processor and chat template;
+- ``model/``: random weights, with tokenizer, image processor and chat template;
 - ``images/``: pictures of one to four squares of one colour on a grid of three by three;
-- ``train.jsonl`` and ``held_out.jsonl``: for each picture the question for its colour or for the number of squares.
+- ``train.jsonl`` and ``held_out.jsonl``: for each picture a question about its colour or its number of squares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 70, 220), 
 NUMBERS = ("one", "two", "three", "four")
 QUESTIONS = ("colour?", "number?")
 CELL, GRID = 28, 3
-"""Pixels of a cell, which the model reads as one token, and cells in a row."""
+"""Width of a cell in pixels, and cells in a row; the model reads a cell as one token."""
 SPECIAL_TOKENS = (
     "<pad>",
     "<unk>",
@@ -76,7 +76,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """Draw a Qwen2.5-VL of 0.2 million parameters; heads are 32 wide, the least that vLLM's CPU attention takes."""
+    """Return a random Qwen2.5-VL of 0.2 million parameters; vLLM's CPU attention needs heads of at least 32."""
     names = ("vision_start", "vision_end", "image", "video")
     ids = tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS[2:6]))
     text = {

@@ -1,4 +1,4 @@
-"""An algorithm of one's own: in a config, ``rl.algorithm: examples/my_algorithm.py:MEDIAN``."""
+"""A custom algorithm with a median baseline. In a config: ``rl.algorithm: examples/my_algorithm.py:MEDIAN``."""
 
 from vectorlm.algorithms.policy_loss import reinforce_policy_loss
 from vectorlm.algorithms.settings import TokenSettings

@@ -1,11 +1,11 @@
-"""Nim by self-play: two players take one to three sticks in turn, and who takes the last one wins.
+"""Nim by self-play: two players alternately take one to three sticks, and the player who takes the last stick wins.
 
-A player is told how many sticks there are, and answers with how many are left after the move.
+A player reads the number of sticks, and answers with the number that is left after the move.
 
-In a config: ``rl.environment: examples/nim.py:Nim``. A row's `opponent` is ``self``, an older policy of the run that
-the engine keeps as an adapter, or ``fixed``, which plays at random but never misses a win. The callback
-``examples/nim.py:WinRate`` logs the games that an evaluation won as ``eval/win_rate``. `examples/make_nim.py` writes
-the games and a model to start from.
+In a config: ``rl.environment: examples/nim.py:Nim``. A row's `opponent` is ``self`` or ``fixed``. The first is an older
+policy of the run, which the engine keeps as an adapter. The second plays at random but never misses a win. The callback
+``examples/nim.py:WinRate`` logs the share of games that an evaluation won as ``eval/win_rate``. `examples/make_nim.py`
+writes the games and a start model.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any
 from vectorlm.rl.environments.environment import Reply
 
 MOST = 3
-"""Sticks that a player may take at once."""
+"""Largest number of sticks that a player may take in a move."""
 
 
 def left_by(text: str, num_left: int) -> int | None:
-    """Return how many sticks a player leaves; None if the text is no legal move."""
+    """Return the number of sticks after a player's move; None if the text is not a legal move."""
     left = int(text) if text.isascii() and text.isdigit() else -1
     return left if 0 <= left < num_left <= left + MOST else None
 
 
 def fixed_move(num_left: int, draw: random.Random) -> int:
-    """Return how many sticks the fixed opponent leaves."""
+    """Return the number of sticks after a move of the fixed opponent."""
     return 0 if num_left <= MOST else num_left - draw.randint(1, MOST)
 
 
 class Nim:
     """A game that the policy begins; an illegal move loses.
 
-    It has coroutine functions alone, so that all games are in one process.
+    Its `step` is asynchronous, and therefore all games share one process.
     """
 
     def __init__(self, sticks: int, opponent: str, game: int, client_url: str = "", key: str = "") -> None:
-        """Start with `sticks`; `client_url` and `key` are of the run's engine, which the opponent plays on."""
+        """Start with `sticks`; `client_url` and `key` give access to the run's engine, which samples the opponent."""
         self.num_left, self.opponent = sticks, opponent
         self.draw = random.Random(game)
         self.client_url, self.key = client_url, key
@@ -49,7 +49,7 @@ class Nim:
         """The game as the older policy sees it."""
 
     async def step(self, message: dict[str, Any]) -> Reply:
-        """Make the policy's move and the opponent's; return what is left."""
+        """Make the policy's move and the opponent's; return the reply with the sticks that are left."""
         left = left_by(message["content"], self.num_left)
         if not left:
             return self.ended(has_won=left == 0)
@@ -65,7 +65,7 @@ class Nim:
         return Reply([{"role": "user", "content": str(self.num_left)}])
 
     def ended(self, has_won: bool) -> Reply:
-        """Return the end of the game."""
+        """Return the last reply of the game."""
         return Reply(reward=float(has_won), done=True, metrics={"acc": has_won})
 
     async def older_self(self, said: str) -> str:
@@ -96,5 +96,5 @@ class WinRate:
     """A callback that logs the share of games that an evaluation won."""
 
     def on_evaluation(self, run, step, metrics) -> None:
-        """Log it."""
+        """Log the share."""
         run.log({"eval/win_rate": metrics["eval/accuracy/environment"]})

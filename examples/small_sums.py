@@ -1,8 +1,8 @@
 """Small arithmetic questions as chats, and the reward that scores their answers.
 
 Run ``python examples/small_sums.py --output_dir data/small_sums``; the same arguments write the same files again:
-``train.jsonl``, ``held_out.jsonl`` (no question of which is in the first) and ``chats.jsonl``, the training questions
-with their answers for fine-tuning. In a config the reward is ``examples/small_sums.py:first_number``.
+``train.jsonl``, ``held_out.jsonl`` (without training questions) and ``chats.jsonl``, the training questions with their
+answers for fine-tuning. In a config the reward is ``examples/small_sums.py:first_number``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     held_out, train = [], []
     for kind, all_of_kind in by_kind.items():
         draw.shuffle(all_of_kind)
-        # A third at most, so that a small kind keeps questions to learn from.
+        # At most a third, because a small kind must keep questions to learn from.
         cut = min(NUM_HELD_OUT // len(by_kind), len(all_of_kind) // 3)
         held_out += [_row(kind, *pair) for pair in all_of_kind[:cut]]
         train += [_row(kind, *draw.choice(all_of_kind[cut:])) for _ in range(args.num_train // len(by_kind))]

@@ -1,20 +1,20 @@
-"""TRICE on one page: each question remembers a right answer of the model's own, and the model learns from it.
+"""TRICE on one page: the model learns from right answers that it sampled, of which each question remembers one.
 
 python examples/trice_one_page.py --world_size 2
 
-It starts from the model that configs/countdown_warmup.yaml leaves. A Countdown answer is its own derivation, so the
-whole answer is the latent rationale z of its question x, and p(right | z, x) is 1 or 0. Each question remembers a
+It starts from the final model of configs/countdown_warmup.yaml. A Countdown answer is its own derivation. The whole
+answer is therefore the latent rationale z of its question x, and p(right | z, x) is 1 or 0. Each question remembers a
 right rationale. The policy proposes another, which replaces the remembered one if it is right: a step of a Markov
 chain towards p(z | x, right). One optimizer step then follows the mean over questions of
 
     grad log p(remembered | x) - beta * grad log p(proposed | x),
 
-where beta is the share of right proposals among the *other* questions. The second term is 0 on average and takes
-noise away: an accepted proposal weighs 1 - beta, a refused one -beta, and where all are right the gradient is 0.
+where beta is the share of right proposals among the *other* questions. The second term is 0 on average and reduces
+the variance: an accepted proposal has weight 1 - beta, a rejected one -beta, and if all are right the gradient is 0.
 
 *Source*: Phan et al. 2023, arXiv 2312.02179. The paper draws the first rationales from a guide that sees the answer;
-here they are right samples of the model itself. A question without one stays out of the loss until one of its
-proposals has been right. The paper trains on a weighted subsample of the rationales, this page on all of them.
+here they are right samples of the model itself. A question without a right sample stays out of the loss until one of
+its proposals has been right. The paper trains on a weighted subsample of the rationales, this page on all of them.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def loop(path: str, prompts: str, held_out: str, num_steps: int, lr: float) -> l
         for first in zip(*propose(engine, questions, NUM_FIRST, step=0), strict=True):
             memory = accept(memory, range(len(questions)), first, mark(first, questions))
         for step in range(1, num_steps + 1):
-            # Propose: one rationale for each question, from the policy as it is.
+            # Propose: one rationale for each question, from the current policy.
             engine.update(policy, step - 1)
             places = list(dict.fromkeys(order.take(BATCH)))
             asked = [questions[place] for place in places]
@@ -86,8 +86,8 @@ def loop(path: str, prompts: str, held_out: str, num_steps: int, lr: float) -> l
 def trice_weights(is_right: torch.Tensor, takes_part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights of the remembered rationales, 1, and of the proposals, -beta; 0 for a question left out.
 
-    beta of a question is the share of right proposals among the others that take part: were its own counted, beta
-    would depend on the proposal that it scales, and the second term would not be 0 on average.
+    beta of a question is the share of right proposals among the other questions that take part. With its own proposal,
+    beta would depend on the proposal that it scales, and the second term would not be 0 on average.
 
     Args:
         is_right: bool [P], whether the proposal of each question is right.
@@ -100,26 +100,26 @@ def trice_weights(is_right: torch.Tensor, takes_part: torch.Tensor) -> tuple[tor
 
 
 def accept(memory: dict, places, proposals, is_right) -> dict:
-    """Return the memory with each right proposal in the place of its question's rationale."""
+    """Return the memory after each right proposal has replaced the rationale of its question."""
     found = zip(places, proposals, is_right, strict=True)
     return memory | {place: proposal for place, proposal, right in found if right}
 
 
 def propose(engine, questions, count: int, step: int) -> list:
-    """Sample answers to each question with a seed of its own; one seed for all would make proposals alike."""
+    """Sample answers to each question with a separate seed; with one seed for all, proposals would be alike."""
     seeds = np.random.default_rng((SEED, step)).integers(2**62, size=len(questions))
     params = [{**SAMPLING, "n": count, "seed": int(seed)} for seed in seeds]
     return engine.sample([question.prompt for question in questions], params)
 
 
 def mark(answers, questions) -> list[bool]:
-    """Say of each answer whether it is right."""
+    """Return for each answer whether it is right."""
     pairs = zip(answers, questions, strict=True)
     return [countdown_reward(answer.text, **question.columns) == 1.0 for answer, question in pairs]
 
 
 def accuracy(engine, questions, here) -> float:
-    """Print and return the share of sampled answers that are right; each call draws with the same seeds."""
+    """Print and return the share of sampled answers that are right; every call uses the same seeds."""
     groups = propose(engine, questions, 4, step=0)
     share = sum(sum(mark(answers, questions)) for answers in zip(*groups, strict=True)) / (4 * len(questions))
     if here.is_main:
@@ -128,7 +128,7 @@ def accuracy(engine, questions, here) -> float:
 
 
 def pad(rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of prompts with their answers [B, T], and which of them are answers."""
+    """Return the tokens of prompts and answers [B, T], and a mask of the answers' tokens [B, T]."""
     length = max(len(row.prompt_token_ids) + len(row.token_ids) for row in rows)
     tokens, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length)
     for index, row in enumerate(rows):

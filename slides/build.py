@@ -45,14 +45,14 @@ def read(name: str) -> dict:
 
 
 def new(width: float, height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """Return a figure of some inches, and its panels from top to bottom."""
+    """Return a figure of `width` by `height` inches, and its panels from top to bottom."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
     return figure, list(axes)
 
 
 def turns(folder: Path) -> None:
-    """Draw who computes when in two recorded runs, a synchronous and an asynchronous one."""
+    """Draw the times at which engine and trainer compute, in a recorded synchronous and an asynchronous run."""
     recorded = json.loads(Path(__file__).with_name("timelines.json").read_text())
     figure, axes = new(13, 5.4, rows=2)
     for place, (name, title) in zip(
@@ -76,7 +76,7 @@ def turns(folder: Path) -> None:
         ncols=3,
         frameon=False,
     )
-    # Typst draws text a little higher than its place, and would cut the first title.
+    # Typst draws text slightly too high, and would cut off the first title.
     figure.get_layout_engine().set(rect=(0, 0, 1, 0.95))
     figure.savefig(folder / "turns.svg")
 
@@ -99,7 +99,7 @@ def draw_turn(axes: Axes, run: dict) -> None:
 
 
 def swap(folder: Path) -> None:
-    """Draw the time of a weight update, beside other ways to change the weights."""
+    """Draw the times of weight updates, and of other ways to change the weights."""
     shown = {
         "memcpy": ("memcpy of the same 142 MB", GREY),
         "live": ("live", SWAP),
@@ -126,7 +126,7 @@ def swap(folder: Path) -> None:
 
 
 def steps(folder: Path) -> None:
-    """Draw the time of a GRPO step, sampling and update, beside TRL."""
+    """Draw the times of sampling and update in GRPO steps, with TRL's for comparison."""
     settings: dict[str, list[dict]] = {}
     for row in read("rl_step")["rows"]:
         settings.setdefault(row["prompt + completion"], []).append(row)
@@ -157,7 +157,7 @@ def steps(folder: Path) -> None:
 
 
 def overlap(folder: Path) -> None:
-    """Draw seconds per step and steps to a reward, over the bound on staleness."""
+    """Draw seconds per step and steps to a reward, by the bound on staleness."""
     rows = [row for row in read("async")["rows"] if row["lengths"] == "long tail"]
     names = {
         "taking turns on all, 1 rank": "synchronous",
@@ -227,7 +227,7 @@ def correction(folder: Path) -> None:
 
 
 def main() -> None:
-    """Draw everything into build/slides, and write slides/vectorlm.pdf."""
+    """Write charts and facts to build/slides, and the talk to slides/vectorlm.pdf."""
     folder = ROOT / "build" / "slides"
     folder.mkdir(parents=True, exist_ok=True)
     for draw in (turns, swap, steps, overlap, correction):
@@ -237,7 +237,7 @@ def main() -> None:
         str(ROOT / "slides" / "vectorlm.typ"),
         output=str(ROOT / "slides" / "vectorlm.pdf"),
         root=str(ROOT),
-        # The fonts that come with matplotlib, whatever the machine has.
+        # Only matplotlib's fonts, because machines have different ones.
         font_paths=[str(Path(matplotlib.get_data_path(), "fonts", "ttf"))],
         ignore_system_fonts=True,
     )
