@@ -1,9 +1,9 @@
 """Off-policy correction: weights and masks for tokens whose probability differs between engine and trainer.
 
-`old_logprobs`, float [B, T], are the trainer's at the weights of the rollout, `sampler_logprobs` are the engine's, and
-`mask`, bool or 0/1, marks the tokens that the policy sampled. r is the ratio of the trainer to the sampler,
-``exp(old - sampler)``: above 1 if the sampler gave the token too little probability. Bounds are bounds of r. No result
-has a gradient.
+`old_logprobs`, float [B, T], are the trainer's before the first optimizer step on the batch. `sampler_logprobs` are the
+engine's, and `mask`, bool or 0/1, marks the tokens that the policy sampled. r is the ratio of the trainer to the
+sampler, ``exp(old - sampler)``: above 1 if the sampler gave the token too little probability. Bounds are bounds of r.
+No result has a gradient.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def importance_weights(
     arXiv:2510.18855 (token mask, IcePop); Liu et al. 2025, "When speed kills stability" (masks by sequence).
 
     Args:
-        old_logprobs: float [B, T], the trainer's, at the rollout's weights.
+        old_logprobs: float [B, T], the trainer's, before the first optimizer step on the batch.
         sampler_logprobs: float [B, T], the engine's.
         mask: [B, T], the tokens that count.
         level: The ratio that the bounds apply to.

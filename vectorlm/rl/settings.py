@@ -148,8 +148,8 @@ class UpdateSettings:
     """Largest number of tokens that one forward pass computes on one rank. A prompt counts once per group, and padding
     counts too. On CPU, a pass with 1,024 tokens takes no further group."""
     max_kl: PositiveFloat | None = None
-    """KL divergence per token from the rollout's policy above which the rest of a batch is skipped; null never
-    skips. The mean is over tokens that the update computes, without groups that have no advantage."""
+    """KL divergence per token from the old policy above which the rest of a batch is skipped; null never skips. The
+    mean is over tokens that the update computes, without groups that have no advantage."""
     drop_truncated: bool = False
     """Leave truncated completions out of the loss."""
     entropy_coef: NonNegativeFloat = 0.0
@@ -274,7 +274,7 @@ class Correction:
     bypass: bool = False
     """Use the engine's log-probabilities as the old ones, without a forward pass of the trainer."""
     level: Literal["token", "sequence", "geometric"] | None = None
-    """The ratio that the bounds of the weights apply to; null means no weights."""
+    """The ratio that the bounds of the weights apply to. A correction without a level has no weights."""
     mode: Literal["truncate", "mask"] = "truncate"
     """Truncate weights at the bounds, or set weights beyond the bounds to 0."""
     low: NonNegativeFloat | None = None
