@@ -1,4 +1,4 @@
-"""Puts this folder on the import path, so that tests can share modules; adds shared fixtures and options."""
+"""Shared fixtures and options; adds this folder to the import path for modules that tests share."""
 
 import argparse
 import ctypes
@@ -25,15 +25,15 @@ from vectorlm.errors import ConfigError
 from vectorlm.ranks import launcher
 from vectorlm.runs import calls
 
-# The tests are made for CPUs, two ranks and more; docs/dev/gpu.md says how they see a GPU.
+# The tests are made for CPUs and for two or more ranks; docs/dev/gpu.md shows how to run them on a GPU.
 if not os.environ.get("VECTORLM_TESTS_SEE_GPUS"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-# A shell ignores Ctrl-C for what it starts in the background, and every process of the tests would inherit that.
+# A shell makes its background processes ignore Ctrl-C, and every process of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Each run of the suite draws the same examples; a campaign draws new ones.
+# Every run of the suite draws the same examples; a campaign draws new ones.
 HEALTHY = list(hypothesis.HealthCheck)
 hypothesis.settings.register_profile(
     "suite", max_examples=100, derandomize=True, deadline=None, suppress_health_check=HEALTHY
@@ -48,7 +48,7 @@ CLONE_NEWNS = 0x20000
 
 
 def pytest_configure(config):
-    """Give each of several pytest-xdist workers a /dev/shm of its own, where root may: tests look what stays there."""
+    """Mount a separate /dev/shm for each pytest-xdist worker if root may: tests check which files remain there."""
     is_worker = hasattr(config, "workerinput")
     if is_worker and ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0:
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -59,10 +59,10 @@ def pytest_configure(config):
 
 
 def _skip_engines(event, arguments=()):
-    """Skip the test that starts a process, as ranks and most engines are, or imports vLLM."""
+    """Skip a test that starts a process (ranks and most engines are processes) or imports vLLM."""
     starts_process = event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "multiprocessing.Process")
     is_engine = starts_process or (event == "import" and arguments[0] == "vllm")
-    # In another thread the test would not hear of it.
+    # In another thread, the exception would not reach the test.
     if is_engine and threading.current_thread() is threading.main_thread():
         pytest.skip("starts an engine, ranks or another process", allow_module_level=True)
 
@@ -80,14 +80,14 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm_samplers(request):
-    """Let engines start fast, but where a test looks for the sampler among its own children, or CUDA would fork."""
+    """Offer warm samplers, except where a test looks for the sampler among its own children, or CUDA would fork."""
     is_fresh = hasattr(request.module, "sampler_pid") or os.environ.get("VECTORLM_TESTS_SEE_GPUS")
     is_fresh = is_fresh or request.config.getoption("--fast")
     warm_engines.use(None if is_fresh else warm_engines.offer())
     before = dict(os.environ)
     yield
     warm_engines.use(None)
-    # vLLM in the process of the tests sets variables, and no sampler is warm for the files behind it then.
+    # vLLM's import sets environment variables; with them, later test files would get no warm sampler.
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
@@ -95,7 +95,7 @@ def _warm_samplers(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_pictures(request):
-    """Draw pictures in the tests of the report alone."""
+    """Draw pictures only in the tests of the report."""
     pictures.draw(request.path.parent.name == "report")
     yield
     pictures.draw(True)
@@ -103,21 +103,21 @@ def _no_pictures(request):
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory):
-    """A tiny Llama; a test module may set options of `save_tiny_llama` in TINY_LLAMA."""
+    """Return the folder of a tiny Llama; a test module may set options of `save_tiny_llama` in TINY_LLAMA."""
     options = getattr(request.module, "TINY_LLAMA", {})
     return save_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", **options)
 
 
 @pytest.fixture
 def forks_ranks(monkeypatch):
-    """Fork the ranks that commands and calls launch from a process that has imported what they need."""
+    """Fork the ranks that commands and calls launch from a process that has imported their modules."""
     for module in (launcher, calls):
         monkeypatch.setattr(module, "launch", rank_processes.launch)
 
 
 @pytest.fixture
 def run_here(monkeypatch, forks_ranks):
-    """Run Python with some words in a folder, but in this process, which has imported what another would have to."""
+    """Return a function that runs a Python command line in a folder, inside this process, which has the imports."""
 
     def run(folder, *words):
         monkeypatch.chdir(folder)
@@ -129,7 +129,7 @@ def run_here(monkeypatch, forks_ranks):
         monkeypatch.setattr(sys, "argv", list(map(str, words)))
         code = 0
         try:
-            # Not as `runpy` does, in whose place of the main module forked ranks would import the script.
+            # `runpy` would replace the main module, and forked ranks would then import the script.
             exec(compile(Path(words[0]).read_text(), words[0], "exec"), {"__name__": "__main__"})
         except SystemExit as ended:
             code = ended.code
@@ -140,9 +140,9 @@ def run_here(monkeypatch, forks_ranks):
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory):
-    """SmolLM2-135M-Instruct, a real model; tests with it are slow, and are left out where nothing can be fetched."""
+    """Return the folder of SmolLM2-135M-Instruct, a real model; skip the test if it cannot be downloaded."""
     folder = tmp_path_factory.getbasetemp()
-    # Several workers share it.
+    # Several xdist workers share the folder.
     path = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "smollm2"
     try:
         with FileLock(path.with_suffix(".lock")):
@@ -156,7 +156,7 @@ def smollm2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(request, folder):
-    """A vLLM engine for all tests of a module, which may set more arguments in ENGINE_ARGS."""
+    """Yield a vLLM engine for all tests of a module, which may set more arguments in ENGINE_ARGS."""
     from vectorlm import SamplingEngine
 
     options = {**TINY_ENGINE, **getattr(request.module, "ENGINE_ARGS", {})}
@@ -166,7 +166,7 @@ def engine(request, folder):
 
 @pytest.fixture
 def write_config(tmp_path, monkeypatch) -> Callable[..., str]:
-    """Write a config as ``my.yaml`` in an empty working directory; each pair is (old text, new text)."""
+    """Return a function that writes ``my.yaml`` in an empty working directory; each change is (old text, new text)."""
     monkeypatch.chdir(tmp_path)
 
     def write(text: str = MINIMAL, *changes: tuple[str, str]) -> str:
@@ -181,7 +181,7 @@ def write_config(tmp_path, monkeypatch) -> Callable[..., str]:
 
 @pytest.fixture
 def write_complete(write_config):
-    """As `write_config`, beside a model's description, datasets, prompts and a reward."""
+    """Return `write_config`, with a model's description, datasets, prompts and a reward next to the config."""
     Path("models/tiny").mkdir(parents=True)
     described = {"max_position_embeddings": 256, "num_attention_heads": 4}
     Path("models/tiny/config.json").write_text(json.dumps(described))
@@ -195,7 +195,7 @@ def write_complete(write_config):
 
 @pytest.fixture(scope="module")
 def inputs(request, tmp_path_factory):
-    """A folder with a tiny Llama, 21 training rows and 11 others; a test module may set options in TINY_LLAMA."""
+    """Return a folder with a tiny Llama, 21 training rows and 11 evaluation rows; TINY_LLAMA has its options."""
     from datasets import Dataset
     from kit.tiny_runs import rows
 

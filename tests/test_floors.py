@@ -1,4 +1,4 @@
-"""Imports point down, no module imports itself through others, and functions stay short."""
+"""Rules of the code: imports point down, modules do not import each other in circles, and functions stay short."""
 
 import ast
 from functools import cache
@@ -53,7 +53,7 @@ def modules():
 
 @cache
 def imported_modules(path):
-    """List the modules of this package that a file imports anywhere: in functions and for type checkers too."""
+    """Return the modules of this package that a file imports anywhere, also in functions and for type checkers."""
     known, names = modules(), set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -87,7 +87,7 @@ def test_imports_point_down_or_stay_in_the_room():
 
 
 def test_reading_a_config_imports_settings_alone():
-    """Exceptions: a user's algorithm or optimizer, whose settings are read from it, and the options of adapters."""
+    """Exceptions are a user's algorithm or optimizer, which defines settings, and the options of adapters."""
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path, name in imports()
@@ -120,7 +120,7 @@ def test_no_module_imports_itself_through_others():
 @pytest.mark.parametrize(
     ("package", "homes"),
     [
-        # In engine.py for an annotation alone.
+        # engine.py needs vLLM only for an annotation.
         ("vllm", ("sampling/backends/", "sampling/weights/lora_receive.py", "sampling/engine.py")),
         ("wandb", ("report/metrics.py",)),
         ("lm_eval", ("rl/evaluation/harness.py", "rl/rewards/shape.py")),
@@ -148,7 +148,7 @@ def test_functions_stay_short():
 
 
 def test_every_test_file_is_collected(pytestconfig):
-    """Pytest leaves out folders with names of its own, such as `dist` and `build`."""
+    """Pytest ignores folders with certain names, for example `dist` and `build`."""
     tests, ignores = Path(__file__).parent, pytestconfig.hook.pytest_ignore_collect
     paths = {
         path for file in tests.rglob("test_*.py") for path in (file, *file.parents) if tests in path.parents

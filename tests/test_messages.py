@@ -1,4 +1,4 @@
-"""Whole error messages of several rooms: the value, the rule and what to do. All other tests look at names alone."""
+"""Whole error messages of several packages: the value, the rule and the fix. All other tests compare only names."""
 
 from pathlib import Path
 

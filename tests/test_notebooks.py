@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and a cell that is run again does no harm."""
+"""The notebooks: they run from top to bottom, and running a cell again does no harm."""
 
 import shutil
 import time
@@ -16,7 +16,7 @@ NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
 TIMEOUT_S = 600
 SHORTER = {
     "hot_swap.ipynb": {"range(6)": "range(1)", '"4096"': '"512"'},
-    # A random model in place of SmolLM2 gets no answer right.
+    # A random model replaces SmolLM2 and gives no right answer.
     "own_reward.ipynb": {
         "max_steps=8": "max_steps=2",
         "return float(found is not None and found.group() == answer)": "return len(set(completion)) / 16",
@@ -26,7 +26,7 @@ SHORTER = {
 
 @pytest.fixture
 def examples(tmp_path):
-    """A copy, so that no run changes what is committed."""
+    """Return a copy of the examples, because runs must not change committed files."""
     return Path(shutil.copytree(EXAMPLES, tmp_path / "examples"))
 
 
@@ -50,7 +50,7 @@ def test_a_notebook_runs_and_says_what_its_committed_outputs_say(examples, name)
 
 
 def kinds_of(notebook):
-    """Return the kinds of what each cell shows; how a printed text is cut into messages is chance."""
+    """Return the kinds of output of each cell; how printed text is split into messages is random."""
     return [
         [sorted(output.data) for output in cell.get("outputs", ()) if "data" in output]
         for cell in notebook.cells
@@ -80,7 +80,7 @@ print(len(first), len(samplers() - first), len(first & samplers()), *samplers())
 
 @pytest.mark.slow
 def test_a_cell_run_again_replaces_its_engine_and_the_last_one_ends_with_the_kernel(tmp_path):
-    """An interrupted cell is a test of the engine: test_engine.py."""
+    """test_engine.py covers interrupted cells."""
     folder = save_tiny_llama(tmp_path / "model", hidden_size=64, max_length=256)
     (tmp_path / "cells.py").write_text(CELLS)
     printed = run(tmp_path, tmp_path / "cells.py", folder).splitlines()[-1].split()

@@ -1,4 +1,4 @@
-"""The one-page loops learn, on one rank as on two; TRICE's estimator is the gradient that it stands for."""
+"""The one-page loops: they learn, on one rank and on two, and TRICE's estimator has the right gradient."""
 
 import importlib.util
 import itertools
@@ -34,7 +34,7 @@ def test_an_example_of_one_page_has_one_page(name):
 
 
 def test_the_weights_of_trice_are_those_worked_out_by_hand():
-    # Questions 0, 1 and 3 take part. Of the others that do, one of two is right for 0 and 3, both are for 1.
+    # Questions 0, 1 and 3 take part. For 0 and 3, one of the other two is right; for 1, both are right.
     is_right, takes_part = torch.tensor([1, 0, 1, 1]).bool(), torch.tensor([1, 1, 0, 1]).bool()
     remembered, proposed = trice.trice_weights(is_right, takes_part)
     assert remembered.tolist() == [1, 1, 0, 1]
@@ -57,7 +57,7 @@ def test_the_memory_takes_right_proposals_and_keeps_the_rest():
 
 @pytest.fixture
 def problem():
-    """Log-linear policies of a few answers to each question, that share their weights; some answers are right."""
+    """Return log-linear policies with shared weights, over a few answers to each question, some of them right."""
     torch.manual_seed(0)
     features = torch.randn(NUM_QUESTIONS, NUM_ANSWERS, NUM_WEIGHTS, dtype=torch.float64)
     weights = torch.randn(NUM_WEIGHTS, dtype=torch.float64, requires_grad=True)
@@ -66,14 +66,14 @@ def problem():
 
 
 def outcomes(problem, with_control_variate=True):
-    """Yield each memory and proposals there may be: probability, estimate of the gradient, memory afterwards.
+    """Enumerate memories and proposals; yield probability, gradient estimate, and the memory afterwards.
 
-    The memory before is distributed as p(z | x, right), where TRICE's chains lead.
+    The memory is distributed as p(z | x, right), the limit of TRICE's chains.
     """
     features, weights, is_right = problem
     chances = (features @ weights.detach()).softmax(dim=1)
     posterior = chances * is_right / (chances * is_right).sum(dim=1, keepdim=True)
-    # The gradient of log p(z | x) is the features of z less their mean.
+    # The gradient of log p(z | x) is the features of z minus their mean.
     scores = features - (chances[..., None] * features).sum(dim=1, keepdim=True)
     questions, everyone = list(range(NUM_QUESTIONS)), torch.ones(NUM_QUESTIONS).bool()
     answers = list(itertools.product(range(NUM_ANSWERS), repeat=NUM_QUESTIONS))
@@ -142,11 +142,11 @@ def test_at_most_k_right_answers_are_kept_and_no_two_alike():
 
 
 SETTINGS = {"trice_one_page": (8, 60, 1e-2), "best_of_n_one_page": (4, 8, 1, 40, 3e-3)}
-"""Questions or answers in a batch, and then what `loop` takes: steps, or n, k and rounds; the learning rate."""
+"""Batch size in questions or answers, arguments of `loop` (steps, or n, k and rounds), and the learning rate."""
 
 
 def wanted_letter(text, wanted, **_columns):
-    """A reward that a random model sometimes earns: the answer has a letter of the question."""
+    """Reward answers that contain a letter of the question, which a random model sometimes gives."""
     return float(wanted in text)
 
 
@@ -168,7 +168,7 @@ def learn(name, files):
 def test_the_share_of_right_answers_rises(files, name, world_size):
     (before, after), *others = forked(learn, name, files, world_size=world_size)
     assert all(shares == (before, after) for shares in map(tuple, others)), "every rank returns the same"
-    # Of 32 answers with the same seeds, 0.19 were right before, and afterwards 0.53 or more in every run seen.
+    # With the same seeds, 0.19 of 32 answers were right before training, and at least 0.53 after it in all runs seen.
     assert after >= before + 0.2
 
 

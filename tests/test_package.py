@@ -1,4 +1,4 @@
-"""The wheel works without the repository."""
+"""The wheel, without the repository."""
 
 import email
 import os
@@ -33,7 +33,7 @@ def run(command, folder, **variables):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy, because setuptools leaves a build folder beside setup.py."""
+    """Build the wheel from a copy, because setuptools creates a build folder next to setup.py."""
     folder = tmp_path_factory.mktemp("source")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)

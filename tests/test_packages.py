@@ -1,4 +1,4 @@
-"""Runs without the packages that not every run needs."""
+"""Runs without the optional packages."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def hide(*names):
 
 @pytest.fixture
 def hidden(monkeypatch):
-    """Call it with the names of packages to hide them during the test."""
+    """Return a function that hides packages, by name, during the test."""
 
     def hide_for_now(*names):
         for name in names:
@@ -81,7 +81,7 @@ def test_fine_tuning_without_matplotlib_leaves_everything_but_pictures(inputs, t
         "metrics.jsonl",
         "run.json",
     ]
-    # At the start, not at the end.
+    # The note comes at the start of the run.
     assert done.stderr.index("matplotlib") < done.stderr.index("step ")
 
 
@@ -108,7 +108,7 @@ with FakeEngine(lambda prompt, version: "aeiou") as engine:
 @pytest.mark.slow
 def test_reinforcement_learning_without_datasets_goes_on(tmp_path):
     config_of(save_files(tmp_path), tmp_path / "run")
-    # The tokens of a FakeEngine are characters.
+    # A FakeEngine's tokens are characters.
     save_tiny_llama(tmp_path / "model", vocab_size=128)
     absent = ("datasets", "matplotlib", "wandb")
     done = run_without(absent, RL, str(tmp_path / "run.yaml"), "rl.max_steps=1")

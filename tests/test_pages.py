@@ -1,4 +1,4 @@
-"""README and docs/: links lead somewhere, commands and settings exist, generated parts are current."""
+"""README and docs/: links work, commands and settings exist, and generated parts are current."""
 
 import json
 import re
@@ -64,7 +64,7 @@ def test_the_page_of_settings_is_what_the_schema_renders():
 
 @pytest.fixture
 def table(monkeypatch):
-    """The program that writes the tables."""
+    """Return the program that writes the tables."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return import_module("table")
 
@@ -132,7 +132,7 @@ def test_every_command_exists(line):
 def test_the_commands_of_vllm_parse():
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    # It moved within the versions that vectorlm supports.
+    # The module moved within the supported versions of vLLM.
     home = "launchers" if find_spec("vllm.entrypoints.launchers") else "openai"
     cli_args = import_module(f"vllm.entrypoints.{home}.cli_args")
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
@@ -148,7 +148,7 @@ TINY_LLAMA = {"hidden_size": 64, "max_length": 1024}
 
 @pytest.fixture
 def workplace(folder, tmp_path, monkeypatch):
-    """A folder with a tiny model, prompts, and the files of the pages."""
+    """Return a folder with a tiny model, prompts, and the files that the pages use."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "p.jsonl").write_text(blocks("docs/howto/own_reward.md", "json")[0])
@@ -193,7 +193,7 @@ def test_the_settings_of_a_page_exist_and_those_of_the_guides_pass_the_check(pag
     if "rewards" in settings.get("rl", {}):
         del base["rl"]["rewards"]
     if "inference" in settings.get("engine", {}):
-        del base["engine"]  # Other engines have arguments of their own.
+        del base["engine"]  # Other engines have other arguments.
     Path("mine.yaml").write_text(block if "model" in settings else yaml.safe_dump(merged(base, settings)))
     load_config("mine.yaml")
     if "howto" in page and ("quantization" not in block or is_installed("bitsandbytes")):
@@ -230,7 +230,7 @@ def test_the_engines_of_the_pages_answer(workplace):
 def test_the_deadline_of_the_guide_is_an_argument_of_launch(workplace):
     code = blocks("docs/howto/hang.md", "python")[0]
     assert code.count("timeout_s=60.0") == 1
-    # On a busy machine a rank may load torch for longer than that.
+    # On a busy machine a rank may need longer than that to load torch.
     Path("hang.py").write_text(code.replace("timeout_s=60.0", "timeout_s=400.0"))
     run(workplace, "hang.py")
 

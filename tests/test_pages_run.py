@@ -1,4 +1,4 @@
-"""The commands and programs of README and docs/ run as they are written, but for sizes."""
+"""Commands and programs of README and docs/ run as written, except for sizes."""
 
 import ast
 import shlex
@@ -24,7 +24,7 @@ QUICK = [
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A folder that looks like a clone after `make run` made the data."""
+    """Return a folder like a clone after `make run` has made the data."""
     folder = tmp_path_factory.mktemp("readme")
     for name in ("configs", "examples", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
@@ -34,7 +34,7 @@ def checkout(tmp_path_factory):
         "make_nim": ["--num_chats", "40", "--num_games", "40", "--num_held_out", "12"],
         "make_pictures": ["--num_train", "16", "--num_eval", "4"],
     }
-    # In this process, which has imported what three others would have to.
+    # Run the programs in this process, which has the imports of three others.
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(ROOT / "examples")
@@ -48,7 +48,7 @@ def checkout(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
 def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
-    """Against stand-ins for what a config starts from and this machine does not have."""
+    """Stand-ins replace files that a config starts from and this machine does not have."""
     monkeypatch.chdir(checkout)
     text = (ROOT / "configs" / name).read_text()
     stand_ins = {
@@ -104,7 +104,7 @@ def test_the_main_command_leaves_its_files_and_its_model_is_sampled_from(checkou
 def test_the_commands_for_reinforcement_learning_train(checkout, run_here):
     _, *lines_of_page = commands("README.md", "vectorlm run")
     warm_up, reinforce = (shlex.split(line, comments=True) for line in lines_of_page)
-    # The command above it samples meanwhile.
+    # In the README, the command before this one runs a sampler.
     run_here(checkout, "-m", *warm_up, *QUICK[:4], "--set", "train_parameters.sampler=null")
     few = ["--set", "rl.max_steps=1", "--set", "rl.prompts_per_step=8"]
     run_here(checkout, "-m", *reinforce, *few)
@@ -123,7 +123,7 @@ def test_the_examples_with_turns_run(checkout, run_here, name):
     run_here(checkout, "-m", "vectorlm", "run", f"configs/{name}.yaml", "--world_size", "1", *settings)
     rollouts = lines(checkout / f"runs/{name}" / "rollouts.jsonl")
     assert [row["train_step"] for row in rollouts] == [1] * 16 + [2] * 16
-    # Who does not call the calculator has answered.
+    # In the calculator example, an answer without a call ends the rollout.
     assert name == "calculator_grpo" or max(row["num_turns"] for row in rollouts) == 5
 
 
@@ -131,7 +131,7 @@ def test_the_examples_with_turns_run(checkout, run_here, name):
 def test_the_self_play_example_plays_against_older_selves_and_logs_its_win_rate(checkout, run_here):
     few = ["model=data/nim/model", "rl.max_steps=2", "rl.prompts_per_step=4", "rl.group_size=4"]
     few += ["rl.keep_adapters={every: 1, last: 1}", "evaluation.every=2"]
-    # The model has not learned to move, so most games end with its first turn.
+    # The model has not learned to move, and most games end with its first turn.
     few.append(f"rl.sampling_params={{max_tokens: 1, stop_token_ids: {list(range(4, 200))}}}")
     settings = [word for setting in few for word in ("--set", setting)]
     run_here(checkout, "-m", "vectorlm", "run", "configs/selfplay_grpo.yaml", "--world_size", "1", *settings)
@@ -168,7 +168,7 @@ def test_the_loop_of_the_guide_runs(tmp_path, run_here, capsys):
     save_tiny_llama(tmp_path / "model", hidden_size=64)
     (code,) = blocks("docs/howto/own_loop.md", "python")
     changes = {
-        # The README's loop runs with vLLM; here the rest is at stake.
+        # Another test runs the README's loop with vLLM; this test checks the rest of the loop.
         'SamplingEngine(path, dtype="float32", max_model_len=64)': 'HFEngine(path, dtype="float32")',
         "data/countdown/model": "model",
         "20, world_size=2": "3, world_size=2",
@@ -201,7 +201,7 @@ def test_commands_and_scripts_without_a_file_take_the_reference_config(checkout)
 
 @pytest.fixture
 def contracts(tmp_path):
-    """A folder with what the pages about contracts name."""
+    """Return a folder with the files that the pages about contracts use."""
     save_tiny_llama(tmp_path / "path/to/a/small/model", hidden_size=64)
     (tmp_path / "my_inference.py").write_text(
         "from vectorlm.sampling.backends.transformers import Transformers as MyInference\n"
@@ -213,7 +213,7 @@ def contracts(tmp_path):
 def test_a_backend_of_ones_own_goes_through_every_check(contracts, run_here):
     _, backend, ranks = blocks("docs/howto/own_backend.md", "python")
     (contracts / "test_inference.py").write_text(backend)
-    # tests/sampling/testing/test_contract.py holds the same backend to all of the checks.
+    # tests/sampling/testing/test_contract.py runs all checks on the same backend.
     one = ["-k", CHECKS[0].__name__, "test_inference.py"]
     printed = run(contracts, "-m", "pytest", "-p", "no:cacheprovider", *one)
     assert f"1 passed, {len(CHECKS) - 1} deselected" in printed
@@ -230,7 +230,7 @@ def test_an_engine_follows_the_trainer_of_the_page(contracts, run_here, capsys):
 
 @pytest.mark.slow
 def test_what_was_moved_over_from_trl_runs(tmp_path, run_here):
-    """Questions of messages in a saved dataset, with the rewards and the config of the page."""
+    """The prompts are messages in a saved dataset, with the page's rewards and config."""
     _, rewards, *_ = blocks("docs/from_trl.md", "python")
     (config,) = blocks("docs/from_trl.md", "yaml")
     settings = yaml.safe_load(config)

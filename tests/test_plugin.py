@@ -73,7 +73,7 @@ def write_neighbours(folder, direct, between, late):
 
 @pytest.mark.parametrize("shared", ["direct", "between", "late"])
 def test_a_file_finds_its_own_neighbours_also_when_it_is_called(tmp_path, shared):
-    """Python keeps one module by each name: where that would be another folder's, the file is refused."""
+    """Python keeps one module per name: if another folder's module has the name, the file is refused."""
     names = {neighbour: f"{shared}_{neighbour}" for neighbour in ("direct", "between", "late")}
     write_neighbours(tmp_path / "one", **names)
     assert load_plugin(f"{tmp_path}/one/mine.py:score")() == 6
@@ -98,7 +98,7 @@ def test_what_is_installed_goes_before_a_neighbour(tmp_path):
 
 
 def slips(name):
-    """Return a name with two neighbouring letters exchanged, for each pair of neighbours that differ."""
+    """Return the versions of a name with two different neighbouring letters exchanged."""
     pairs = range(len(name) - 1)
     return {name[:at] + name[at + 1] + name[at] + name[at + 2 :] for at in pairs} - {name}
 

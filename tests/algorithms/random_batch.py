@@ -17,5 +17,5 @@ def random_batch():
 
 
 def places(*tensors):
-    """Yield the numbers of tensors of one shape, place by place."""
+    """Yield the numbers of several tensors of one shape, position by position."""
     return zip(*(tensor.flatten().tolist() for tensor in tensors), strict=True)

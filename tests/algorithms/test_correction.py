@@ -1,4 +1,4 @@
-"""The correction: by hand, against a float64 loop, and on a problem small enough to count out."""
+"""Correction for off-policy rollouts: values by hand, a float64 loop, and a problem small enough to enumerate."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ INF, NAN = math.inf, math.nan
 
 
 def rows(*ratios):
-    """Return old and sampler log-probabilities of rows with these ratios, and their mask; None is outside."""
+    """Return old and sampler log-probabilities of rows with these ratios, and their mask; None is a masked token."""
     mask = torch.tensor([[ratio is not None for ratio in row] for row in ratios])
     logs = torch.tensor([[math.log(ratio or 1.0) for ratio in row] for row in ratios], dtype=torch.float64)
     sampler = torch.full_like(logs, -1.5)
@@ -47,7 +47,7 @@ def test_weights_by_hand(level, mode, low, high, expected):
 
 
 def loop_weights(old, sampler, mask, level, mode, low, high):
-    """The table of the docstring, a token at a time."""
+    """Compute the weights token by token, from the table in the docstring of `importance_weights`."""
     found = [[0.0] * len(row) for row in old.tolist()]
     for b, t in itertools.product(range(len(found)), range(len(found[0]))):
         if not mask[b, t]:
@@ -118,7 +118,8 @@ def test_log_probabilities_that_are_no_numbers():
     sampler = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -INF, -1.0], [-1.0, -INF, -1.0], [-1.0, -1.0, -1.0]])
     mask = torch.ones(4, 3, dtype=torch.bool)
     weights, kept = importance_weights(old, sampler, mask, high=2.0)
-    # NaN, and -inf on both sides, are dropped; impossible for the trainer is e^-20, for the sampler the bound.
+    # NaN, and -inf on both sides, are dropped. Impossible tokens have the weight e^-20 if it is the trainer that
+    # excludes them, else the upper bound.
     assert weights.isfinite().all()
     assert kept.tolist() == [[True, False, True], [True, True, True], [True, False, True], [True, True, True]]
     assert weights[1].tolist() == pytest.approx([math.exp(-20), 2.0, 1.0])
@@ -134,7 +135,7 @@ def test_log_probabilities_that_are_no_numbers():
 
 
 def test_log_ratios_are_summed_up_before_they_are_bounded():
-    """Tokens beyond e^20 whose row is near 1; all of it from the formulas."""
+    """Some tokens have ratios beyond e^20 in a row with a ratio near 1. The formulas give the expected values."""
     logs = torch.tensor([[30.0, -28.0, 0.0], [-45.0, 21.0, 23.0]], dtype=torch.float64)
     sampler = torch.full_like(logs, -46.0)
     old, mask = sampler + logs, torch.ones(2, 3, dtype=torch.bool)
@@ -142,7 +143,7 @@ def test_log_ratios_are_summed_up_before_they_are_bounded():
     assert weights[:, 0].tolist() == pytest.approx([math.exp(2), math.exp(-1)])
     weights, _ = importance_weights(old, sampler, mask, level="geometric")
     assert weights[:, 0].tolist() == pytest.approx([math.exp(2 / 3), math.exp(-1 / 3)])
-    # Sums of squares, over two: 842 and 1497.5.
+    # The sums of squares, divided by two, are 842 and 1497.5.
     for bound, expected in ((841, [False, False]), (843, [True, False]), (1498, [True, True])):
         gate = rejection_mask(old, sampler, mask, divergence="k2", level="sum", bound=bound)
         assert gate.any(dim=1).tolist() == expected
@@ -177,7 +178,7 @@ def test_rows_without_tokens_and_rows_of_one():
 
 
 def test_the_expectation_is_the_trainers_and_bounds_trade_it_for_variance():
-    """Two tokens out of three words each, all nine completions counted out: exact, no sampling."""
+    """Two tokens of three words have nine completions: enumerating them gives exact moments without sampling."""
     generator = torch.Generator().manual_seed(3)
     size = 3
 
@@ -205,7 +206,7 @@ def test_the_expectation_is_the_trainers_and_bounds_trade_it_for_variance():
     torch.testing.assert_close(mean, truth)
     uncorrected = (probability * reward).sum()
     assert (uncorrected - truth).abs() > 0.05
-    # Each tighter bound has less variance, and the bias that the cut-off weights make.
+    # Each tighter bound has less variance, and a bias because it cuts weights off.
     cut_off = []
     for high in (4.0, 2.0, 1.0):
         cut_mean, cut_variance = moments(level="sequence", high=high)
@@ -250,7 +251,7 @@ def test_equal_tokens_pass_a_bound_of_zero(divergence):
 
 
 def test_a_token_that_nearly_cannot_be_told_apart_passes():
-    """Rounding makes the sum of two near numbers negative or a little positive; neither may reject."""
+    """Rounding makes the sum of two near numbers negative or slightly positive; neither result may reject the token."""
     old = torch.tensor([[-1e-7, -1e-4, -5.0]])
     kept = rejection_mask(old, old + 1e-7, torch.ones(1, 3), divergence="bernoulli_kl", bound=1e-6)
     assert kept.all()
@@ -258,7 +259,7 @@ def test_a_token_that_nearly_cannot_be_told_apart_passes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_near_certain_tokens_are_judged_as_in_double_precision(dtype):
-    """The divergence of two events by a loop in float64, for probabilities up to 1 - 1e-9."""
+    """The loop computes the divergence of two events in float64, for probabilities up to 1 - 1e-9."""
     rests = [1e-9, 3e-8, 1e-7, 1e-5, 1e-3, 0.3]
     for mine in rests:
         for theirs in rests:
@@ -281,7 +282,7 @@ def test_a_certain_token_does_not_cost_its_row():
 @pytest.mark.parametrize("divergence", ["k2", "k3", "tv", "bernoulli_kl"])
 @pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
 def test_what_lies_outside_the_mask_decides_nothing(divergence, level):
-    """Neither about tokens nor about rows: the bound lies just above what the tokens inside make up."""
+    """Masked tokens affect neither tokens nor rows: the bound is just above the divergence of the unmasked tokens."""
     generator = torch.Generator().manual_seed(0)
     old, sampler = (-3 * torch.rand(4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     full = torch.ones(4, 5, dtype=torch.bool)
@@ -306,13 +307,13 @@ def test_a_veto_drops_the_row_that_holds_the_token():
     assert rejection_mask(old, sampler, mask, veto=1.5).tolist() == [[True, False, True], [False] * 3], (
         "what is outside the mask vetoes nothing, whatever the bound"
     )
-    # Its own bound passes.
+    # A ratio equal to the bound passes.
     old, sampler, mask = rows([1.0, 2.0], [0.5, 2.0])
     assert rejection_mask(old, sampler, mask, veto=1.0).tolist() == [[True, True], [False, False]]
 
 
 def test_metrics_by_hand():
-    """Ratios 2, 1/2, 4 in the first row and 1/4, 1 in the second; rows 4 and 1/4."""
+    """The token ratios are 2, 1/2, 4 in the first row and 1/4, 1 in the second; the row ratios are 4 and 1/4."""
     found = correction_metrics(OLD, SAMPLER, MASK, low=0.4, high=3.0)
     mean, square = (2 + 0.5 + 4 + 0.25 + 1) / 5, (4 + 0.25 + 16 + 0.0625 + 1) / 5
     logs = [math.log(2) * k for k in (1, -1, 2, -2, 0)]
@@ -335,7 +336,7 @@ def test_metrics_by_hand():
 
 
 def test_k1_and_k3_are_the_divergence_of_the_sampler_from_the_trainer():
-    """Four tokens, drawn exactly as often as the sampler's probabilities 3/4 and 1/4 say; the trainer's are 1/2."""
+    """The tokens' frequencies are the sampler's probabilities 3/4 and 1/4; the trainer's probabilities are 1/2."""
     sampler, old = torch.tensor([[0.75, 0.75, 0.75, 0.25]]).log(), torch.full((1, 4), 0.5).log()
     found = correction_metrics(old, sampler, torch.ones(1, 4))
     divergence = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation and the critic's loss: hand-worked numbers, slow loops and laws."""
+"""Generalised advantage estimation and the critic's loss: hand-worked numbers, slow loops and invariants."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from vectorlm.algorithms.critic import gae_advantages, value_loss
 
 
 def slow_gae(rewards, values, mask, gamma, lam):
-    """The definition: a discounted sum of temporal differences over the tokens that are in the mask."""
+    """Compute the definition: a discounted sum of temporal differences over the tokens in the mask."""
     advantages = torch.zeros_like(values)
     for b in range(len(rewards)):
         kept = [t for t in range(rewards.shape[1]) if mask[b, t]]
@@ -62,7 +62,7 @@ def test_the_value_loss_by_hand():
         torch.tensor([[0.0, 2.0, 0.0]]),
         torch.tensor([[1.0, 0.0, 3.0]]),
     )
-    # the first moved by 1 and may move by 0.5: (0.5 - 1)^2 counts, not 0
+    # The first value moved by 1 and may move by 0.5: the loss is (0.5 - 1)^2, not 0.
     assert value_loss(values, old, returns, 0.5).tolist() == [[0.125, 2.0, 4.5]]
     assert value_loss(values, old, returns, None).tolist() == [[0.0, 2.0, 4.5]]
 

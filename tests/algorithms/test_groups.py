@@ -1,4 +1,4 @@
-"""Advantages against hand-worked numbers, slow loops and their laws."""
+"""Advantages against hand-worked numbers, slow loops and their invariants."""
 
 import itertools
 import math
@@ -119,7 +119,7 @@ def test_an_unknown_scale_is_refused():
 
 
 def slow_pass_at_k(numbers, k):
-    """The rewards of all choices of k, and the mean over those that hold each completion."""
+    """Enumerate all choices of k completions; standardise the mean best reward of a completion's choices."""
     choices = list(combinations(range(len(numbers)), k))
     best = [max(numbers[i] for i in choice) for choice in choices]
     mean, spread = statistics.fmean(best), statistics.pstdev(best)
@@ -182,7 +182,7 @@ def test_decoupled_rewards_equal_a_slow_loop():
 
 
 def test_rewards_of_equal_sums_are_told_apart():
-    """The case of the paper: (0, 1) and (0, 2) have the same group advantages as sums."""
+    """This is the paper's example: as sums, (0, 1) and (0, 2) have the same group advantages."""
     first = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     second = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
     torch.testing.assert_close(*group_advantages(first + second).split(1), rtol=1e-5, atol=1e-5)
@@ -236,7 +236,7 @@ def test_the_optimal_token_baseline_counts_the_squares_of_a_corrections_weights(
     rewards, weights = torch.tensor([[1.0], [0.0]]).double(), torch.tensor([[1.0], [2.0]]).double()
     found = optimal_token_advantages(rewards, ones, ones.bool(), 2, weights)
     assert found.flatten().tolist() == pytest.approx([0.8, -0.2])
-    # The baseline that makes the second moment of w (G - b) s smallest, over ten tokens and one group.
+    # Compute the baseline that minimises the second moment of w (G - b) s, over ten tokens and one group.
     generator = torch.Generator().manual_seed(4)
     norms, weights, rewards = (torch.rand(3, 10, generator=generator, dtype=torch.float64) for _ in range(3))
     found = optimal_token_advantages(rewards, norms, torch.ones(3, 10).bool(), 3, weights)
@@ -251,7 +251,7 @@ def test_the_optimal_token_baseline_counts_the_squares_of_a_corrections_weights(
     "parts", [((0.7, 0.2), (0.8, 0.1)), ((100.1, 0.2), (100.0, 0.3)), ((-0.7, -0.2), (-0.8, -0.1))]
 )
 def test_rewards_that_differ_by_rounding_are_equal(parts):
-    """Half the completions reach the same total by other addends, added in float32."""
+    """Half the completions reach the same total with other addends, added in float32."""
     totals = [torch.tensor(addends).sum() for addends in parts]
     rewards = torch.stack([totals[index % 2] for index in range(4)]).repeat(2, 1)
     assert len(set(rewards.flatten().tolist())) == 2
@@ -278,7 +278,7 @@ def test_rewards_that_differ_by_rounding_are_equal(parts):
     total=st.integers(-50, 50),
 )
 def test_sums_that_are_equal_by_decimal_arithmetic_are_joined_and_others_are_not(cents, total):
-    """Every total is reached by large addends that cancel, in float32; the last one is a tenth away."""
+    """Large float32 addends that cancel reach every total; the last total differs by a tenth."""
     parts = [(first / 100, (total - first) / 100) for first, _ in cents]
     parts.append((parts[0][0], parts[0][1] + 0.1))
     addends = torch.tensor(parts).T
@@ -322,7 +322,7 @@ def test_whitening_sets_one_number_and_equal_numbers_to_zero():
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 
-# A game of two turns: stop, or pay to go on and then guess. By outcome: its turns' choices and their rewards.
+# A game of two turns: stop, or pay to continue and then guess. An outcome has choices and rewards by turn.
 OUTCOMES = [((0,), (0.3,)), ((1, 0), (-0.2, 1.0)), ((1, 1), (-0.2, 0.1))]
 
 
@@ -331,7 +331,7 @@ def log_probability(logits, choices):
 
 
 def rows_of(outcomes):
-    """Return token rewards, turns and mask of a group; each turn is a token, with one of the tool's in between."""
+    """Return token rewards, turns and mask of a group. Each turn is one token, with a tool's token between turns."""
     rewards, turns = torch.zeros(len(outcomes), 3, dtype=torch.float64), torch.tensor([[0, 1, 1]])
     mask = torch.zeros(len(outcomes), 3, dtype=torch.bool)
     for row, (choices, of_turns) in enumerate(outcomes):
@@ -341,7 +341,7 @@ def rows_of(outcomes):
 
 
 def alone_included(rewards, turns, mask, group_size):
-    """Return what a mean over all completions that came so far gives, the completion itself included."""
+    """Return advantages over the mean of all completions that reached a turn, including the completion itself."""
     returns = torch.where(mask, rewards, 0.0).flip(1).cumsum(1).flip(1)
     mean = torch.where(mask, returns, 0.0).sum(0) / mask.sum(0).clamp(min=1)
     return torch.where(mask, returns - mean, 0.0)
@@ -353,7 +353,7 @@ def by_token(rewards, turns, mask, group_size):
 
 
 def mean_gradients(advantages_of, group_size, logits):
-    """Return the mean over all groups of the gradient that a loss takes, and the gradient of the mean reward."""
+    """Return the gradient of a loss, averaged over all groups, and the gradient of the mean reward."""
     expected = torch.zeros_like(logits)
     value = sum(log_probability(logits, choices).exp() * sum(of_turns) for choices, of_turns in OUTCOMES)
     (true,) = torch.autograd.grad(value, logits)
@@ -380,7 +380,7 @@ def test_the_mean_gradient_is_that_of_the_mean_reward_although_the_policy_decide
     found, true = mean_gradients(by_token, group_size, logits)
     torch.testing.assert_close(found, true, **EXACT)
     biased, _ = mean_gradients(alone_included, group_size, logits)
-    # It is not a multiple either: each turn is off by another factor.
+    # The biased gradient is no multiple of the true one: each turn is off by another factor.
     factors = (biased / true)[:, 0]
     assert abs(factors[0] - factors[1]) > 1e-3
 
@@ -406,7 +406,7 @@ def test_a_completion_that_went_on_alone_keeps_the_advantage_of_its_last_turn_in
     found, has_turn, _ = turn_advantages(rewards, torch.tensor([[0, 1, 1]] * 2), mask, 2)
     assert found.tolist() == [[[4.0, 4.0], [-4.0, 0.0]]]
     assert has_turn.tolist() == [[[True, True], [True, False]]]
-    # A completion that counts nowhere leaves nobody to compare with.
+    # If the other completion is masked out, there is nothing to compare with.
     found, *_ = turn_advantages(
         rewards, torch.tensor([[0, 1, 1]] * 2), mask & torch.tensor([[True], [False]]), 2
     )
@@ -418,7 +418,7 @@ def test_rewards_of_turns_stay_with_their_turns_and_the_rest_comes_at_the_end():
     of_turns = torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.25]])
     total = torch.tensor([[1.0]])
     assert place_rewards(mask, total, of_turns).tolist() == [[0.0, 0.0, 0.5, 0.0, 0.5]]
-    # Without the end of the first turn, the reward goes to what is left of it; without the turn, to nobody.
+    # A masked end of the first turn moves its reward to the rest of the turn; a masked turn drops its reward.
     mask[0, 2] = False
     assert place_rewards(mask, total, of_turns).tolist() == [[0.0, 0.5, 0.0, 0.0, 0.5]]
     mask[0, 1] = False
@@ -446,11 +446,11 @@ def batch_with_turns(turns, turn_rewards):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # Totals of 2 and 1; the first row had 1.5 for its first turn, and goes on alone.
+        # The totals are 2 and 1. The first row has a reward of 1.5 in its first turn, and continues alone.
         ("rloo", [[1.0, 0.0, 1.0], [-1.0, 0.0, 0.0]]),
         ("dr_grpo", [[0.5, 0.0, 0.5], [-0.5, 0.0, 0.0]]),
         ("gpg", [[0.5, 0.0, 0.5], [-0.5, 0.0, 0.0]]),
-        # The returns of the three turns are 2, 0.5 and 1, with the deviation 0.764 about their mean.
+        # The returns of the three turns are 2, 0.5 and 1, and their standard deviation is 0.764.
         ("lite_ppo", [[0.6547, 0.0, 0.6547], [-0.6547, 0.0, 0.0]]),
         ("reinforce", [[2.0, 0.0, 0.5], [1.0, 0.0, 0.0]]),
         ("ppo", [[2.0, 0.0, 0.5], [1.0, 0.0, 0.0]]),
@@ -464,7 +464,7 @@ def test_what_an_algorithm_learns_from_rewards_of_turns(name, expected):
 
 
 def test_a_completion_whose_first_turn_was_rejected_is_compared_in_the_turns_that_it_has():
-    """Its later turn, which no other has, is compared as the first one is; the tokens of that are in no mask."""
+    """No other completion has a second turn, and the turn is compared like a first one; the rejected turn is masked."""
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.25, 0.0, 0.0], [0.5, 0.0, 0.0]], dtype=torch.float64)
     turns = torch.tensor([[0, 1, 1]]).expand(3, 3)
     mask = torch.tensor([[False, False, True], [True, False, False], [True, False, False]])

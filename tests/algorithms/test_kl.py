@@ -60,7 +60,7 @@ def test_k3_is_never_negative_and_keeps_small_differences():
     reference = policy + torch.linspace(-1e-3, 1e-3, 1000)
     found = kl_estimate(policy, reference, "k3")
     assert found.min() >= 0
-    # float32 subtraction leaves an error of 3e-8 in d, so d^2 / 2 at 1e-3 is known to 1e-4 of itself
+    # float32 subtraction has an error of 3e-8 in d: at d = 1e-3, d^2 / 2 has a relative error of 1e-4.
     assert found[0, 0].item() == pytest.approx(5e-7, rel=1e-3)
 
 
@@ -80,7 +80,7 @@ def test_the_controller_by_hand():
 
 
 def test_the_controller_takes_any_target_and_horizon_above_0():
-    # A tenth above the target; a batch of two horizons counts as one.
+    # The KL is a tenth above the target, and a batch of two horizons counts as one horizon.
     assert AdaptiveKL(initial=0.5, target=0.05, horizon=0.5).update(0.055, 1) == pytest.approx(0.5 * 1.1)
 
 
@@ -108,14 +108,14 @@ def test_k3_and_its_gradient_are_right_as_far_as_float32_goes(d):
     policy = torch.tensor([d], requires_grad=True)
     value = kl_estimate(policy, torch.zeros(1), "k3")
     value.backward()
-    # e^88 is the largest that float32 holds: beyond, value and gradient stay.
+    # e^88 is the largest power that float32 can represent; beyond it, value and gradient stay constant.
     exact = max(d, -88.0)
     assert value.item() == pytest.approx(math.exp(-exact) - 1 + exact, rel=0.05 if d < -88 else 1e-5)
     assert policy.grad.item() == pytest.approx(1 - math.exp(-exact), rel=0.05 if d < -88 else 1e-5)
 
 
 def test_weighted_by_the_ratio_k3_has_the_gradient_of_the_divergence_whoever_sampled():
-    """The expectation over all tokens under the old policy, by enumeration."""
+    """Enumerate all tokens to compute the expectation under the old policy."""
     generator = torch.Generator().manual_seed(6)
     theta, old, reference = (
         torch.log_softmax(torch.randn(7, generator=generator, dtype=torch.float64), dim=0) for _ in range(3)
@@ -140,7 +140,7 @@ def two_policies(count=4):
 
 
 def by_loops(logits, teacher_logprobs, beta):
-    """Return the divergence of each row, term by term as the paper's equations have them."""
+    """Return the divergence of each row, term by term as in the paper's equations."""
     found = []
     for row, its_logprobs in zip(torch.softmax(logits, -1), teacher_logprobs, strict=True):
         teacher, total = its_logprobs.exp(), 0.0
@@ -198,7 +198,7 @@ def test_a_token_that_the_policy_cannot_draw_has_no_part_in_its_own_terms(beta):
 
 
 def test_sampled_tokens_have_the_gradient_of_the_reverse_divergence_in_the_mean():
-    """Every token of the vocabulary once, weighted by how likely the policy draws it."""
+    """Every token of the vocabulary occurs once, weighted by its probability under the policy."""
     logits, teacher = two_policies(1)
     logprobs = torch.log_softmax(logits, -1)
     advantages = -kl_estimate(logprobs.detach(), teacher, "k1")
@@ -211,7 +211,7 @@ def test_sampled_tokens_have_the_gradient_of_the_reverse_divergence_in_the_mean(
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
 def test_chunks_change_nothing(beta, chunk_tokens):
-    """From hidden states and an output layer, whose gradients come from all chunks."""
+    """Hidden states and the output layer get gradients from all chunks."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(8, 5, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 5, generator=generator, dtype=torch.float64, requires_grad=True)

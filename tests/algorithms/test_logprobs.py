@@ -49,7 +49,7 @@ def test_gradient_in_chunks(function):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tokens_that_cannot_be_drawn_change_neither_entropy_nor_its_gradient(dtype):
-    """Against the vocabulary without them; the factor stands for a loss's weight."""
+    """Compare with a vocabulary without these tokens; the factor replaces the weight of a loss."""
     logits, _ = logits_and_tokens(dtype)
     banned = torch.tensor([2, 5, 10])
     allowed = torch.tensor([place for place in range(11) if place not in banned])
@@ -120,7 +120,7 @@ def test_a_chunk_takes_as_many_bytes_for_each_logit_as_the_memory_plan_says(kind
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes of inputs and outputs whose last dimension is the vocabulary."""
+    """A mode that counts the bytes of inputs and outputs whose last dimension is the vocabulary."""
 
     IGNORED = ("gather", "index", "scatter_")
 
@@ -215,7 +215,7 @@ def scores_and_tokens(dtype=torch.float64, num_rows=60):
 
 
 def slow(scores, token, support):
-    """Return log-probability, entropy and whether the token was outside, of one row of numbers without ties."""
+    """Return log-probability, entropy and whether the token was outside the support, for a row without ties."""
     weights = [math.exp(score) for score in scores]
     kept = sorted(range(len(scores)), key=lambda place: -weights[place])
     kept = [place for place in kept if weights[place] >= support.min_p * weights[kept[0]]]
@@ -248,16 +248,16 @@ def test_equals_a_slow_loop(support, temperature, chunk_tokens):
     ("support", "token", "kept", "is_outside"),
     [
         (Support(top_p=0.75), 0, [0, 1], False),
-        # Of two equal tokens one stays, and the drawn one is it.
+        # Truncation keeps one of two equal tokens: the drawn one.
         (Support(top_p=0.8), 0, None, False),
         (Support(top_p=0.8), 2, [0, 1, 2], False),
         (Support(top_p=0.8), 3, [0, 1, 3], False),
         (Support(top_p=0.4), 3, [0, 3], True),
         (Support(top_k=3), 0, [0, 1, 2, 3], False),
         (Support(min_p=0.5), 1, [0, 1], False),
-        # Two thirds of what top_k leaves, and half of all.
+        # The first token has two thirds of the mass that top_k keeps, and half of all mass.
         (Support(top_p=0.6, top_k=2), 0, [0], False),
-        # Four sevenths of what min_p leaves.
+        # The first token has four sevenths of the mass that min_p keeps.
         (Support(top_p=0.55, min_p=0.25), 1, [0, 1], True),
     ],
 )
@@ -269,7 +269,7 @@ def test_bounds_ties_and_order_by_hand(support, token, kept, is_outside):
     found = torch.nonzero(scores[0] > -torch.inf)[:, 0].tolist()
     assert outside.item() is is_outside
     assert found == kept if kept is not None else len(found) == 3
-    # What is kept is as it was.
+    # Truncation does not change the scores that it keeps.
     assert torch.equal(scores[0, found], probabilities.log()[0, found])
 
 
@@ -323,7 +323,7 @@ def test_no_tokens_have_no_values(support):
 
 
 def test_half_precision_has_ties_and_keeps_the_mass_that_was_asked_for():
-    """In bf16 many tokens are equal: keeping all that equal the last one would keep far more than top_p."""
+    """In bf16 many scores are equal. Keeping all tokens tied with the last one would keep far more mass than top_p."""
     generator = torch.Generator().manual_seed(0)
     scores = (8 + torch.rand(50, 1000, generator=generator)).bfloat16().float()
     probabilities, tokens = scores.softmax(-1), scores.argmin(-1)
@@ -335,7 +335,7 @@ def test_half_precision_has_ties_and_keeps_the_mass_that_was_asked_for():
 
 def test_probabilities_that_do_not_quite_add_up_bring_nothing_back():
     scores, tokens = scores_and_tokens(torch.float32)
-    # Equal scores keep a whole row, and so all places of the others are looked at.
+    # Equal scores keep a whole row, which makes the code look at all positions of the other rows too.
     scores = torch.cat([scores.detach(), torch.zeros(1, SIZE)])
     tokens = torch.cat([scores[:-1].argmax(-1), tokens[:1]])
     kept = truncate(scores, tokens, Support(top_p=1 - 1e-9, top_k=4))[0] > -torch.inf

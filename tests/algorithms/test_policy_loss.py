@@ -1,4 +1,4 @@
-"""Policy losses against hand-worked numbers, slow loops, their laws and their gradients."""
+"""Policy losses against hand-worked numbers, slow loops, their invariants and their gradients."""
 
 import math
 import statistics
@@ -78,7 +78,7 @@ def test_at_ratio_one_the_gradient_is_the_plain_policy_gradient(name):
     torch.testing.assert_close(policy.grad, -advantages, rtol=1e-12, atol=1e-12)
 
 
-# Not of CISPO and GSPO, which stop a gradient on purpose: tests of their own are below.
+# CISPO and GSPO stop a gradient on purpose; separate tests below cover them.
 @pytest.mark.parametrize("name", ["ppo", "ppo dual", "sapo", "reinforce"])
 def test_gradients_are_those_of_finite_differences(name):
     policy, old, advantages, _ = random_batch()
@@ -160,7 +160,7 @@ def test_at_the_level_of_sequences_all_tokens_of_a_row_have_its_ratio(name):
             p = policy[b, t].item()
             expected = SLOW[name](p, p - mean, a)
             assert found[b, t].item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
-    # The straight-through gradient: of SAPO at ratio 1 it is the plain policy gradient, as CISPO's always is.
+    # With the straight-through gradient, SAPO at ratio 1 has the plain policy gradient, as CISPO always has.
     policy.grad = None
     loss(policy, policy.detach(), advantages, level="sequence", mask=mask).sum().backward()
     torch.testing.assert_close(policy.grad, -advantages, rtol=1e-12, atol=1e-12)
@@ -176,7 +176,7 @@ def test_gmpo_equals_a_slow_loop():
         for t in range(policy.shape[1]):
             if mask[b, t]:
                 r = math.exp((policy[b, t] - old[b, t]).item())
-                # As in the paper's pseudocode: the smaller of r^sign and its clipped form, by the sign of A.
+                # The paper's pseudocode takes the smaller of r^sign and its clipped form, with the sign of A.
                 sign = 1 if a > 0 else -1
                 clipped = min(max(r, 0.9), 1.2)
                 num_clipped += sign * math.log(clipped) < sign * math.log(r)
@@ -217,13 +217,13 @@ def test_dppo_lets_rare_tokens_go_where_a_ratio_would_not():
     policy = torch.tensor([[1e-2, 0.6]], dtype=torch.float64).log().requires_grad_()
     advantages = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
     dppo_policy_loss(policy, old, advantages).sum().backward()
-    # A hundred times as likely, but 1 % of the probability; a third less likely, but 30 %.
+    # The first token's probability grows a hundredfold, but only by 0.01; the second's falls by a third, by 0.3.
     assert policy.grad.tolist() == [[-20.0, 0.0]]
 
 
 @pytest.mark.parametrize("log_weights", [None, torch.linspace(-0.5, 0.3, 5, dtype=torch.float64)])
 def test_vespo_equals_a_slow_loop(log_weights):
-    """Where a correction weighs rows, it compares with the sampler."""
+    """If a correction weighs the rows, VESPO's ratio is the ratio to the sampler."""
     policy, old, _, mask = random_batch()
     advantages = torch.linspace(-1, 1, len(policy), dtype=torch.float64)[:, None].expand_as(policy)
     found = vespo_policy_loss(policy, old, advantages, mask, log_weights=log_weights)
@@ -263,7 +263,7 @@ def test_covariances_equal_a_slow_loop():
     mean_p, mean_a = (statistics.fmean(tensor[mask].tolist()) for tensor in (policy, advantages))
     for mine, p, a, is_inside in places(found, policy, advantages, mask):
         assert abs(mine - (p - mean_p) * (a - mean_a) * is_inside) < 1e-12
-    # The mean over tokens is the covariance of the two.
+    # The mean over tokens is the covariance of log-probabilities and advantages.
     inside = torch.stack([policy.detach()[mask], advantages[mask]])
     torch.testing.assert_close(found[mask].mean(), torch.cov(inside, correction=0)[0, 1])
 
@@ -327,7 +327,7 @@ def test_proximal_rloo_has_the_gradient_of_finite_differences():
 
 def test_copg_of_a_pair_by_hand():
     policy, reference = torch.tensor([[-2.0, -3.0]]), torch.tensor([[-2.5, -2.0]])
-    # R = 1 - 0.5 * 0.5, 0 - 0.5 * -1; (0.75 - 0.5)^2 / (2 * 0.5)
+    # R = 1 - 0.5 * 0.5 and 0 - 0.5 * -1; the loss is (0.75 - 0.5)^2 / (2 * 0.5).
     assert copg_loss(policy, reference, torch.tensor([[1.0, 0.0]]), beta=0.5).tolist() == [0.0625]
 
 
@@ -427,7 +427,7 @@ def test_the_loss_of_a_reward_model_equals_a_slow_loop(center_coef):
         c, r = chosen[i].item(), rejected[i].item()
         expected = math.log(1 + math.exp(-(c - r - margins[i].item()))) + center_coef * (c + r) ** 2
         assert found[i].item() == pytest.approx(expected, rel=1e-12)
-    # By hand: a tie without margin is a coin toss, and its scores of 1 add 0.3 (1 + 1)^2.
+    # By hand: a tie without margin has probability 1/2, and two scores of 1 add center_coef * (1 + 1)^2.
     tie = bradley_terry_loss(*torch.tensor([[1.0], [1.0], [0.0]]), center_coef)
     assert tie.item() == pytest.approx(math.log(2) + 4 * center_coef)
     inputs = (chosen.requires_grad_(), rejected.requires_grad_())

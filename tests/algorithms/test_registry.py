@@ -1,4 +1,4 @@
-"""Algorithms by name, and one's own."""
+"""Registry of algorithms by name, including a user's own."""
 
 import math
 import re
@@ -97,7 +97,7 @@ OTHER_VALUES = {
     **{"shape_positive": 0.5, "rate_positive": 0.5, "shape_negative": 0.5, "rate_negative": 0.5},
 }
 WIDE = {"covariance_share": 1.0, "covariance_low": 0.0, "covariance_high": 1e9}
-"""So that tokens are chosen."""
+"""Settings that let the covariance losses select every token."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,7 +164,7 @@ def test_a_loss_scales_with_the_advantage_where_its_row_says_so(name):
 
 
 def two_groups():
-    """Two groups of two completions, as a loss gets them; the last row has no token."""
+    """Return the inputs of a loss for two groups of two completions; the last row has no token."""
     policy, reference, advantages, mask = (tensor[1:] for tensor in random_batch())
     rewards = torch.tensor([1.0, 0.25, 0.0, 0.5], dtype=torch.float64)
     return LossInputs(policy, policy.detach() - 0.1, reference, advantages, rewards, mask, 2)

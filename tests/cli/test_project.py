@@ -1,4 +1,4 @@
-"""The checks of a project of one's own: they pass what `vectorlm new` writes, and name what is wrong elsewhere."""
+"""Checks of a user's project: they pass for the output of `vectorlm new`, and name faults elsewhere."""
 
 import subprocess
 import sys
@@ -25,12 +25,12 @@ BROKEN = {
 
 @pytest.fixture
 def project(tmp_path, folder, monkeypatch):
-    """The files of `vectorlm new`, with the model of a tiny tokenizer."""
+    """Return the folder that `vectorlm new` writes, with the model of a tiny tokenizer."""
     monkeypatch.chdir(tmp_path)
     assert main(["new", "mine", "--repository", "https://example.org/vectorlm"]) == 0
     monkeypatch.chdir(tmp_path / "mine")
     (tmp_path / "mine/model").symlink_to(folder)
-    # Its files import their neighbours, also where other tests have imported modules of these names.
+    # The project's files import their neighbours; other tests may have imported modules with the same names.
     monkeypatch.syspath_prepend(tmp_path / "mine")
     monkeypatch.delitem(sys.modules, "rewards", raising=False)
     return tmp_path / "mine"
@@ -120,7 +120,7 @@ def test_two_steps_have_tokens_to_compare_and_no_best_model_to_wait_for(project,
 
 @pytest.mark.slow
 def test_what_is_written_passes_its_own_tests(project):
-    """All of its file of tests, and those of rewards by the option too."""
+    """Run the project's whole test file, and with the option the tests of its rewards too."""
     plugin = ["-p", "no:cacheprovider", "--vectorlm", "config.yaml"]
     command = [sys.executable, "-m", "pytest", *plugin, "-k", "test_project or rewards", "."]
     printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout

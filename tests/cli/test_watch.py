@@ -1,4 +1,4 @@
-"""``vectorlm watch``: what it shows of a run, in terminals of every size, and how it ends."""
+"""``vectorlm watch``: its view of a run in terminals of every size, and its end."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def text_of(path, width=80, height=24):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of reinforcement learning at step 12 of 40."""
+    """Return the folder of a reinforcement learning run at step 12 of 40."""
     (tmp_path / "config.yaml").write_text("rl: {max_steps: 40}\n")
     (tmp_path / "run.json").write_text(json.dumps({"num_steps": 40, "started_at": time.time()}))
     lines = StepLines(tmp_path / "metrics.jsonl", key="step")
@@ -112,7 +112,7 @@ def test_once_prints_one_frame_and_so_does_a_pipe(run, capsys, monkeypatch):
 
 
 class Dashboard:
-    """``vectorlm watch`` in a terminal of 80 by 24."""
+    """A ``vectorlm watch`` process in a terminal of 80 by 24."""
 
     def __init__(self, path):
         self._terminal, theirs = pty.openpty()
@@ -131,7 +131,7 @@ class Dashboard:
             if select.select([self._terminal], [], [], 0.2)[0]:
                 try:
                     self.text += os.read(self._terminal, 1 << 16).decode(errors="replace")
-                except OSError:  # The other end is closed.
+                except OSError:  # The child has closed its end of the terminal.
                     break
         assert text in self.text
 
@@ -150,7 +150,7 @@ def test_it_follows_a_run_and_stops_with_it(run):
         dashboard.read_until("step 13 of 40")
         assert "stopped" not in dashboard.text
     assert dashboard.end() == 0
-    # The last frame stays, below the prompt that it was started from.
+    # The last frame stays on the normal screen, below the prompt.
     assert "stopped after step 13" in dashboard.text.rpartition("\x1b[?1049l")[2]
 
 
@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(run):
         dashboard.process.send_signal(signal.SIGINT)
         dashboard.read_until("\x1b[?1049l")
         assert dashboard.process.wait(timeout=30) == 0
-    # The cursor is shown again, the other screen left, and there is no traceback.
+    # The command shows the cursor again and prints no traceback.
     assert "\x1b[?25h" in dashboard.text
     assert "Traceback" not in dashboard.text
 

@@ -3,6 +3,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch):
-    """Read and write beside nothing else, and without the hub."""
+    """Run every test in an empty working directory, offline."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

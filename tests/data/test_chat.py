@@ -1,4 +1,4 @@
-"""Messages: rendered with the chat template, and what of them counts in the loss."""
+"""Rendering messages with the chat template, and the tokens that count in the loss."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ MARKED = (
     "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
 )
-# Drops what the assistant said before its last turn.
+# This template drops all assistant messages but the last.
 FORGETFUL = (
     "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -154,7 +154,7 @@ def test_messages_of_a_saved_dataset_lose_the_keys_that_are_null_there():
     assert [spell(ids) for ids in dataset["input_ids"]] == ["x", "y!"]
 
 
-# As Qwen2.5's template writes calls, and as DeepSeek's does.
+# Qwen2.5's template writes the arguments of calls as objects, and DeepSeek's as text.
 ARGUMENTS = {"objects": "{{ c.function.arguments | tojson }}", "texts": "{{ '' + c.function.arguments }}"}
 
 
@@ -209,7 +209,7 @@ def test_of_a_prompt_and_a_completion_only_the_completion_counts():
 
 
 def byte_tokenizer(template):
-    """A byte-level tokenizer, in which white space merges with what follows it."""
+    """Return a byte-level tokenizer that merges white space with the text after it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -238,7 +238,7 @@ SPACED_MARKED = (
 @pytest.mark.parametrize("form", ["messages", "pair"])
 def test_prompt_and_answer_are_tokenised_apart_whatever_the_answer_begins_with(template, answer, form):
     tokenizer = byte_tokenizer(template)
-    # What was said before an answer that is taken whole is tokenised as a prompt.
+    # The messages before an answer that counts as a whole are tokenised as a prompt.
     prompt = say("uhi", "ahello", "uhi") if form == "pair" else say("uhi")
     row = {"messages": [*prompt, *say("a" + answer)]}
     if form == "pair":
@@ -336,7 +336,7 @@ def test_a_weight_of_0_leaves_a_message_or_a_row_out_of_the_loss(template):
 
 CUT = "the chat template changes the text of a message, or removes its reasoning"
 APART = "the last answer does not continue the generation prompt of engines"
-# As R1's distilled models write answers, and ask for them.
+# R1's distilled models write and request answers in this form.
 THINKING = PLAIN.replace("m.content", "m.content.split('</t>')[-1]").replace("a:{%", "a:<t>{%")
 
 
@@ -404,7 +404,7 @@ def test_messages_may_be_json_text_or_one_object_of_lists(name, row):
     "rows",
     [
         [{"messages": str(TWO_TURNS)}],
-        [{"messages": str(TWO_TURNS).replace("}, {", "}\n {")}],  # As numpy prints it.
+        [{"messages": str(TWO_TURNS).replace("}, {", "}\n {")}],  # numpy prints lists in this form.
         [{"prompt": "ab", "completion": str(TWO_TURNS)}],
         [{"prompt": "ab", "completion": json.dumps(say("ay"))}],
         [{"prompt": "ab", "completion": "c"}, {"prompt": "ab", "completion": json.dumps(say("ay"))}],
@@ -498,7 +498,7 @@ def test_a_completion_may_repeat_its_prompt_and_must_else_continue_it():
 
 
 def space_tokenizer(template=None):
-    """A tokenizer that puts a space before a text, and joins a space with the word behind it, as SentencePiece does."""
+    """Return a tokenizer like SentencePiece: it puts a space before a text, and joins spaces with the next word."""
     pieces = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", *map(chr, range(33, 127)), "he", "hel", "hell", "hello"]
     merges = [("h", "e"), ("he", "l"), ("hel", "l"), ("hell", "o"), ("▁", "hello"), ("=", "=")]
     vocabulary = {piece: number for number, piece in enumerate([*pieces, "▁hello", "=="])}
@@ -522,13 +522,13 @@ def pieces_of(tokenizer, row, **options):
 @pytest.mark.parametrize(
     ("prompt", "completion", "pieces"),
     [
-        # The tokens of both together behind those of the prompt, as in TRL.
+        # As in TRL: the tokens of prompt and completion together, after the tokens of the prompt.
         ("x=", "4", ["4"]),
         ("x:", "\n hello", ["<0x0A>", "▁hello"]),
         ("x:", " hello", ["▁hello"]),
         ("x=", "hello", ["hello"]),
         ("", "hello", ["▁hello"]),
-        # A token lies across the border: what a model writes behind the tokens of the prompt.
+        # A token crosses the border: the labels are the tokens that a model would write after the prompt.
         ("x: ", "hello", ["hello"]),
         ("x=", "=4", ["=", "4"]),
     ],

@@ -1,6 +1,6 @@
-"""Text, chat messages and token ids become token ids by one function, as each chat template says.
+"""Encoding of text, chat messages and token ids by one function, following the chat template.
 
-Turns of a chat by the templates of five families: what the trainer sees is what the engine saw, token for token.
+The turns of a chat use the templates of five families: the trainer sees exactly the tokens that the engine saw.
 """
 
 import enum
@@ -142,7 +142,7 @@ def test_content_that_is_not_text_is_refused(content):
         encode([{"role": "user", "content": content}], lambda: tokenizer)
     with pytest.raises(ValueError, match="no `type`"):
         plain_message({"role": "user", "content": [{"image": "a.png"}]})
-    # A tool may return any JSON value, which some templates write as such.
+    # A tool may return any JSON value, and some templates write it as it is.
     assert plain_message({"role": "tool", "content": {"a": None}}) == {"role": "tool", "content": {"a": None}}
 
 
@@ -230,7 +230,7 @@ def test_the_ids_are_the_engines_and_the_templates_own_where_it_rewrites_nothing
         written = tokenizer.encode(said + end * wrote_end, add_special_tokens=False)
         replies = [{"role": role, "content": answer}]
         between = encode_reply(messages, replies, written, tokenizer)
-        # What the engine is asked next begins with all that it has seen and written.
+        # The next request to the engine begins with all tokens that it has read and written.
         seen = [*seen, *written]
         ids = [*ids, *written, *between]
         assert ids[: len(seen)] == seen
@@ -255,7 +255,7 @@ def test_several_replies_and_an_answer_that_had_begun():
     assert found == render_chat(tokenizer, whole, tokenize=False, add_generation_prompt=True)
 
 
-# Of Phi-3 and Qwen2, in short: what has no branch is not rendered.
+# A short form of Phi-3's and Qwen2's templates: they do not render roles without a branch.
 OF_THREE_ROLES = """{%- for message in messages %}{% if message.role in ('system', 'user', 'assistant') %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endif %}{% endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
@@ -263,7 +263,7 @@ OF_THREE_ROLES = """{%- for message in messages %}{% if message.role in ('system
 
 @pytest.mark.parametrize("role", ["developer", "tool"])
 def test_messages_that_the_template_leaves_out_are_refused(role):
-    """The policy would answer without having read them, and nobody would know."""
+    """Otherwise the policy would answer without these messages, and nobody would notice."""
     left_out = {"role": role, "content": "42"}
     written, chatml = [1], TOKENIZERS["chatml"][0]
     tokenizer = tokenizer_of(OF_THREE_ROLES)
@@ -276,7 +276,7 @@ def test_messages_that_the_template_leaves_out_are_refused(role):
         assert encode_reply([USER], replies, written, chatml)
         with pytest.raises(EngineError, match=match):
             encode_reply([USER], replies, written, tokenizer)
-    # An empty message says nothing either way.
+    # An empty message does not show whether the template renders its role.
     assert encode([{**left_out, "content": ""}, USER], lambda: tokenizer)
 
 

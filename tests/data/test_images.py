@@ -1,4 +1,4 @@
-"""Pictures in every form that datasets and chats use, and the tokens that they become."""
+"""Images in every form that datasets and chats use, and their tokens."""
 
 import base64
 import io
@@ -240,7 +240,7 @@ def test_length_checks_count_image_tokens(tokenizer):
     with pytest.raises(DatasetError, match=f"prompt 1 of p has {length} tokens"):
         check_lengths(records, tokenizer, length - 1, "p")
     for overlong in ("drop", "truncate_left"):
-        # A cut could go through a picture.
+        # A cut could split a picture.
         kept, note = fit_prompts(records, tokenizer, length - 1, "p", overlong)
         assert list(kept) == records[:1]
         assert "1 of 2" in note

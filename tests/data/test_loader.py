@@ -1,4 +1,4 @@
-"""The loader: rows per optimizer step, rank and micro-batch."""
+"""The loader: rows by optimizer step, rank and micro-batch."""
 
 import re
 
@@ -16,7 +16,7 @@ PAD = 0
 
 
 def make_dataset(num_rows):
-    """Rows of 1 to 5 tokens whose tokens tell the row apart, with an id of their own, which is not read."""
+    """Return rows of 1 to 5 tokens; the tokens identify the row, and the loader does not read the column `id`."""
     rows = [
         {"input_ids": [10 + i] * (1 + i % 5), "labels": [10 + i] * (1 + i % 5), "id": f"row {i}"}
         for i in range(num_rows)
@@ -47,7 +47,7 @@ def test_a_dataset_without_a_label_that_counts_is_refused(labels):
 
 
 def ids_per_step(dataset, epoch, world_size, micro_batch_size, num_micro_batches):
-    """The set of ids that all ranks together see at each step, fillers left out."""
+    """Return the set of ids that all ranks together see at each step, without fillers."""
     ranks = [
         make_loader(
             dataset,

@@ -1,4 +1,4 @@
-"""The Countdown problems, their solutions, and the example that makes a first run's model and data."""
+"""Countdown problems, their solutions, and the example that makes a first run's model and data."""
 
 import json
 import sys
@@ -128,7 +128,7 @@ def test_impossible_rules_are_refused():
 
 
 def _brute_force(numbers, operators):
-    """Every whole number from 0 that three numbers reach, by evaluating both shapes of expression as Python."""
+    """Return all non-negative whole numbers that three numbers reach; evaluates both shapes of expression as Python."""
     reached = set()
     for (a, b, c), left, right in product(permutations(numbers), operators, operators):
         for text in (f"({a}{left}{b}){right}{c}", f"{a}{left}({b}{right}{c})"):

@@ -1,4 +1,4 @@
-"""Preference data: pairs and labelled completions as rows of two texts, and solutions as rows of steps."""
+"""Preference data: rows of two texts for pairs and labelled completions, rows of steps for solutions."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from vectorlm.errors import ConfigError, DatasetError
 
 
 def rows_of(rows, examples="pairs", max_seq_len=64, **options):
-    """Preprocess rows; return each as its two texts, the labels of these, and its value."""
+    """Preprocess rows; return the two texts, their labels and the value of each row."""
     Path("raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = letter_tokenizer(template=PLAIN)
     dataset, summary = make(max_seq_len, tokenizer, load_path="raw.jsonl", examples=examples, **options)
@@ -36,7 +36,7 @@ CHAT = ("u:x$\na:yz$\n", "u:x$\na:w$\n", ".......yz$.", ".......w$.", 0.0)
     ("row", "expected"),
     [
         ({"prompt": "ab", "chosen": "cd", "rejected": "ce"}, ("^abcd$", "^abce$", "...cd$", "...ce$", 0.0)),
-        # What both begin with stands for the prompt, as tokens.
+        # The tokens that both texts begin with are the prompt.
         ({"chosen": "abcd", "rejected": "abe"}, ("^abcd$", "^abe$", "...cd$", "...e$", 0.0)),
         (
             {"prompt": "ab", "chosen": "c", "rejected": "d", "margin": 1.5},
@@ -44,7 +44,7 @@ CHAT = ("u:x$\na:yz$\n", "u:x$\na:w$\n", ".......yz$.", ".......w$.", 0.0)
         ),
         ({"prompt": say("ux"), "chosen": say("ayz"), "rejected": say("aw")}, CHAT),
         ({"chosen": say("ux", "ayz"), "rejected": say("ux", "aw")}, CHAT),
-        # As in ultrafeedback_binarized, and with a prompt that both conversations begin with.
+        # ultrafeedback_binarized repeats the prompt in both conversations, as text or as a chat.
         ({"prompt": "x", "chosen": say("ux", "ayz"), "rejected": say("ux", "aw")}, CHAT),
         ({"prompt": say("ux"), "chosen": say("ux", "ayz"), "rejected": say("ux", "aw")}, CHAT),
         (
@@ -141,7 +141,7 @@ def test_the_beginning_of_a_long_prompt_is_cut_off_or_the_row_refused(examples):
     assert (summary.truncated, summary.lost_tokens) == (2, 6)
     with pytest.raises(DatasetError, match=r"raw\.jsonl:1 .* 10 tokens"):
         rows_of([long, other], examples, max_seq_len=7, overlong_prompts="error")
-    # Nothing of the prompt would be left.
+    # Truncation would remove the whole prompt.
     longer = {**long, "chosen": "ghij"} if examples == "pairs" else {**long, "completion": "ghij"}
     _, summary = rows_of([longer, other], examples, max_seq_len=5, overlong_prompts="truncate_left")
     assert summary.skipped == {"a text longer than max_seq_len=5": (1, "raw.jsonl:1")}

@@ -1,4 +1,4 @@
-"""Preprocessing: from text to rows."""
+"""Preprocessing of texts into rows."""
 
 from itertools import product
 from pathlib import Path
@@ -17,7 +17,7 @@ TEXTS = ["abc", "defgh", "", "ijklmnopq", "r"]
 
 
 def rows_of(texts, max_seq_len=6, **options):
-    """Preprocess and write each row as letters: ``^`` BOS, ``$`` EOS, ``.`` a label that does not count."""
+    """Preprocess and write each row as letters: ``^`` BOS, ``$`` EOS, ``.`` a label outside the loss."""
     dataset, _ = made_of(texts, max_seq_len, **options)
     names = {BOS: "^", EOS: "$", options.get("ignore_index", IGNORE): "."}
     assert dataset["id"][:] == list(range(len(dataset)))
@@ -147,7 +147,7 @@ def test_a_missing_column_is_refused_with_those_there_are():
 def test_a_dataset_of_nothing_but_empty_texts_is_refused():
     with pytest.raises(DatasetError, match="skipped 2: 2 with an empty"):
         rows_of(["", ""])
-    # Texts that are cut before their first counted token.
+    # Truncation cuts these texts before their first counted token.
     with pytest.raises(DatasetError, match="max_seq_len=6"):
         made_of(["abcdefg:h", "bcdefghi:j"], truncate=True, seperator=":")
     assert not Path("rows").exists()
@@ -190,9 +190,9 @@ def test_what_is_saved_can_be_trained_on():
 
 
 def test_best_fit_takes_the_row_with_the_least_room_that_suffices():
-    # 6 opens a row (room 4), 5 too (room 5); 4 fills the first, 3 and both ones go to the second.
+    # 6 opens a row with 4 left, and 5 opens one with 5 left. 4 fills the first; 3 and both ones fill the second.
     assert best_fit([3, 6, 5, 4, 1, 1], 10) == [[1, 3], [2, 0, 4, 5]]
-    # 5 and 6 leave room for 5 and 4: 4 takes the tighter row, not the first.
+    # 5 and 6 have 5 and 4 tokens left: 4 goes into the fuller row, not into the first.
     assert best_fit([5, 6, 4], 10) == [[1, 2], [0]]
 
 
@@ -221,7 +221,7 @@ def test_several_processes_make_the_same_dataset(num_proc):
 def test_the_summary_counts_what_is_there():
     dataset, summary = made_of(["abc:de", "fg:", "", "none", "h:i"], 5, seperator=":", save_path="first")
     assert (summary.rows_in, summary.rows_out, summary.longest) == (5, 3, 8)
-    # ^abc:de$ and ^fg:$ and ^h:i$; "$" and "i$" count, and "de$" is cut off.
+    # The rows are ^abc:de$, ^fg:$ and ^h:i$; "$" and "i$" count, and "de$" is cut off.
     assert (summary.tokens, summary.loss_tokens) == (8 + 5 + 5, 0 + 1 + 2)
     assert summary.tokens == sum(map(len, dataset["input_ids"]))
     assert (summary.long_rows, summary.cut_tokens) == (1, 3)
@@ -232,7 +232,7 @@ def test_the_summary_counts_what_is_there():
     )
     assert "note: 1 of 3 rows have no counted token within 5." in str(summary)
     _, packed = made_of(["ab", "cd"], 4, packing_type="full", add_bos_eos_tokens=False)
-    # Nothing predicts the first token of a text.
+    # No token predicts the first token of a text.
     assert (packed.rows_out, packed.tokens, packed.loss_tokens) == (1, 4, 2)
     assert [note for note in packed.notes() if "no end of text" not in note] == []
 
@@ -262,7 +262,7 @@ def test_only_a_dataset_is_replaced():
 
 def test_a_cut_says_what_it_took_and_which_rows_have_nothing_left():
     _, summary = made_of(["abcdef:g", "a:bcdefgh", "a:b"], truncate=True, seperator=":")
-    # ^abcd| ef:g$ and ^a:bc| defgh$.
+    # The cuts are ^abcd| ef:g$ and ^a:bc| defgh$.
     assert (summary.truncated, summary.lost_tokens, summary.lost_loss_tokens) == (2, 5 + 6, 2 + 6)
     assert (summary.loss_tokens, summary.idle_rows) == (2 + 2, 1)
     assert "2 texts, which lost 11 tokens, 8 of them counted in the loss" in str(summary)
@@ -290,7 +290,7 @@ def test_a_bos_or_eos_of_the_text_is_not_doubled(text):
     assert (spell(dataset[0]["input_ids"]), spell(dataset[0]["labels"])) == ("^ab$", ".ab$")
     told = [remark for remark in summary.remarks if "add_bos_eos_tokens" in remark]
     assert len(told) == (text != "ab")
-    # The tokenizer of letters has a BOS, and puts none before a prompt.
+    # The tokenizer of letters has a BOS token but puts none before a prompt.
     assert any("none before a prompt" in remark for remark in summary.remarks)
 
 
@@ -312,7 +312,7 @@ def test_an_interrupt_leaves_no_half_dataset(monkeypatch):
 def test_rows_of_ones_own_are_counted_as_training_takes_them():
     rows = {"input_ids": [[1, 2, 3, 4]], "labels": [[IGNORE, 2, 3, 4]], "attention_mask": [[0, 1, 1, 1]]}
     found = Summary.of(Dataset.from_dict(rows), 2, IGNORE)
-    # 1 is dropped, nothing predicts 2, 4 is cut off.
+    # Token 1 is dropped, no token predicts 2, and 4 is cut off.
     assert (found.tokens, found.loss_tokens, found.cut_loss_tokens, found.long_rows) == (3, 1, 1, 1)
 
 

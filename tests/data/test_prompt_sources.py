@@ -1,4 +1,4 @@
-"""Prompts from every source."""
+"""Reading prompts from every source."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ RECORDS = [PromptRecord(row["prompt"], {"answer": row["answer"]}) for row in ROW
 
 
 def write(folder, name, rows):
-    """Write rows as the ending of `name` says; without one, as the datasets library saves them."""
+    """Write rows in the format of the suffix of `name`; without a suffix, as the datasets library saves them."""
     path = folder / name
     if path.suffix == ".parquet":
         Dataset.from_list(rows).to_parquet(path)
@@ -127,7 +127,7 @@ TEMPLATE = (
 
 @pytest.mark.parametrize("tools", ["", None, "null", []])
 def test_a_row_may_have_no_tools_in_any_form(tools):
-    """Tables of texts have an empty one where a row has none."""
+    """In a table of texts, a row without tools has an empty text."""
     assert asked(PromptRecord(CHAT, {"tools": tools})) == CHAT
 
 

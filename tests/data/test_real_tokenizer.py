@@ -1,4 +1,4 @@
-"""Ends of answers and tokens around prompts, with the tokenizer and template of a real model."""
+"""Ends of answers and tokens around prompts, with a real model's tokenizer and template."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ SIZES = {"dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 64 <
 
 @pytest.fixture(scope="module")
 def model(smollm2, tmp_path_factory):
-    """The model with a second end: the full stop."""
+    """Return the model's folder with the full stop as a second end token."""
     folder = tmp_path_factory.mktemp("ends") / "model"
     shutil.copytree(smollm2, folder, copy_function=lambda source, target: Path(target).symlink_to(source))
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -47,7 +47,7 @@ def test_stop_strings_and_several_ends_mean_the_same_to_both_engines(model, infe
     assert "Paris" in ended.text
     assert cut.finish_reason == "stop"
     assert "Paris" not in cut.text
-    # What is trained on holds the tokens of the stop string, and a log-probability of each.
+    # The trainer gets the tokens of the stop string, and a log-probability for each of them.
     assert "Paris" in tokenizer.decode(cut.token_ids)
     assert len(cut.sampler_logprobs) == len(cut.token_ids)
     assert going.finish_reason == "length"

@@ -1,4 +1,4 @@
-"""Where rows come from: files of every form, folders, globs, splits, the hub."""
+"""Sources of rows: files of every form, folders, globs, splits and the hub."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ def jsonl(rows):
 
 
 def texts_of(load_path, **options):
-    """The texts that are read, as the letters of their rows."""
+    """Return the texts that are read, as letters."""
     dataset, _ = make(load_path=load_path, add_bos_eos_tokens=False, **options)
     return ["".join(map(chr, row)) for row in dataset["input_ids"]]
 
@@ -147,7 +147,7 @@ def test_a_path_that_is_not_there_is_said_to_be_missing_without_asking_the_hub(m
 
 
 def test_a_name_of_the_hub_is_read_from_the_cache_of_datasets_without_a_connection(monkeypatch):
-    """The cache as datasets leaves it: owner___name/configuration/version/hash."""
+    """The cache has the layout of the datasets library: owner___name/configuration/version/hash."""
     folder = Path("cache/owner___name/default/0.0.0/0123456789abcdef").resolve()
     folder.mkdir(parents=True)
     rows = Dataset.from_list([*ROWS, {"text": "ef"}])

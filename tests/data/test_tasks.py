@@ -144,7 +144,7 @@ def test_every_process_makes_the_same_items():
 def test_every_task_but_the_known_makes_the_same_items_in_every_process():
     from reasoning_gym.factory import DATASETS
 
-    # knight_swap takes seconds an item, and composite is none of its own.
+    # knight_swap takes seconds for an item, and composite combines other tasks.
     names = sorted(DATASETS.keys() - {"composite", "knight_swap"})
     first, second = (items_in_another_process(names, seed) for seed in (1, 2))
     assert {name for name in names if first[name] != second[name]} == set(BY_HASH) - {"knight_swap"}
@@ -162,5 +162,5 @@ def test_the_reward_is_the_tasks_own_scorer(name):
     for other in ("", "no", f"It is {answer}"):
         assert reward(other, item=item) == own.score_answer(other, item)
         assert reward(f"x <answer>{other}</answer>", item=item) == own.score_answer(other, item)
-    # What rollouts.jsonl holds.
+    # rollouts.jsonl stores these columns.
     json_text(record.columns)

@@ -1,4 +1,4 @@
-"""Files and messages with random bytes in them: each is read as it is, or refused by name; nothing else is raised."""
+"""Files and messages with random bytes: each is read as it is or refused with a named error."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,12 @@ from vectorlm.train.checkpoint.folder import newest
 from vectorlm.train.checkpoint.state import CheckpointStore
 from vectorlm.types import TrainedModel
 
-# Other seeds find other things: not in CI, which says whether a change broke something.
+# Other seeds find other faults. CI excludes this test, because CI shows whether a change broke something.
 pytestmark = pytest.mark.long
 EDITS = st.lists(
     st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 6), st.binary(max_size=6)), max_size=3
 )
-"""Places in a file, how many bytes go there, and which come instead."""
+"""A position in a file, the number of bytes to remove there, and the bytes to insert."""
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
@@ -130,7 +130,7 @@ def save_checkpoint(topology, path):
 
 
 def load_spoiled(topology, path):
-    """Spoil one file after the other; return what was loaded all the same, or raised another error."""
+    """Spoil one file after another; require that a checkpoint loads correctly or raises CheckpointError."""
     folder = path / "step-00000004"
     files = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     model = torch.nn.Linear(3, 2)
@@ -143,7 +143,7 @@ def load_spoiled(topology, path):
         try:
             found = newest(path)
             assert CheckpointStore(path, {}).load(found.step, models) == {"epoch": 1}
-            # Of the notes, spaces and the like may change.
+            # In the notes, white space and the like may change.
             assert content == files[name] or name.suffix == ".json"
         except CheckpointError:
             assert content != files[name]

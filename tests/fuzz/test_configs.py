@@ -1,6 +1,6 @@
-"""Configs at random: each is refused with a reason, or taken by every later step of a run.
+"""Random configs: a check refuses each with a reason, or every later step of a run accepts it.
 
-More of them: pytest tests/fuzz --hypothesis-profile campaign
+For more configs: pytest tests/fuzz --hypothesis-profile campaign
 """
 
 import contextlib
@@ -56,10 +56,10 @@ rl:
   rewards: {"rewards.py:letters": 1.0}
 """
 REWARDS = "def letters(completion, **columns): return completion.count('a') + len(completion) % 3"
-# Other seeds find other things: not in CI, which says whether a change broke something.
+# Other seeds find other faults. CI excludes this test, because CI shows whether a change broke something.
 pytestmark = pytest.mark.long
 SETTINGS = all_settings()
-# Names and paths: nothing that leads out of the folder of the tests.
+# No name or path may point outside the folder of the tests.
 TEXTS = st.text("ab./-_ 1é\n:'#&*", max_size=6).filter(
     lambda text: ".." not in text and not text.startswith("/")
 )
@@ -80,18 +80,18 @@ VALUES = st.one_of(
 
 
 class EnoughError(Exception):
-    """A step was made."""
+    """The error that ends a run after its first step."""
 
 
 def choices_of(path):
-    """Return a strategy for valid and other values of a setting."""
+    """Return a strategy for valid and invalid values of a setting."""
     names = [name for name in str(SETTINGS[path].hint).split("'") if name.isidentifier()]
     return st.one_of(VALUES, st.sampled_from(names)) if names else VALUES
 
 
 @st.composite
 def changes(draw):
-    """Draw what to do to a config: a path and a value, a key that goes, or one that is not known."""
+    """Draw a change of a config: set or override a value, drop a key, or use an unknown key."""
     path = draw(st.sampled_from(sorted(SETTINGS)))
     match draw(st.sampled_from(["set", "set", "set", "drop", "misspell", "override"])):
         case "drop":

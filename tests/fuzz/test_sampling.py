@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters at random, to one engine: an answer or an error, and nothing of them stays."""
+"""Random prompts and sampling parameters for one engine: it returns an answer or an error, and keeps nothing."""
 
 import pytest
 from hypothesis import given

@@ -1,7 +1,7 @@
-"""Print vLLM's arguments for the engines of configs/cuda on devices that are not here: python cuda_arguments.py FOLDER.
+"""Print vLLM's arguments for the engines of configs/cuda on simulated devices: python cuda_arguments.py FOLDER.
 
-vllm 0.32. Its own platform for CUDA decides, over a driver that answers what one of `DEVICES` would. Nothing is
-computed, and no kernels are needed. The models in FOLDER are shapes alone.
+For vllm 0.32. vLLM's CUDA platform runs on a simulated driver that describes one of `DEVICES`. The script computes
+nothing and needs no kernels. The models in FOLDER are config files without weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Device:
-    """The description of devices by a driver; all are alike."""
+    """A driver's description of several equal devices."""
 
     name: str
     capability: tuple[int, int]
@@ -78,7 +78,7 @@ def pretend(device: Device) -> None:
     from vllm.model_executor.models import registry
 
     class Text(torch.nn.Module):
-        """The attributes of a text model that vLLM reads; its own class would import kernels."""
+        """A text model with the attributes that vLLM reads; vLLM's own class would import kernels."""
 
         def __init__(self, *, vllm_config, prefix=""): ...
 
@@ -92,7 +92,7 @@ def pretend(device: Device) -> None:
 
 
 def engine_of(path: Path, device: Device) -> dict[str, object]:
-    """Return what a config's engine is on the first of these devices, in vLLM's words."""
+    """Return vLLM's settings of a config's engine on the first of these devices."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from vectorlm.ranks.topology import Topology

@@ -1,4 +1,4 @@
-"""The Dockerfiles, which nobody has built here: what they copy and call exists."""
+"""Static checks of the Dockerfiles: the files and commands that they use exist. No test builds them."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Sizes of vLLM's engines on devices that are not here, by its own defaults for our context."""
+"""Sizes of vLLM's engines on simulated devices, from vLLM's defaults for our usage context."""
 
 import json
 import subprocess
@@ -77,7 +77,7 @@ def test_on_cuda_an_engine_leaves_most_of_its_device_to_the_trainer_and_does_not
     assert not special.keys() & on_cpu.keys()
 
 
-@pytest.mark.slow  # vLLM under another platform needs a process of its own: 20 s.
+@pytest.mark.slow  # vLLM on another platform needs a separate process, which takes 20 s.
 def test_the_engines_of_every_config_for_gpus_are_what_vllm_makes_of_them_there(tmp_path):
     sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
     import sizes

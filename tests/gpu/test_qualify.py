@@ -1,4 +1,4 @@
-"""The qualification of a GPU machine, as far as a machine without one can tell."""
+"""Tests for the qualification of a GPU machine that run without a GPU."""
 
 import subprocess
 import sys
@@ -65,7 +65,7 @@ def test_a_figure_is_judged_by_its_bounds(bounds, value, verdict):
 
 @pytest.fixture
 def found(monkeypatch):
-    """Steps run in processes that find this file."""
+    """Put this file on the import path of the processes that run steps."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
 
 

@@ -1,6 +1,6 @@
-"""The names of vLLM that vectorlm uses exist: read from its sources, which nothing imports.
+"""Check that the vLLM names that vectorlm uses exist, from vLLM's sources, without importing them.
 
-Of the installed vLLM, and of the folder `vllm` of another version's unpacked wheel, named by VECTORLM_VLLM_SOURCES.
+The test reads the installed vLLM, and another version whose folder `vllm` is VECTORLM_VLLM_SOURCES.
 """
 
 import ast
@@ -22,7 +22,7 @@ PACKAGES = {
     "other": os.environ.get("VECTORLM_VLLM_SOURCES") and Path(os.environ["VECTORLM_VLLM_SOURCES"]),
 }
 
-# file, class or `-`: names, of functions with the parameters that we pass, in our order.
+# Format: file, class or `-`, then names; a function has the parameters that we pass, in our order.
 USED = """
 engine/arg_utils.py EngineArgs: model dtype max_model_len load_format worker_extension_cls disable_log_stats
   use_tqdm_on_load async_scheduling enforce_eager kv_cache_memory_bytes gpu_memory_utilization skip_tokenizer_init
@@ -83,8 +83,8 @@ lora/layers/base.py BaseLayerWithLoRA: load_weights
 model_executor/layers/fused_moe/router/cpu_router.py CPURouter: custom_routing_function
 _custom_ops.py -: cpu_attn_reshape_and_cache cpu_attention_with_kv_cache cpu_attn_get_scheduler_metadata
 """
-"""Without them the KV cache sleeps only together with the weights, experts are refused on CPU, and an engine with
-adapters takes no weights, and nothing is exact."""
+"""Names that older versions lack. Without them the KV cache sleeps only together with the weights, CPU engines refuse
+experts, engines with adapters take no weights, and nothing is exact."""
 
 
 @cache
@@ -93,7 +93,7 @@ def tree_of(path):
 
 
 def members(scope):
-    """Return what a module or class defines, by name: its functions and classes, else None."""
+    """Return the members of a module or class by name: functions and classes, None for other members."""
     found = {}
     for node in ast.walk(scope) if isinstance(scope, ast.ClassDef) else scope.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -102,7 +102,7 @@ def members(scope):
                 found.setdefault(target.attr, None)
             elif isinstance(target, ast.Name):
                 found.setdefault(target.id, None)
-                # envs.py and __init__.py list names as the keys of a dictionary.
+                # envs.py and __init__.py list names as keys of a dictionary.
                 keys = getattr(getattr(node, "value", None), "keys", [])
                 found |= {key.value: None for key in keys if isinstance(key, ast.Constant)}
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -137,7 +137,7 @@ def missing(package, used):
 
 
 def imported(is_installed):
-    """Yield module and name of everything that our files import from vLLM; `int8` needs the newest."""
+    """Yield module and name of every import of our files from vLLM; `int8` needs the newest version."""
     for path in OURS if is_installed else [path for path in OURS if path.name != "int8.py"]:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":

@@ -1,4 +1,4 @@
-"""The most bytes that torch allocates at a time while a function runs."""
+"""Measure the peak of torch's allocations while a function runs."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -10,12 +10,12 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def most_allocated(function: Callable[[], Any]) -> int:
-    """Return the most bytes that `function` holds at a time beside what there was before.
+    """Return the peak number of bytes that `function` allocates, without earlier allocations.
 
-    The profiler does not see what another thread gives back, as gloo's does where it lets go of a tensor after the
-    rank: such bytes count until their address is given out again.
+    The profiler misses memory that another thread frees, for example when gloo's thread drops a tensor last. These
+    bytes count until the allocator reuses their address.
     """
-    gc.collect()  # What is given back meanwhile was there before.
+    gc.collect()  # Freeing earlier garbage during the run would lower the peak.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         function()
     events = [

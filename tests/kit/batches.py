@@ -1,4 +1,4 @@
-"""Rollouts of one token, and batches made from a mask, for the tests of what reads them."""
+"""Rollouts of one token, and batches made from a mask, for tests of code that reads them."""
 
 import torch
 
@@ -8,7 +8,7 @@ from vectorlm.types import PromptRecord
 
 
 def rollout_of(prompt, text="text", finish_reason="stop", **more):
-    """Return a rollout of one token, after a prompt or the record of one."""
+    """Return a rollout of one token for a prompt or a prompt record."""
     record = prompt if isinstance(prompt, PromptRecord) else PromptRecord(prompt)
     return Rollout(record, (1,), (3,), (True,), (-1.0,), (0,), text, finish_reason, **more)
 

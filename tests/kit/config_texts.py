@@ -1,4 +1,4 @@
-"""Config files that the tests change line by line, and what is said against them."""
+"""Config files that the tests change line by line, and the error that refuses a config."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The rewards that the package brings, with a prompt whose columns serve each of them, and what policies may write."""
+"""The package's rewards, a prompt whose columns serve all of them, and texts that policies may write."""
 
 import inspect
 import json
@@ -24,7 +24,7 @@ COLUMNS = {
         "$ref": "#/$defs/tree",
     },
     "tests": ["assert f(3) == 7"],
-    # The scorer of this task evaluates what it is given as Python.
+    # This task's scorer evaluates its input as Python.
     "item": {
         "question": "?",
         "answer": "3 + 4",
@@ -39,11 +39,11 @@ COLUMNS = {
     "kwargs": [{}, {"language": "en"}, {}, {"keywords": ["boxed"]}],
 }
 ARGUMENTS = {"target_tokens": 10, "tags": ["answer"], "model": "j", "timeout_s": 2.0}
-"""Values of parameters that are no column, by name."""
+"""Values, by name, of parameters that are not columns."""
 
 
 def spelled(name, **arguments):
-    """Return a reward's name as a config has it, with the arguments that it takes of these and `ARGUMENTS`."""
+    """Return a reward's name as in a config, with those of the arguments and `ARGUMENTS` that it takes."""
     taken = inspect.signature(registry.get_reward(name)).parameters
     found = {key: value for key, value in (ARGUMENTS | arguments).items() if key in taken}
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in found.items())})" if found else name
@@ -69,9 +69,9 @@ class _Judge(BaseHTTPRequestHandler):
 
 @contextmanager
 def judge_server():
-    """Run a judge with a `url`, which keeps the questions in `asked`.
+    """Yield the server of a judge, with its `url` and the received questions in `asked`.
 
-    It gives the `answers`, of which numbers are statuses, and then says 7.
+    It replies with the `answers` in order, then with 7; a number among the answers is an HTTP status.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Judge)
     server.asked, server.answers, server.url = [], [], f"http://127.0.0.1:{server.server_port}/v1"

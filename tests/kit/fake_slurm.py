@@ -1,4 +1,4 @@
-"""`srun` and `scontrol` of a cluster whose machines are all this one; a folder of these goes first on PATH."""
+"""Fake `srun` and `scontrol` for a cluster whose nodes are all this machine; put their folder first on PATH."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ SHIM = f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} $(basename 
 
 
 def put_on_path(folder, **variables):
-    """Make the commands, and return the environment of a job: with them, and with SLURM's variables of a batch step."""
+    """Write the commands; return a job's environment with their folder on PATH and SLURM's batch-step variables."""
     folder.mkdir()
     for name in ("srun", "scontrol"):
         (folder / name).write_text(SHIM)
@@ -21,7 +21,7 @@ def put_on_path(folder, **variables):
 
 
 def run(arguments):
-    """Run a command as `--ntasks-per-node` tasks on each node; the first task that fails ends the others."""
+    """Run a command as `--ntasks-per-node` tasks on each node; a task that fails ends the others."""
     first = next(place for place, argument in enumerate(arguments) if not argument.startswith("--"))
     given = dict(argument.removeprefix("--").split("=") for argument in arguments[:first])
     num_nodes = int(os.environ["SLURM_NNODES"])

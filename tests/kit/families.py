@@ -1,4 +1,4 @@
-"""Tiny random models of many families, and what is odd about each."""
+"""Tiny random models of many families, with the peculiarity of each."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture, and what about its weights a hot swap could get wrong."""
+    """An architecture, with the weights that a hot swap could get wrong."""
 
     config: str
     """Name of the transformers configuration class."""
     layout: str
-    """Its peculiarity."""
+    """Peculiarity of the family."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that differ from the common ones, or are not among them."""
+    """Settings that replace or extend the common ones."""
     always_tied: bool = False
-    """Whether vLLM knows no head for it but the embedding table."""
+    """Whether vLLM always uses the embedding table as the head."""
     never_tied: bool = False
-    """Whether vLLM always loads a head of its own."""
+    """Whether vLLM always loads a separate head."""
     dtype: str = "float32"
-    """The dtype in which vLLM computes it on CPU."""
+    """Dtype that vLLM computes in on CPU."""
 
 
 _COMMON = {
@@ -213,7 +213,7 @@ WITH_BUFFERS = {
         {**_GROUPED_EXPERTS, "num_key_value_heads": 2},
     ),
 }
-"""Names of tensors that these models compute with and no optimizer trains."""
+"""Families with buffers that the model computes with and no optimizer trains."""
 
 
 REFUSED = {
@@ -235,7 +235,7 @@ REFUSED = {
         "vLLM 0.32 has no kernel for Mamba-1 on CPU",
     ),
 }
-"""Families that vLLM cannot run here, and why."""
+"""Families that our vLLM cannot run on CPU, with the reason."""
 
 RECURRENT = {
     **{
@@ -254,10 +254,10 @@ RECURRENT = {
         | {"layer_types": ["mamba", "attention"]},
     ),
 }
-"""Families with layers that hand a state from token to token; the trainer is tested with all of them."""
+"""Families whose layers pass a state from token to token; the trainer is tested with all of them."""
 
 ATTENTIVE = {name: FAMILIES[name] for name in ("gpt-oss", "Cohere 2")}
-"""Families whose attention or output layer the trainer must follow."""
+"""Families with attention or output layers that the trainer must reproduce."""
 
 
 def save_family(family: Family, path: Path, *, tied: bool = False) -> Path:

@@ -1,4 +1,4 @@
-"""Which hot swaps are tried with which family, what came of them, and the table that says so."""
+"""Hot swaps to test with each family, their results, and the table of docs/families.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS, PAGE = DOCS / "families.json", DOCS / "families.md"
 
 @dataclass(frozen=True)
 class Run:
-    """One engine, and two updates of it."""
+    """A test of one engine with two updates."""
 
     family: str
     tied: bool
@@ -30,27 +30,27 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one run."""
+    """Result of one run."""
 
     run: Run
     greedy_equal: bool
-    """After each update, greedy completions are those of transformers."""
+    """Whether greedy completions equal those of transformers after each update."""
     gap: float
-    """The largest difference of a token's log-probability from transformers', over both updates."""
+    """Largest difference between a token's log-probability and transformers' value, over both updates."""
     copied: float
-    """The share of the weights that the engine copies out of the arena at each update."""
+    """Share of the weights that the engine copies out of the arena at each update."""
     vllm: str
     transformers: str
     fresh_equal: bool | None = None
-    """After the updates, tokens and log-probabilities have the bits of an engine that starts from these weights.
-    None if the run was recorded before this was compared."""
+    """Whether, after the updates, tokens and log-probabilities have the bits of an engine that starts from these
+    weights. None if the run was recorded before this comparison existed."""
     why_padded: str | None = None
-    """Why its rows are padded in training; empty if they are packed, None if the run was recorded before."""
+    """Reason for padding the rows in training; empty if they are packed, None if the run was recorded before."""
     adapted_gap: float | None = None
-    """The same gap with merged adapters; None with several ranks, or if the run was recorded before."""
+    """The `gap` with merged adapters; None with several ranks, or if the run was recorded before."""
 
 
-# Tied heads are what packing gets wrong, untied ones what aliasing could: each family meets both receivers.
+# Packing can get tied heads wrong, and aliasing untied heads: each family runs with both receivers.
 ON_ONE_RANK = [
     Run(name, tied, receiver, 1)
     for name, family in FAMILIES.items()
@@ -61,7 +61,7 @@ ON_TWO_RANKS = [
     for index, (name, family) in enumerate(FAMILIES.items())
 ]
 RUNS = [*ON_ONE_RANK, *ON_TWO_RANKS]
-# One family for each special case, with alternating receivers; the others run when results are recorded.
+# One family for each special case, with alternating receivers; the other runs need the option that records results.
 ALWAYS = [
     Run("Qwen3-MoE", True, "live", 2),
     Run("Phi-3", False, "live", 1),
@@ -71,14 +71,14 @@ ALWAYS = [
 
 
 def read_results() -> list[Result]:
-    """Return what the last recorded run of each test showed, in the order of `RUNS`."""
+    """Return the last recorded result of each run, in the order of `RUNS`."""
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     known = {Run(**row.pop("run")): row for row in rows}
     return [Result(run, **known[run]) for run in RUNS if run in known]
 
 
 def record(result: Result) -> None:
-    """Put one result into the file, in place of an older one of the same run."""
+    """Write one result to the file; it replaces an older result of the same run."""
     kept = [other for other in read_results() if other.run != result.run]
     rows = sorted([*kept, result], key=lambda row: RUNS.index(row.run))
     RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
@@ -176,7 +176,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def _shown(gaps: Sequence[float], dtype: str) -> str:
-    """Write the largest gap, with its dtype if it is not float32."""
+    """Format the largest gap, with its dtype if it is not float32."""
     if not gaps:
         return "not recorded"
     return f"{max(gaps):.0e}" if dtype == "float32" else f"{max(gaps):.0e} ({dtype})"

@@ -1,4 +1,4 @@
-"""Forks of the test's process, for what another process does: a fresh interpreter takes seconds to import torch."""
+"""Forks of the test's process that act as another process: a new interpreter takes seconds to import torch."""
 
 import os
 import pickle
@@ -6,7 +6,7 @@ import signal
 
 
 def fork(work):
-    """Call `work` in a fork, which then stays until it is killed; return its pid and what `work` returned."""
+    """Call `work` in a fork, which stays alive until it is killed; return its pid and the result of `work`."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -21,6 +21,6 @@ def fork(work):
 
 
 def kill(pid):
-    """End a fork."""
+    """Kill a fork."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The outputs in the nibbles of a word, lowest first."""
+"""Order of the outputs in the nibbles of a word, lowest nibble first."""
 
 
 def save_four_bit(folder: str | Path, path: str | Path, method: str, group_size: int = 32, **options) -> Path:
-    """Write the model in `folder` to `path` with the linear layers of its blocks in 4 bits, as far as vLLM reads them.
+    """Write the model in `folder` to `path`, with those linear layers of its blocks in 4 bits that vLLM can read.
 
     `options` are written into quantization_config; ``desc_act`` orders the groups of GPTQ at random.
     """
@@ -25,7 +25,7 @@ def save_four_bit(folder: str | Path, path: str | Path, method: str, group_size:
     )
     saved: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        # vLLM's kernel on CPU takes sizes that are multiples of 32.
+        # vLLM's CPU kernel needs sizes that are multiples of 32.
         if name.endswith("_proj.weight") and not any(size % 32 for size in tensor.shape):
             layer = name.removesuffix("weight")
             parts = (awq if method == "awq" else gptq)(tensor, group_size, options.get("desc_act", False))
@@ -49,7 +49,7 @@ def save_four_bit(folder: str | Path, path: str | Path, method: str, group_size:
 
 
 def awq(weight: torch.Tensor, group_size: int, _: bool) -> dict[str, torch.Tensor]:
-    """Return the tensors of an AWQ layer: words along the outputs, a zero point per group and output."""
+    """Return the tensors of an AWQ layer: words along the outputs, one zero point per group and output."""
     values = weight.float().t().reshape(-1, group_size, len(weight))
     low, high = values.amin(1, keepdim=True).clamp(max=0), values.amax(1, keepdim=True).clamp(min=0)
     scales = ((high - low) / 15).clamp(min=1e-6).half()
@@ -73,7 +73,7 @@ def gptq(weight: torch.Tensor, group_size: int, desc_act: bool) -> dict[str, tor
         scales[group] = (values[groups == group].abs().amax(0) / 7).clamp(min=1e-6)
     scales = scales.half()
     numbers = (values / scales.float()[groups] + 8).round().clamp(0, 15)
-    zeros = torch.full_like(scales, 7.0)  # GPTQ's files store one less than the zero point.
+    zeros = torch.full_like(scales, 7.0)  # GPTQ's files store the zero point minus one.
     return {
         "qweight": packed(numbers.t(), range(8)).t(),
         "qzeros": packed(zeros, range(8)),
@@ -83,7 +83,7 @@ def gptq(weight: torch.Tensor, group_size: int, desc_act: bool) -> dict[str, tor
 
 
 def packed(numbers: torch.Tensor, order) -> torch.Tensor:
-    """Pack eight numbers of a row into a word, the first of `order` into its lowest bits."""
+    """Pack eight numbers of a row into a word; the first index of `order` goes to the lowest bits."""
     words = numbers.long().view(len(numbers), -1, 8)
     total = sum(words[:, :, which] << (4 * nibble) for nibble, which in enumerate(order))
     return torch.where(total >= 2**31, total - 2**32, total).int()

@@ -1,4 +1,4 @@
-"""A gateway before a scripted engine, for tests."""
+"""Client for a gateway with a scripted engine, for tests."""
 
 import asyncio
 
@@ -8,10 +8,10 @@ from vectorlm.types import Completion
 
 
 class Scripted:
-    """Answers prompts by a function of their text; keeps what it was asked, and what was given up."""
+    """A scripted engine that answers prompts by a function of their text; it records requests and cancellations."""
 
     def __init__(self, answer, delay_s=0.0, version=3, may_go_on=None):
-        """Where it is streamed, the answer goes on with each token that `may_go_on` lets through."""
+        """Build the engine; a streamed answer awaits `may_go_on` before each token."""
         self.answer, self.delay_s, self.version, self.may_go_on = answer, delay_s, version, may_go_on
         self.asked, self.params, self.given_up = [], [], []
 

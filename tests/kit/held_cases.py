@@ -1,6 +1,6 @@
-"""TRL's own weight sync into a tiny vLLM engine of this process, broken one way after the other.
+"""Cases of TRL's own weight sync into a tiny vLLM engine of this process, each broken in another way.
 
-Prints as JSON, by case, what was raised or found. Its argument is the folder of a model with biases and a tied head.
+Print as JSON, by case, the error or the findings. The argument is the folder of a model with biases and a tied head.
 """
 
 import copy
@@ -44,7 +44,7 @@ def trained(folder):
 
 
 class Cases:
-    """The engine, and what happened in each case."""
+    """An engine, and the result of each case."""
 
     def __init__(self, folder):
         VLLMGeneration._init_vllm = lambda self: None
@@ -75,7 +75,7 @@ class Cases:
         return generation
 
     def spoiled(self, spoil):
-        """Sync, and spoil the engine before it is looked at."""
+        """Sync, and spoil the engine before the check."""
         generation, reset = self.generation(trained(self.folder)), self.llm.reset_prefix_cache
 
         def reset_and_spoil():
@@ -89,7 +89,7 @@ class Cases:
             self.llm.reset_prefix_cache = reset
 
     def parameter_sums(self, manifest):
-        """Answer as a server does, over JSON."""
+        """Return the sums as a server does, over JSON."""
         worker = ServerExtension()
         worker.model_runner = self.runner
         answer = json.loads(json.dumps(worker.vectorlm_sums(to_wire(tuple(manifest)))))
@@ -111,7 +111,7 @@ class Cases:
 
 
 class Client:
-    """TRL's client, into an engine of this process."""
+    """A stand-in for TRL's client that loads into an engine of this process."""
 
     base_url = "http://127.0.0.1:1"
 
@@ -165,7 +165,7 @@ def run(folder):
         verify.verify_server("u", lambda: AutoModelForCausalLM.from_pretrained(folder))
     with cases.case("server without the extension"):
         cases.generation(trained(folder), "server").sync_weights()
-    # Last: the engine's head is another layer from here on.
+    # These cases come last, because they replace the engine's head by another layer.
     cases.engine.lm_head = copy.deepcopy(cases.engine.model.embed_tokens)
     with cases.case("head untied and equal"):
         cases.generation(trained(folder)).sync_weights()

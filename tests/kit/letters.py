@@ -1,4 +1,4 @@
-"""Tokenizers of single letters, and datasets that are preprocessed with one in the current folder."""
+"""Tokenizers of single letters, and datasets preprocessed with one in the current folder."""
 
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -12,7 +12,7 @@ BOS, EOS, IGNORE = 1, 2, -100
 
 
 class Letters:
-    """A tokenizer whose tokens are letters, and whose template puts a line for each message."""
+    """A tokenizer of letters whose template writes one line per message."""
 
     def encode(self, text, add_special_tokens=True):
         return list(map(ord, text))
@@ -27,7 +27,7 @@ class Letters:
 
 
 def letter_tokenizer(with_special_tokens=True, template=None):
-    """A tokenizer of single letters, whose ids are code points."""
+    """Return a tokenizer of single letters, whose ids are code points."""
     vocabulary = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {chr(code): code for code in [10, *range(32, 127)]}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -39,19 +39,19 @@ def letter_tokenizer(with_special_tokens=True, template=None):
 
 
 def make(max_seq_len=64, tokenizer=None, **options):
-    """Preprocess what lies at ``raw``; return the dataset and the summary."""
+    """Preprocess ``raw`` in the current folder; return the dataset and the summary."""
     settings = PreprocessSettings(**{"load_path": "raw", "save_path": "rows"} | options)
     summary = preprocess(settings, tokenizer or letter_tokenizer(), max_seq_len)
     return load_dataset(settings.save_path), summary
 
 
 def made_of(texts, max_seq_len=6, **options):
-    """Preprocess texts."""
+    """Preprocess texts; return the dataset and the summary."""
     Dataset.from_dict({"text": texts}).save_to_disk("raw")
     return make(max_seq_len, **options)
 
 
 def spell(ids, names=None):
-    """Write token ids as letters: ``^`` BOS, ``$`` EOS, ``.`` a label that does not count."""
+    """Write token ids as letters: ``^`` BOS, ``$`` EOS, ``.`` a label outside the loss."""
     names = {BOS: "^", EOS: "$", IGNORE: "."} if names is None else names
     return "".join(names.get(i) or chr(i) for i in ids)

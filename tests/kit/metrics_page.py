@@ -1,4 +1,4 @@
-"""The metrics that docs/metrics.md describes."""
+"""Names of the metrics that docs/metrics.md describes."""
 
 import re
 from pathlib import Path

@@ -15,11 +15,11 @@ MIXTURES = {
     "Mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2},
 }
 # fmt: on
-"""Settings by family, for which replay has to close two thirds of the largest gap."""
+"""Settings by family; in tests of these families, replay must remove two thirds of the largest gap."""
 
 
 def save_mixture(name: str, path: Path) -> Path:
-    """Save the model of this family with sharpened routers, and no tokenizer."""
+    """Save the model of a family with sharpened routers and without a tokenizer."""
     import transformers
 
     family = {**FAMILIES, **WITH_BUFFERS}[name]

@@ -1,4 +1,4 @@
-"""A trainer around a module and its optimizer, as docs/contracts.md shows it, and for adapters too."""
+"""A trainer for a module and its optimizer, as in docs/contracts.md; it also supports adapters."""
 
 import torch.distributed as dist
 

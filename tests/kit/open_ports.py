@@ -1,4 +1,4 @@
-"""On which ports the processes of a run listen, and one on which nobody does."""
+"""Ports on which the processes of a run listen, and a free port."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def descendants(root):
 
 
 def listening(pids):
-    """Return the addresses, in hexadecimal, and ports on which these processes listen."""
+    """Return the addresses (hexadecimal) and ports on which these processes listen."""
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):

@@ -1,4 +1,4 @@
-"""The pages of README and docs/, and the blocks of code in them."""
+"""Pages of README and docs/, and their code blocks."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ def text_of(page):
 
 
 def blocks(page, language):
-    """Return the blocks of code of a page, as they would stand in a file."""
+    """Return the code blocks of a page, without indentation."""
     found = re.findall(rf"^( *)```{language}\n(.*?)^ *```", text_of(page), re.DOTALL | re.M)
     return [re.sub(rf"^{indent}", "", block, flags=re.M) for indent, block in found]
 
@@ -28,7 +28,7 @@ def commands(page, start=""):
 
 
 def run(folder, *words, **more):
-    """Run Python with `words`; return what it printed, errors first."""
+    """Run Python with `words` as arguments; return its output, errors first."""
     done = subprocess.run(
         [sys.executable, *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=500, **more
     )

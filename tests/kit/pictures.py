@@ -1,17 +1,17 @@
-"""Pictures that are not drawn: matplotlib takes two thirds of the time of a tiny run."""
+"""Switch for drawing figures: matplotlib takes two thirds of the time of a tiny run."""
 
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 DRAWN = True
-"""Whether this process draws pictures; ranks do as the process that starts them."""
+"""Whether this process draws figures; ranks inherit the value of the process that starts them."""
 HEAD = b"\x89PNG\r\n\x1a\n"
 _savefig = Figure.savefig
 
 
 def draw(drawn):
-    """Let figures be drawn when they are saved, or write the first bytes of a picture alone."""
+    """Draw figures when they are saved, or write only the first bytes of a PNG file."""
     global DRAWN
     DRAWN = drawn
     Figure.savefig = (

@@ -1,4 +1,4 @@
-"""Run a test's function on several gloo ranks, each a process of its own with one thread."""
+"""Run a test's function on several gloo ranks; each is a process with one thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kit import pictures, warm_engines
 from vectorlm.ranks.topology import Topology
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Imported once, in a clean process that the ranks are forked from.
+# A clean process, from which the ranks are forked, imports these modules once.
 _CONTEXT.set_forkserver_preload(
     [
         "torch",
@@ -35,9 +35,9 @@ _CONTEXT.set_forkserver_preload(
 def on_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, check: bool = True, num_nodes: int = 1
 ) -> list[Any]:
-    """Return what ``fn(topology, *args)`` returned on each rank; None for a dead rank, if not `check`.
+    """Return the result of ``fn(topology, *args)`` on each rank; None for a dead rank if `check` is false.
 
-    With `num_nodes` the topology says that the ranks are spread over that many machines.
+    `num_nodes` spreads the ranks of the topology over that many machines.
     """
     with tempfile.TemporaryDirectory() as scratch:
         readers, processes = [], []
@@ -61,12 +61,12 @@ def on_ranks(
 
 
 def forked(fn: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
-    """Do what `vectorlm.launch` does, without a launcher, on ranks that have torch and transformers already."""
+    """Run a function like `vectorlm.launch`, without a launcher, on ranks that have imported torch and transformers."""
     return on_ranks(world_size, _call, fn, args)
 
 
 def launch(fn: Callable[..., Any], *args: Any, world_size: int = 1) -> list[Any]:
-    """Stand in for `vectorlm.launch`, with ranks that have torch and transformers already."""
+    """Replace `vectorlm.launch` by ranks that have imported torch and transformers."""
     return forked(_unpickled, cloudpickle.dumps((fn, args)), world_size=world_size)
 
 
@@ -110,7 +110,7 @@ def _main(
     torch.set_num_threads(1)
     place = {"rank": topology.rank, "world_size": topology.world_size}
     dist.init_process_group("gloo", init_method=f"file://{store}", **place)
-    # Plain pickle copies tensors; the pipe's own would share their memory with a process that is leaving.
+    # Plain pickle copies tensors; the pipe's pickler would share their memory with a process that is about to exit.
     try:
         result = fn(topology, *args)
         writer.send_bytes(pickle.dumps((None, result)))
@@ -160,7 +160,7 @@ def save_tiny_llama(
 
 
 def save_adapters(model: Path, path: Path, **options: Any) -> Path:
-    """Save LoRA adapters of random numbers on the model in the folder `model`, as PEFT saves them."""
+    """Save LoRA adapters with random weights for the model in the folder `model`, in PEFT's format."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Tiny runs of reinforcement learning with a real engine, for the tests of whole runs."""
+"""Tiny reinforcement learning runs with a real engine, for the tests of whole runs."""
 
 import json
 import os
@@ -63,7 +63,7 @@ rl:
   save_every: 2
 """
 
-# What is sampled together, and what is found in a cache, may change the last bit of a log-probability.
+# Batching of requests and the prefix cache may change the last bit of a log-probability.
 ONE_AT_A_TIME = (
     "engine.max_num_seqs=1",
     "engine.enable_prefix_caching=False",
@@ -71,7 +71,7 @@ ONE_AT_A_TIME = (
 
 
 def save_files(folder):
-    """Save the model, questions and rewards that a run needs."""
+    """Save model, questions and rewards for a run."""
     save_tiny_llama(folder / "model", hidden_size=64)
     prompt_records = [{"prompt": letter * 3, "wanted": letter} for letter in "abcdefgh"]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompt_records))
@@ -80,7 +80,7 @@ def save_files(folder):
 
 
 def check_rl(config):
-    """Raise `ConfigError` with every problem of the section ``rl``, whatever else the config lacks."""
+    """Raise `ConfigError` with every problem of the section ``rl``, even if other sections are incomplete."""
     raise_problems([*rl_problems(config, config.rl), *step_problems(config)])
 
 
@@ -104,11 +104,11 @@ def is_documented(name):
 
 
 AT_ONCE = {"rollout/in_flight_max", "rollout/asking_max"}
-"""How many rollouts there are at once depends on how long their rewards take."""
+"""Metrics of concurrency, which depend on the duration of rewards."""
 
 
 def numbers(folder):
-    """Return the metrics of a run that do not depend on the time it took."""
+    """Return the metrics of a run that do not depend on time."""
     return [
         {
             name: value
@@ -120,7 +120,7 @@ def numbers(folder):
 
 
 def cut_after_step_2(whole, output):
-    """Copy a run with its metrics and rollouts of all steps, but no model and no checkpoint after step 2."""
+    """Copy a run with the metrics and rollouts of all steps, but without models and checkpoints after step 2."""
     shutil.copytree(whole, output)
     for path in (output / "final-model", *output.glob("checkpoints/step-*")):
         if not path.name.endswith("-00000002"):
@@ -128,7 +128,7 @@ def cut_after_step_2(whole, output):
 
 
 def stop_after_step_2(config):
-    """Run until the checkpoint of step 2 is there, and be gone as if killed."""
+    """Run until the checkpoint of step 2 exists, then kill this process."""
     save = CheckpointStore.save
 
     def save_and_die(self, step, *rest):

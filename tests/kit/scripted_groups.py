@@ -1,4 +1,4 @@
-"""A source of scripted rollouts and what samples them, for the tests of what samples and scores."""
+"""A source of scripted rollouts and its sampler, for tests of code that samples and scores."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from vectorlm.types import ENVIRONMENT, Completion, PromptRecord
 
 
 class InFlight:
-    """A group in flight."""
+    """A group of rollouts in flight."""
 
     def __init__(self, number, task, version):
         self.number, self.task, self.version = number, task, version
@@ -25,9 +25,9 @@ class InFlight:
 
 
 class Echo:
-    """Stands in for a `GroupQueue` by a script, and keeps what the engine was asked; tokens are letters.
+    """A scripted stand-in for a `GroupQueue` that records its requests; tokens are letters.
 
-    `choose` gets the groups in flight at each poll and says which of them finish, all by default.
+    `choose` returns, at each poll, which of the groups in flight finish (default: all).
     """
 
     def __init__(self, script, choose=list):
@@ -69,7 +69,7 @@ class Echo:
 
 
 class Local:
-    """An environment in this process."""
+    """An environment that runs in this process."""
 
     def __init__(self, make, record):
         self.make, self.record = make, record
@@ -105,7 +105,7 @@ def make_source(
     name="mine",
     **more,
 ):
-    """Return a source over the prompts q0, q1 …, with environments that `make` returns; `settings` changes settings."""
+    """Return a source over the prompts q0, q1 …; `make` returns environments, and `settings` changes settings."""
     records = [PromptRecord(prompt(index), {"index": index}) for index in range(num_prompts)]
     settings = CollectSettings(
         prompts=tuple(str(record.prompt) for record in records),

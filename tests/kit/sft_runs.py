@@ -1,4 +1,4 @@
-"""Tiny runs of fine-tuning, for the tests of whole runs; conftest.py has their `inputs`."""
+"""Tiny fine-tuning runs, for the tests of whole runs; the fixture `inputs` in conftest.py makes their data."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ dataset: {{train_bs: 4, eval_bs: 4, train_ds: {inputs}/train, eval_ds: {inputs}/
 
 
 def make_config(inputs, output, text=CONFIG, **changes):
-    """Write the config beside `output` and load it, with changes of train_parameters."""
+    """Write the config next to `output`, with changes of train_parameters, and load it."""
     path = output.with_suffix(".yaml")
     path.write_text(text.format(inputs=inputs, output=output))
     return load_config(
@@ -72,7 +72,7 @@ def are_equal(some, others):
 
 
 def assert_last_answers_are_those_of(model, tokenizer, samples):
-    """Check that the engine held the weights of the model when it answered, greedily."""
+    """Check that the engine's greedy answers are those of the model."""
     model.generation_config.eos_token_id = None
     for sample in samples:
         inputs = tokenizer(sample["prompt"], return_tensors="pt")

@@ -1,4 +1,4 @@
-"""Tensors of a model that FSDP shards, or does not on one rank."""
+"""Whole tensors and shards of a model, which FSDP shards on several ranks."""
 
 from torch.distributed.tensor import DTensor
 

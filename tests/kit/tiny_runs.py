@@ -1,4 +1,4 @@
-"""A trainer over a tiny Llama and 21 short rows, for the tests of the training loop."""
+"""A fine-tuning loop over a tiny Llama and 21 short rows, for the tests of the training loop."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ NUM_STEPS = 6  # two epochs of 8 + 8 + 5 rows
 
 
 class ListSink(list):
-    """Keeps what is written, step by step."""
+    """A sink that keeps the values of each step in a list."""
 
     def write(self, step: int, values: Any) -> None:
         self.append({"step": step, **values})
 
 
 def rows(num_rows: int, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Rows of 4 to 12 tokens that count upwards; the first three labels are outside the loss."""
+    """Return rows of 4 to 12 tokens that count upwards; the first three labels are outside the loss."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(num_rows):
@@ -52,7 +52,7 @@ def rows(num_rows: int, seed: int = 0) -> list[dict[str, list[int]]]:
 def loader(
     topology: Topology, examples: list, *, num_micro_batches: int = 1, shuffle: bool = True
 ) -> StepLoader:
-    """Split the global batch of eight rows over ranks and micro-batches."""
+    """Return a loader that splits the global batch of eight rows over ranks and micro-batches."""
     return StepLoader(
         Dataset.from_list(examples),
         Collator(pad_token_id=0, ignore_index=-100, max_seq_len=16),
@@ -76,7 +76,7 @@ def build_loop(
     device_peak_tflops: float | None = None,
     **recorded: Any,
 ) -> FineTuningLoop:
-    """Build the loop that all tests share; with `output` it keeps checkpoints and metrics there."""
+    """Build the loop that all tests share; it writes checkpoints and metrics to `output`, if given."""
     model = shard_model(load_model(model_dir), topology, ModelSettings(sharding_strategy=strategy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     schedule = Schedule("linear", optimizer, num_warmup_steps=2, num_steps=NUM_STEPS)

@@ -1,4 +1,4 @@
-"""Two torchruns on loopback, each standing for a machine."""
+"""Two torchrun processes on loopback, each acting as a machine."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ GONE_WITHIN_S = 20.0
 
 
 class TwoNodes:
-    """The same command under torchrun on two nodes, in sessions of their own; nothing may be left in the end."""
+    """A command that runs under torchrun on two nodes, each in a separate session; it must leave nothing behind."""
 
     def __init__(self, command, scratch, *, num_ranks=(1, 1), environment=None):
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -31,13 +31,13 @@ class TwoNodes:
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
         }
-        # torchrun never removes its folder for error files: it gets one of its own here.
+        # torchrun never removes its folder for error files; a separate folder keeps them out of the check.
         logs = scratch.with_name(scratch.name + "-logs")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--rdzv_id", "run"]
         torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--log_dir", str(logs)]
         self.processes = []
         for node, ranks in enumerate(num_ranks):
-            # On two machines torchrun finds out by the name of the endpoint which of them holds the store.
+            # On two machines, torchrun finds the host of the store by the name of the endpoint.
             own = [
                 "--nproc_per_node",
                 str(ranks),
@@ -70,7 +70,7 @@ class TwoNodes:
             time.sleep(0.1)
 
     def outcomes(self, timeout_s=240):
-        """Return exit code and output of each node, once all is over and nothing is left."""
+        """Wait until everything has ended and nothing is left; return exit code and output of each node."""
         deadline = time.monotonic() + timeout_s
         try:
             codes = [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]

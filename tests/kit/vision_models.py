@@ -1,4 +1,4 @@
-"""Tiny random vision-language models with processors, and pictures of one colour."""
+"""Tiny random vision-language models with processors, and images of one colour."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ KINDS = ("qwen2.5-vl", "qwen3-vl", "smolvlm")
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 FAKE, WHOLE, TURN = "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"
-"""Tokens of SmolVLM around an image."""
+"""SmolVLM's tokens around an image and at the end of a turn."""
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 COLOURS = {"r": (220, 30, 30), "g": (30, 200, 40), "b": (40, 60, 220), "y": (230, 220, 40)}
 
-# One turn a message; `generation` marks what the assistant wrote.
+# The template writes one turn per message; `generation` marks the assistant's text.
 CHAT_TEMPLATE = """\
 {%- macro parts(content) -%}
 {%- if content is string -%}{{ content }}{%- else -%}
@@ -55,7 +55,7 @@ VISION = {
 
 
 def save_llava(path: Path) -> Path:
-    """Save a random LLaVA, whose vision model transformers 5 names otherwise than vLLM; it has no processor."""
+    """Save a random LLaVA with its processor; transformers 5 and vLLM name its vision model differently."""
     import transformers
 
     vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -93,11 +93,11 @@ QWEN_TOKENS = {
 
 
 def _tokenizer(named: Mapping[str, str] = QWEN_TOKENS) -> Any:
-    """Return a tokenizer of single printable letters, with some special tokens."""
+    """Return a tokenizer of single printable letters and some special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # Space and newline have these names in the alphabet of bytes.
+    # The byte alphabet has these names for space and newline.
     names = ["<pad>", "<eos>", "<unk>", *map(chr, range(33, 127)), "\u0120", "\u010a"]
     special = [*named.values(), TURN_START, TURN_END]
     letters = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, [], unk_token="<unk>"))

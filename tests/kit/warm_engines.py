@@ -1,7 +1,7 @@
-"""Sampler processes forked from one that has imported vLLM: a fresh interpreter takes five seconds for that.
+"""Sampler processes forked from a process that has imported vLLM, which takes a new interpreter five seconds.
 
-Only where a sampler would get the variables that this one got; files that look for theirs by `sampler_pid` start fresh
-ones.
+A sampler is forked only if its environment variables would be those of this process. Test files that use
+`sampler_pid` start fresh samplers.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ PRELOADED = (
     "vllm.model_executor.models.llama",
 )
 DIFFER = ("TMPDIR", "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "WANDB_", "VECTORLM_")
-# What vLLM itself sets as it is imported: once one test has done that, these differ for all others.
+# vLLM sets these at import: after one test has imported it, they differ for all later tests.
 DIFFER += ("AITER_", "LD_LIBRARY_PATH", "PYTORCH_NVML_", "TILELANG_", "TORCHINDUCTOR_", "TRITON_")
-"""How the names of variables begin that nothing reads while it is imported."""
+"""Prefixes of variables that no code reads during the imports."""
 
 
 class Sampler:
-    """The part of a process that a `ProcessChannel` uses."""
+    """A stand-in for the parts of a subprocess that a `ProcessChannel` uses."""
 
     def __init__(self, address, arguments, environment, descriptor):
         reading, writing = os.pipe()
@@ -72,11 +72,11 @@ class Sampler:
 
 
 OFFERED: tuple[str, dict[str, str]] | None = None
-"""The address to ask for a sampler, and the variables that samplers from there have."""
+"""Address that forks samplers, and their environment variables; None starts fresh samplers."""
 
 
 def use(offered):
-    """Let the engines of this process have samplers from there, or fresh ones if `offered` is None."""
+    """Let this process's engines fork samplers from the `offered` address; None starts fresh ones."""
     global OFFERED
     OFFERED = offered
     names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
@@ -93,10 +93,10 @@ def _start(command, *, env, pass_fds, **options):
 
 @functools.cache
 def offer():
-    """Start the process that samplers are forked from; return what `use` takes."""
+    """Start the process that forks samplers; return the argument of `use`."""
     address = f"vectorlm-tests-{os.getpid()}"
     environment = sampler_environment(os.environ, "", Topology())
-    # It ends when nobody holds the other end of its stdin.
+    # The server ends when every process has closed the other end of its stdin.
     server = subprocess.Popen(
         [sys.executable, __file__, address],
         env=environment,
@@ -125,10 +125,10 @@ def fork(client):
             os.dup2(descriptor, number)
         os.chdir(folder)
         sys.path[0] = folder
-        # vLLM has set others as it was imported.
+        # vLLM's import has changed the variables.
         os.environ.update(environment)
         tempfile.tempdir = None
-        # What vLLM's workers import first.
+        # vLLM's workers import the main module first.
         process = sys.modules["__main__"] = importlib.import_module("vectorlm.sampling.sampler.process")
         process.run([str(connection), str(os.getppid()), arguments[2]])
     finally:
@@ -143,7 +143,7 @@ def serve(name):
     ready.register(sys.stdin, selectors.EVENT_READ, "stdin")
     ready.register(listener._listener._socket, selectors.EVENT_READ, "client")
     while True:
-        # One at a time: what is done may take others away.
+        # Handle one event at a time: it may unregister others.
         key, _ = ready.select()[0]
         match key.data:
             case "stdin":
@@ -153,7 +153,7 @@ def serve(name):
                 try:
                     pid, scratch = fork(client)
                 except (EOFError, OSError):
-                    continue  # The rank was killed meanwhile.
+                    continue  # The rank was killed in the meantime.
                 with contextlib.suppress(OSError):
                     client.send(pid)
                 sampler = os.pidfd_open(pid)
@@ -161,7 +161,7 @@ def serve(name):
                 ready.register(sampler, selectors.EVENT_READ, data)
                 ready.register(client, selectors.EVENT_READ, data)
             case pid, scratch, client, sampler:
-                # Either the sampler has ended, or its rank is gone.
+                # Either the sampler has ended, or its rank has gone.
                 if key.fileobj is client:
                     os.kill(pid, signal.SIGKILL)
                 ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -1,4 +1,4 @@
-"""Runs that die in one way or another, and what they leave behind."""
+"""Runs that die in various ways, and checks of their leftovers."""
 
 import os
 import re
@@ -13,8 +13,8 @@ GONE_WITHIN_S = 10.0
 
 
 def shared_memory_of_nobody():
-    """List the names in /dev/shm that no living process uses; those in use belong to other programs."""
-    # By inode: a semaphore is mapped under another name than the one that it is given afterwards.
+    """List the names in /dev/shm that no living process uses; names in use belong to other programs."""
+    # Compare inodes: a semaphore is renamed after it is mapped.
     in_use = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -25,7 +25,7 @@ def shared_memory_of_nobody():
 
 
 def processes(mark):
-    """Yield number and command line of the processes that carry `mark` in their environment."""
+    """Yield pid and command line of the processes with `mark` in their environment."""
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
@@ -35,7 +35,7 @@ def processes(mark):
 
 
 class WatchedRun:
-    """A command in a session of its own, so that a signal can be sent to all of it as a terminal does."""
+    """A command in a separate session, to which a test can send a signal as a terminal does."""
 
     def __init__(self, command, scratch):
         self.mark = f"VECTORLM_TEST_MARK={uuid.uuid4().hex}"
@@ -47,19 +47,19 @@ class WatchedRun:
             [sys.executable, *command],
             env={**os.environ, name: value, "TMPDIR": str(scratch)},
             stdout=subprocess.PIPE,
-            # A pipe that nobody reads meanwhile would stop a talkative run.
+            # A pipe would fill up and block a run that prints much.
             stderr=self._errors,
             text=True,
             start_new_session=True,
         )
 
     def error(self):
-        """Return what it has written to standard error so far."""
+        """Return the standard error output until now."""
         self._errors.seek(0)
         return self._errors.read()
 
     def outcome(self, timeout_s=150):
-        """Return the exit code and the error text, once all is over and nothing is left."""
+        """Wait until everything has ended and nothing is left; return the exit code and the error text."""
         self.process.communicate(timeout=timeout_s)
         self.require_nothing_left()
         return self.process.returncode, self.error()

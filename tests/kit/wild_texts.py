@@ -1,4 +1,4 @@
-"""Texts that a policy may write when it goes astray: what reads them may answer as it likes, and must not raise."""
+"""Texts that a policy may write when it goes astray: their readers may return anything but must not raise."""
 
 import random
 
@@ -43,7 +43,7 @@ NAMES = ('"act"', '"other"', '"\\ud800"', '""', "3", "null", "[]", '"__class__"'
 
 
 def wild_text(draw: random.Random) -> str:
-    """Draw one text: calls of any shape, whole and cut, among tags that begin and end anywhere."""
+    """Draw one text: calls of any shape, whole and cut off, among tags that begin and end anywhere."""
 
     def value(depth: int = 0) -> str:
         kind = draw.randrange(9 if depth < 4 else 6)
@@ -90,6 +90,6 @@ def wild_text(draw: random.Random) -> str:
 
 
 def wild_texts(seed: int, count: int) -> list[str]:
-    """Draw texts."""
+    """Draw several texts."""
     draw = random.Random(seed)
     return [wild_text(draw) for _ in range(count)]

@@ -2,7 +2,7 @@
 
 node_script.py WHAT
 
-The environment variable NODE says which of the test's nodes this is: torchrun numbers them as it likes.
+The environment variable NODE is the test's number of this node, because torchrun numbers the nodes in any order.
 """
 
 import json
@@ -32,7 +32,7 @@ def work(what):
     if node == 1 and what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what in ("kill", "wait in a collective"):
-        # Here no Python code of this rank runs.
+        # This rank runs no Python code while it waits here.
         dist.barrier() if node == 0 else time.sleep(90)
     if what == "wait in the store":
         collectives.all_gather_object("sampling") if node == 0 else time.sleep(90)

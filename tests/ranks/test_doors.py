@@ -1,4 +1,4 @@
-"""A run on one machine listens on the loopback interface only, and a stranger cannot disturb it."""
+"""Network access to a run on one machine: it listens only on the loopback interface and resists strangers."""
 
 import contextlib
 import hmac
@@ -22,7 +22,7 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 def listen(engine, model="scripted"):
-    """Let every part of a run open what it opens; return what they listen on."""
+    """Let every part of a run open its ports; return the ports on which the run listens."""
     import torch
     import torch.distributed as dist
 
@@ -35,7 +35,7 @@ def listen(engine, model="scripted"):
 
 
 def outside_address():
-    """Return an address of this machine that is not the loopback one, or None."""
+    """Return an address of this machine that is not the loopback address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -45,7 +45,7 @@ def outside_address():
 
 
 def knock(address):
-    """Return what strangers meet at the ports of this run, at an address of another interface."""
+    """Connect to every port of this run at an address of another interface; return the answers."""
     topology = vectorlm.Topology.from_environment()
     collectives = Collectives(topology, 20.0)
     collectives.all_gather_object("the start")
@@ -61,12 +61,12 @@ def knock(address):
 
 
 def rewrite_the_meeting(key):
-    """Write a stranger's address for rank 1 wherever a store of this run takes it; return who took it, and a sum."""
+    """Try to write a stranger's address for rank 1 to every store; return the stores that took it, and a rank sum."""
     import torch
     import torch.distributed as dist
 
     text = b"".join(struct.pack("<Q", len(part)) + part for part in (key.encode(), b"a stranger's address"))
-    # As torch's store is spoken to: who we are, a `set`, and the question how many keys there are.
+    # The protocol of torch's store: an identification, a `set`, and a query for the number of keys.
     message = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\1" + text + b"\7"
     dist.all_reduce(torch.zeros(1))
     took = []
@@ -84,20 +84,20 @@ def rewrite_the_meeting(key):
 
 @pytest.mark.slow
 def test_a_stranger_cannot_write_where_the_ranks_meet():
-    """gloo connects to the address that it finds in the store, and torch loads the pickles that come from there."""
+    """gloo connects to the addresses in the store, and torch unpickles data from there."""
     results = vectorlm.launch(rewrite_the_meeting, "/0//cpu//0/1", world_size=2)
     assert results == [([], 2), ([], 2)]
 
 
 def modes_of_the_meeting():
-    """Return the modes of the folders in which this run meets."""
+    """Return the modes of the folders that this run's ranks exchange notes in."""
     Collectives(vectorlm.Topology.from_environment(), 20.0).all_gather_object("the start")
     scratch = Path(os.environ["VECTORLM_SCRATCH"])
     return [stat.S_IMODE(folder.stat().st_mode) for folder in (scratch, *scratch.glob("vectorlm-*"))]
 
 
 class Bomb:
-    """Runs a stranger's code where it is unpickled."""
+    """An object that runs a stranger's code when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -107,7 +107,7 @@ class Bomb:
 
 
 def be_visited(path):
-    """Let rank 1's next note be one that somebody wrote who does not know the run's key."""
+    """Replace the signature of rank 1's next note, as a writer without the run's key would; return rank 0's error."""
     topology = vectorlm.Topology.from_environment()
     collectives = Collectives(topology, 20.0)
     collectives.all_gather_object("the start")
@@ -124,7 +124,7 @@ def be_visited(path):
 
 
 def meet(address, path):
-    """Return what strangers find who look at the folder and the ports, knock at these, and write a pickle."""
+    """Return folder modes, ports, answers of the ports at `address`, and the result of a forged note."""
     modes = modes_of_the_meeting()
     ports = listen({"inference": "vectorlm.sampling.backends.scripted:Scripted", "answers": "{0}".format})
     return modes, ports, knock(address) if address else None, be_visited(path)
@@ -132,7 +132,7 @@ def meet(address, path):
 
 @pytest.fixture(scope="module")
 def met(tmp_path_factory):
-    """The results of `meet` by rank, and the path that the stranger's pickle would have touched."""
+    """Return the results of `meet` by rank, and the path that the stranger's pickle would have touched."""
     address, path = outside_address(), tmp_path_factory.mktemp("met") / "a stranger was here"
     has_outside = address is not None and not address.startswith("127.")
     return vectorlm.launch(meet, address if has_outside else None, path, world_size=2), path

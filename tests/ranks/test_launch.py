@@ -22,7 +22,7 @@ from vectorlm.ranks.launcher import process_group
 
 
 def exchange():
-    """Meet, share and reduce; return what this rank saw."""
+    """Exchange notes, broadcast and reduce; return the results on this rank."""
     topology = vectorlm.Topology.from_environment()
     collectives = Collectives(topology, 30.0)
     notes = [collectives.all_gather_object("note", (topology.rank, turn)) for turn in range(5)]
@@ -33,7 +33,7 @@ def exchange():
 
 
 def exchange_in_turn():
-    """Use one `Collectives` after another, as engines that follow each other do; return what the last one gathered."""
+    """Use several `Collectives` in order, as successive engines do; return the last notes and the number of keys."""
     topology = vectorlm.Topology.from_environment()
     for turn in range(3):
         collectives = Collectives(topology, 30.0)
@@ -60,7 +60,7 @@ def fail_on_rank_1(how):
 
 
 def leave_rank_0_alone(how):
-    """Let rank 0 wait in a collective for a rank that never comes."""
+    """Let rank 0 wait in a collective that the other rank never reaches."""
 
     if vectorlm.Topology.from_environment().rank == 1:
         if how == "stop":
@@ -71,7 +71,7 @@ def leave_rank_0_alone(how):
 
 
 def share_arrays_from_the_last_rank():
-    """Share arrays of several kinds, empty ones too; return what this rank got, and the tickets it drew."""
+    """Broadcast arrays of several kinds, including empty ones; return what this rank received, and its tickets."""
     topology = vectorlm.Topology.from_environment()
     collectives, root = Collectives(topology, 30.0), topology.world_size - 1
     matrix = np.arange(6, dtype=np.int32).reshape(2, 3)
@@ -95,7 +95,7 @@ def call_all(*functions):
 
 @pytest.fixture(scope="module")
 def results():
-    """The results of three functions on each of two ranks."""
+    """Return the results of three functions on two ranks."""
     functions = exchange_in_turn, exchange, share_arrays_from_the_last_rank
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)
@@ -125,7 +125,7 @@ def test_every_rank_runs_the_function_and_returns_its_result(results):
 def test_exchanges_do_not_mix_and_leave_no_keys_behind(results):
     results = results[0]
     assert [notes for notes, _ in results] == [[(2, 6, 0), (2, 6, 1)]] * 2
-    # Three objects with 14 exchanges; only the last of each, the places and torch's own keys may remain.
+    # Three objects make 14 exchanges each. Only their last exchanges, the places and torch's own keys may remain.
     assert all(num_keys < 40 for _, num_keys in results)
 
 
@@ -162,7 +162,7 @@ def test_a_killed_rank_is_noticed_although_what_it_started_keeps_its_pipes_open(
 
 
 def fork_and_go_on():
-    """Let rank 0 fork; return who is back, and what the forks left in the run's folder."""
+    """Fork rank 0; return which process returned, and the error files in the run's folder."""
     rank = vectorlm.Topology.from_environment().rank
     for how in ("return", "exit", "raise") if rank == 0 else ():
         if (child := os.fork()) == 0:
@@ -176,12 +176,12 @@ def fork_and_go_on():
 
 @pytest.mark.slow
 def test_a_fork_that_comes_back_from_the_function_is_not_the_rank():
-    """It sent its own result, or noted an error as the rank's, and deleted the folder in which the run meets."""
+    """Otherwise a fork would send its own result or note an error as the rank's, and delete the run's folder."""
     assert vectorlm.launch(fork_and_go_on, world_size=2) == [("the rank", [])] * 2
 
 
 def test_a_fork_does_not_keep_the_lock_of_a_counter(tmp_path):
-    """Another thread may fork while the file is open; the ranks then waited for the fork's end."""
+    """Another thread may fork while the file is open; the ranks must not wait for the fork's end."""
     notes, lock, forks = NoteFolder(tmp_path), fcntl.flock, []
 
     def lock_and_fork(file, operation):
@@ -206,7 +206,7 @@ def run_without_memory(is_begun):
 
     thread = threading.Thread(target=fail, daemon=True)
     if not is_begun:
-        # Where the interpreter itself has no memory for a new thread, `start` waits for ever.
+        # If the interpreter has no memory for a new thread, `start` waits forever.
         thread._set_ident = fail
     thread.start()
     time.sleep(60)
@@ -215,7 +215,7 @@ def run_without_memory(is_begun):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_a_rank_ends_with_a_thread_that_has_no_memory(is_begun):
-    """A run whose thread was lost went on waiting for it without an end."""
+    """The run must not wait forever for the lost thread."""
     with pytest.raises(RankFailed, match="rank 0 of 1 raised MemoryError: for a thread"):
         vectorlm.launch(run_without_memory, is_begun, world_size=1)
 
@@ -228,7 +228,7 @@ def test_a_rank_ends_with_a_thread_that_has_no_memory(is_begun):
             "loop",
             r"was here when it was ended:\n.*\n  File .*test_launch.py\", line \d+ in leave_rank_0_alone",
         ),
-        # A stopped rank takes no SIGTERM, and torch waits 30 seconds before it sends SIGKILL.
+        # A stopped rank does not handle SIGTERM, and torch sends SIGKILL only after 30 seconds.
         pytest.param("stop", r"was stopped, or hung outside Python", marks=pytest.mark.slow),
     ],
 )
@@ -312,7 +312,7 @@ def test_ranks_on_cuda_attend_without_cudnn_which_plans_for_each_shape(monkeypat
 
 
 def connect(rank, folder, times):
-    """Join the group, late if this is rank 0, and put when this rank had connected and when it began."""
+    """Join the group, as rank 0 with a delay; put the times of connecting and of beginning on the queue."""
     topology = vectorlm.Topology(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
     init = dist.init_process_group
 
@@ -326,7 +326,7 @@ def connect(rank, folder, times):
 
 
 def test_no_rank_begins_before_all_are_connected(tmp_path):
-    """A rank with little to do would leave before a slow one has connected, which then fails."""
+    """Otherwise a rank with little to do could exit before a slow rank has connected, and the slow rank would fail."""
     context = multiprocessing.get_context("spawn")
     times = context.Queue()
     ranks = [context.Process(target=connect, args=(rank, str(tmp_path), times)) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""Scripts that launch ranks, and are killed, interrupted or lack their guard."""
+"""Scripts that launch ranks and are killed or interrupted, or lack their guard."""
 
 import os
 import pickle
@@ -35,7 +35,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["there", "removed"])
 def test_a_rank_that_raises_after_its_launcher_was_killed_leaves_no_note_of_it(tmp_path, folder):
-    """Another rank may have removed the folder of the notes already."""
+    """Another rank may already have removed the folder of the notes."""
     (tmp_path / "scratch").mkdir()
     (tmp_path / "orphan.py").write_text(ORPHAN)
     run = WatchedRun([str(tmp_path / "orphan.py"), folder], tmp_path / "scratch")
@@ -73,10 +73,10 @@ elif sys.argv[2] == "import":
     ],
 )
 def test_a_signal_to_all_processes_ends_the_run_by_name_and_leaves_nothing(tmp_path, number):
-    """A terminal that closes sends SIGHUP to all, `srun` passes SIGUSR1 on; the lock of a rank has a name."""
+    """A closing terminal sends SIGHUP to all, and `srun` forwards SIGUSR1. The name of the rank's lock must go."""
     (tmp_path / "scratch").mkdir()
     (tmp_path / "script.py").write_text(INTERRUPTED)
-    # Under nohup, or in the background of a shell, the tests themselves ignore it, and so would the run.
+    # Under nohup or in a shell's background, the tests ignore the signal, and the run would inherit that.
     before = signal.signal(number, signal.SIG_DFL)
     try:
         run = WatchedRun([str(tmp_path / "script.py"), str(tmp_path / "now"), "work"], tmp_path / "scratch")
@@ -120,7 +120,7 @@ def leave(folder, rank, error):
 
 @pytest.mark.parametrize("words", ["Connection reset by peer", "Connection closed by peer [127.0.0.1]:22660"])
 def test_a_lost_connection_is_not_the_first_error_where_there_is_another(tmp_path, words):
-    """A rank without memory lost its connections, and the rank at the other end was named, which wrote first."""
+    """If a rank runs out of memory, its peer loses the connection and may write its error first."""
     leave(tmp_path, 1, RuntimeError(f"Read error: {words}"))
     assert first_fault(tmp_path)[:2] == (1, f"RuntimeError: Read error: {words}")
     leave(tmp_path, 0, MemoryError("no memory"))
@@ -129,7 +129,7 @@ def test_a_lost_connection_is_not_the_first_error_where_there_is_another(tmp_pat
 
 
 def test_an_error_is_found_beside_a_folder_that_is_removed_meanwhile(tmp_path, monkeypatch):
-    """As a sampler removes its own, once its rank is gone."""
+    """A sampler removes its folder when its rank has ended."""
     for rank in (0, 1):
         (tmp_path / f"rank-{rank}" / "sampler").mkdir(parents=True)
     write_fault(tmp_path / "rank-1" / "error.json", 1, ValueError("no"))
@@ -179,7 +179,7 @@ def is_running(pid):
 
 
 def test_a_process_that_was_stopped_ends_with_its_parent():
-    """A stopped sampler stayed where its rank was killed before it could end it."""
+    """A stopped sampler cannot end itself, and its rank may be killed before the rank can end it."""
     command = [sys.executable, "-c", PARENT, CHILD]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         lines = {parent.stdout.readline().strip(), parent.stdout.readline().strip()}

@@ -1,4 +1,4 @@
-"""Runs on two nodes under torchrun with c10d rendezvous, and what they look like when a node fails."""
+"""Runs on two nodes under torchrun with c10d rendezvous, and their errors when a node fails."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from kit.two_nodes import TwoNodes
 
 SCRIPT = Path(__file__).with_name("node_script.py")
 NOTICED_WITHIN_S = 60.0
-"""Longest time from a failure to the end of all nodes. Below torchrun's exit barrier, which takes 300 s."""
+"""Longest time from a failure to the end of all nodes, in seconds; torchrun's exit barrier takes 300."""
 
 
 @pytest.fixture
@@ -29,16 +29,16 @@ def test_two_nodes_make_one_run(scratch):
     for code, text in TwoNodes([SCRIPT, "exchange"], scratch).outcomes():
         assert code == 0, text
         results += [json.loads(line)[0] for line in text.splitlines() if line.startswith("[{")]
-    # The order of the nodes is torchrun's choice.
+    # torchrun chooses the order of the nodes.
     same = {"local_rank": 0, "num_nodes": 2, "notes": [0, 1], "total": 3}
     assert sorted(results, key=lambda result: result["rank"]) == [{"rank": rank, **same} for rank in range(2)]
 
 
 @pytest.mark.slow
 def test_a_rank_ends_well_although_something_still_holds_its_group():
-    """As the caches of DTensor do; such an end aborted every fourth rank.
+    """DTensor's caches keep the group, for example; without our clean-up every fourth rank aborted at exit.
 
-    Bare ranks: torchrun would end one that aborts together with its peer.
+    The ranks run without torchrun, which would end a rank that aborts together with its peer.
     """
     code = (
         "import torch.distributed as dist\n"

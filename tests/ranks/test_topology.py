@@ -1,4 +1,4 @@
-"""Which rank a process is, by the variables of torchrun, of SLURM or of torch itself."""
+"""Rank of a process, from the variables of torchrun, SLURM or torch."""
 
 import json
 import re
@@ -103,7 +103,7 @@ def test_a_task_of_srun_is_a_rank():
     assert is_rank(TASK)
     found = srun_variables(TASK)
     assert found["MASTER_ADDR"] == "gpu03"
-    # Another task of the step has the same port, another step of the job not.
+    # Another task of the step has the same port; another step of the job has a different one.
     port = found["MASTER_PORT"]
     assert srun_variables(TASK | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})["MASTER_PORT"] == port
     assert srun_variables(TASK | {"SLURM_STEP_ID": "3"})["MASTER_PORT"] != port
@@ -118,7 +118,7 @@ def test_who_names_the_store_is_heard():
 @pytest.mark.parametrize(
     "variables",
     [
-        # The script of sbatch, and of an srun with one task, which start ranks themselves.
+        # The scripts of sbatch and of an srun with one task start ranks themselves.
         {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"},
         TASK | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"},
     ],
@@ -162,7 +162,7 @@ def test_ranks_that_srun_starts_meet(tmp_path, arguments):
     command = ["srun", *arguments, sys.executable, SCRIPT, "exchange"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    # Both write to one pipe, and a line of one may begin before that of the other has ended.
+    # Both ranks write to one pipe, and the line of one may begin before the other's line has ended.
     results = [json.loads(text) for text in re.findall(r"\{[^}]*\}", done.stdout)]
     assert [sorted(result["rank"] for result in results), results[0]["total"]] == [[0, 1], 3]
     assert {result["num_nodes"] for result in results} == {num_nodes}
@@ -171,6 +171,6 @@ def test_ranks_that_srun_starts_meet(tmp_path, arguments):
 def test_a_rank_is_known_by_its_variables():
     variables = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0")
     assert is_rank(variables)
-    # Schedulers set some of them for their own jobs.
+    # Schedulers set some of the variables for their own jobs.
     assert not is_rank({"RANK": "0", "WORLD_SIZE": "1"})
     assert not is_rank({})

@@ -1,4 +1,4 @@
-"""Waits say what they are for once they take long, on standard error, and nothing before."""
+"""Messages of waits: on standard error, with the reason, and only if the wait takes long."""
 
 import re
 import time
@@ -44,9 +44,9 @@ def test_a_wait_that_fails_is_not_said_to_be_done(impatient, capsys):
 
 
 def meet_late(topology, late, kind, shows_life=False):
-    """Meet with one rank that comes after some seconds; return what this rank said."""
+    """Meet with one rank that comes some seconds late; return this rank's messages."""
     said = []
-    # Ranks of tests meet in a file, which counts whole seconds.
+    # In tests the ranks meet in a file, whose times are whole seconds.
     collectives.LATE_S, collectives.PROBE_EVERY_S, collectives.say = 1.0, 0.5, said.append
     meeting = Collectives(topology, timeout_s=20.0)
     meeting.all_gather_object("the start")

@@ -1,4 +1,4 @@
-"""The sinks write what they are given, once, where it belongs."""
+"""Sinks of metrics: each writes its values once, in the right place."""
 
 import io
 import json
@@ -23,7 +23,7 @@ def lines_of(path: Path) -> list[dict[str, float | None]]:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A text stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -36,7 +36,7 @@ def test_each_write_is_one_line_on_disk_before_the_sink_closes(tmp_path: Path) -
         assert lines_of(path) == [{"step": 10, "train/loss": 2.5, "eval/accuracy": 0.0}]
         assert lines_of(tmp_path / "second.jsonl") == lines_of(path)
         sink.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
-    # JSON has no form for the first three.
+    # JSON cannot represent the first three values.
     assert path.read_text().splitlines()[1] == '{"step": 1, "a": null, "b": null, "c": null, "d": 1.0}'
 
 
@@ -147,7 +147,7 @@ def test_it_says_how_many_prompts_are_answered(monkeypatch, capsys):
         "channel": "inline",
         "answers": answer,
     }
-    # Eight at a time take a step of 0.05 s.
+    # The engine answers eight prompts at a time, in a step of 0.05 s.
     with SamplingEngine("scripted", **slow, max_num_seqs=8, step_s=0.05) as engine:
         sample_with_progress(engine, PROMPTS, {"max_tokens": 100}, what="held-out")
     lines = capsys.readouterr().err.splitlines()
@@ -162,5 +162,5 @@ def test_what_cannot_be_finished_is_taken_back():
         engine.fail_next("sample", RuntimeError("no room"))
         with pytest.raises(Exception, match="no room"):
             sample_with_progress(engine, PROMPTS, {"max_tokens": 100})
-        # Nothing is in flight any more, or this would refuse.
+        # `sleep` would refuse if a request were in flight.
         engine.sleep()

@@ -1,4 +1,4 @@
-"""The page shows what a run's folder holds, in a page of bounded size that asks for nothing else."""
+"""The report page: it shows the files of a run's folder, has a bounded size and loads no other file."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def page_of(tmp_path, *runs):
 
 
 def test_a_config_whose_anchors_stand_for_billions_of_values_is_left_out(tmp_path):
-    """Seven hundred bytes kept the report busy for minutes."""
+    """Before, a config of 700 bytes kept the report busy for minutes."""
     run = make_run(tmp_path / "run")
     lines = ["a0: &a0 {" + ", ".join(f"k{number}: 1" for number in range(9)) + "}"]
     for depth in range(1, 10):
@@ -201,7 +201,7 @@ def test_pictures_of_rollouts_are_on_the_page_in_small(tmp_path):
         parts = [{"type": "image", "image": str(name)} for name in names]
         return [{"role": "user", "content": [*parts, {"type": "text", "text": "which?"}]}]
 
-    # The run was moved: `elsewhere` is not there any more.
+    # The run was moved, and the folder `elsewhere` no longer exists.
     rows = [rollout(1, asked(wide), 1.0), rollout(1, asked(tmp_path / "missing.png"), 0.0)]
     rows.append(rollout(1, asked(wide), 0.5, messages=asked(wide, "elsewhere/pictures/abc")))
     run = make_run(tmp_path / "run", rollouts=rows)

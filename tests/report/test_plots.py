@@ -1,4 +1,4 @@
-"""The pictures of runs are drawn from whatever the runs logged."""
+"""Figures of runs, drawn from any metrics that the runs logged."""
 
 import json
 import math
@@ -26,7 +26,7 @@ HEALTHY = {
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Collect the figures that are saved, while saving them."""
+    """Return a list that collects every figure that is saved."""
     kept, save = [], Figure.savefig
 
     def note(figure, path):
@@ -42,7 +42,7 @@ def panels(figure):
 
 
 def curves(figure):
-    """Return what is drawn, by panel title and label."""
+    """Return the curves by panel title and label."""
     return {
         f"{title}: {line.get_label()}": list(zip(*line.get_data(), strict=True))
         for title, axes in panels(figure).items()
@@ -117,7 +117,7 @@ def test_a_run_that_logged_nothing_gives_no_picture(tmp_path):
 
 
 def healthy_run(folder):
-    """A run whose engine and trainer agree but for rounding."""
+    """Return a run whose engine and trainer agree except for rounding, and its drift file."""
     values = {"correction/ess": 1.0, "correction/ess_sequences": 1.0}
     values |= {"sampler/logprob_gap_mean": 1.1e-7, "sampler/logprob_gap_max": 1.2e-7}
     run = write_run(folder, (1, values), (2, values))

@@ -1,4 +1,4 @@
-"""A profile adds up phases, and records the steps that were asked for."""
+"""Profiles: they add up phases, and record the requested steps."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A run's folder, read while its files grow."""
+"""Reading a run's folder while its files grow."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def test_a_step_s_time_and_its_phases_are_means_over_the_last_steps(tmp_path):
 
 
 def make_run(folder, step=12):
-    """A run of reinforcement learning at `step` of 40."""
+    """Make a reinforcement learning run at `step` of 40."""
     (folder / "config.yaml").write_text("rl: {max_steps: 40}\n")
     (folder / "run.json").write_text(json.dumps({"num_steps": 40, "started_at": time.time() - 5}))
     lines = StepLines(folder / "metrics.jsonl", key="step")
@@ -142,7 +142,7 @@ def test_the_state_of_a_run_follows_its_steps_and_its_model(tmp_path):
     assert run.state() == ("stopped after step 12", False)
     (tmp_path / "final-model").mkdir()
     assert run.state() == ("ended", True)
-    # The model of an earlier run.
+    # Make the model look older than the run.
     os.utime(tmp_path / "final-model", (1.0, 1.0))
     assert run.state() == ("stopped after step 12", False)
     make_run(tmp_path, step=40)

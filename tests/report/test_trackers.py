@@ -1,4 +1,4 @@
-"""Each tracker gets the metrics of every step under their names."""
+"""Trackers: each gets the metrics of every step under their names."""
 
 import os
 import struct
@@ -16,7 +16,7 @@ from vectorlm.report.metrics import OF_ACCELERATE, open_trackers
 
 
 def events(folder):
-    """Read TensorBoard's files back: length, checksum, record, checksum."""
+    """Read TensorBoard's files: length, checksum, record, checksum."""
     for path in sorted(folder.glob("events.out.tfevents.*")):
         data = path.read_bytes()
         while data:
@@ -80,7 +80,7 @@ def test_trackio_keeps_the_values_of_a_run_named_as_its_folder(tmp_path):
         "rows = SQLiteStorage.get_logs('mine', 'grpo')\n"
         "print(found.name, found.config['model'], [(row['step'], row['reward/mean']) for row in rows])\n"
     )
-    # A process of its own: trackio keeps its run and its folder in global variables.
+    # trackio keeps its run and its folder in global variables: use a separate process.
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
     run = subprocess.run(
         [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, env=environment
@@ -93,7 +93,7 @@ def test_trackio_keeps_the_values_of_a_run_named_as_its_folder(tmp_path):
 def test_trackers_of_accelerate_get_values_and_flat_settings_without_its_process_state(
     monkeypatch, tmp_path, name
 ):
-    monkeypatch.setattr(PartialState, "_shared_state", {})  # other tests of the same process fill it
+    monkeypatch.setattr(PartialState, "_shared_state", {})  # Other tests in this process fill it.
     calls = []
     kind = tracking.LOGGER_TYPE_TO_CLASS[name]
     monkeypatch.setattr(kind, "start", lambda self: tracking.logger.debug(calls.append("start")))
@@ -121,11 +121,11 @@ def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:
         "    run = wandb.run; assert run.id == id_file.read_text()\n"
         "    print(run.project, run.config['train_parameters'], dict(run.summary))\n"
     )
-    # A process of its own: wandb starts a service process and hooks into the interpreter that loads it.
+    # wandb starts a service process and hooks into the interpreter: use a separate process.
     run = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "countdown {'seed': 7}" in run.stdout
-    # wandb completes a row when the next step begins: both calls for step 10 are in it.
+    # wandb completes a row when the next step begins: the row of step 10 has the values of both calls.
     assert "'train/loss': 2.5" in run.stdout
     assert "'eval/accuracy': 0.5" in run.stdout
     assert "'_step': 10" in run.stdout

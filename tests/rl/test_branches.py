@@ -1,4 +1,4 @@
-"""Branches of a rollout are rows of their own, learn with its advantage, and change no baseline."""
+"""Branches of a rollout: separate rows that learn with its advantage and change no baseline."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ MEAN = {"reduction": "token_mean"}
 
 
 def cut(rollout):
-    """Return a rollout whose first tokens are trained on in a branch, and the others in itself."""
+    """Move the first trained tokens of a rollout to a branch; return the rollout with that branch."""
     if len(rollout.token_ids) < 4:
         return rollout
     own = tuple(chosen and place >= 3 for place, chosen in enumerate(rollout.policy_mask))
@@ -52,7 +52,7 @@ def test_branches_lie_behind_the_rollouts_of_their_group():
     ]
     assert not rows.valid[:, 4:].any()
     whole = rows_of("grpo", lambda rollout: rollout)
-    # Each token is trained on once.
+    # Every token is trained on once.
     assert rows.mask.sum() == whole.mask.sum()
     for row in torch.nonzero(rows.mask.any(dim=1))[:, 0].tolist():
         owner = int(rows.owners[row])
@@ -72,7 +72,7 @@ def test_opo_weighs_a_rollout_by_all_its_tokens():
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_truncated_rollout_is_left_out_with_its_branches(reason):
-    """Whatever the answers of its branches ended in."""
+    """The finish reasons of its branches make no difference."""
     groups = []
     for group in random_groups():
         parted = [cut(rollout) for rollout in group]
@@ -104,7 +104,7 @@ def test_the_policy_before_the_update_is_asked_for_branches_too(folder, algorith
 
 
 def penalised(topology, folder, algorithm):
-    """Return what the penalty leaves of the rewards of rollouts [P, 4], and of what their tokens are given."""
+    """Return the rewards of rollouts [P, 4] after the penalty, and the sums of their token rewards."""
     kl = KLSettings(kl_coef=0.3, kl_in="reward", kl_kind="k1")
     run, found = leave_reference(build(topology, folder, algorithm, kl=kl, has_reference=True)), []
     for change in (keep, cut):
@@ -137,7 +137,7 @@ def train_both(topology, folder, change):
 
 @pytest.mark.slow
 def test_a_rollout_in_two_rows_is_learned_from_as_in_one(folder):
-    """GRPO, whose advantages are of whole rollouts and whose loss is a mean over tokens."""
+    """GRPO's advantages are those of whole rollouts, and its loss is a mean over tokens."""
     ((whole, _),) = on_ranks(1, train_both, folder, keep)
     for world_size in (1, 2):
         for found in on_ranks(world_size, train_both, folder, cut):
@@ -154,7 +154,7 @@ def test_what_compares_pairs_or_values_places_takes_the_first_row_alone(algorith
 
 
 def advantages_of_rollouts(topology, folder, algorithm):
-    """Return the advantages of whole rollouts [P, 4] in batches that must not differ, two by two."""
+    """Return the advantages of whole rollouts [P, 4] in four batches; the first two must be equal, and the last two."""
     run, rejects = build(topology, folder, algorithm), random_rewards()
     rejects[0, 1] = torch.nan
     whole, cut_up, unscored = (
@@ -183,9 +183,9 @@ def test_an_algorithm_of_ones_own_compares_neither_branches_nor_what_was_rejecte
 
 
 def is_cut_up(name):
-    """Whether an algorithm trains on branches, and reads nothing that a cut through a rollout changes by itself.
+    """Return whether an algorithm trains on branches and gives the same result if a rollout is cut up.
 
-    The baselines of `otb` are of places, and `clip_cov` draws other tokens where rows lie otherwise.
+    `otb` has a baseline for each position, and `clip_cov` draws other tokens if rows are arranged differently.
     """
     spec = get_algorithm(name)
     return spec.level != "group" and not spec.needs_critic and name not in ("otb", "clip_cov")
@@ -195,7 +195,7 @@ ALGORITHMS = [name for name in algorithm_names() if is_cut_up(name)]
 
 
 def train_twice(topology, folder, algorithm, max_tokens, **more):
-    """Make two optimizer steps on rollouts whole and cut up, the second of another policy than the rollouts'."""
+    """Make two optimizer steps on whole and on cut-up rollouts; the second one is off-policy."""
     found = []
     for change in (keep, cut):
         more |= {"max_tokens_per_micro_batch": max_tokens, "num_epochs": 2, "num_mini_batches": 1}
@@ -222,7 +222,7 @@ def train_all(topology, folder, algorithms, reductions):
     ],
 )
 def test_a_rollout_counts_once_however_many_rows_it_has(folder, algorithms, reductions):
-    """In losses and reductions, with the rows of a rollout in several micro-batches and on two ranks."""
+    """The rows of a rollout are in several micro-batches and on two ranks; losses and reductions stay the same."""
     runs = on_ranks(2, train_all, folder, algorithms, reductions)[0]
     for name, (whole, parted) in runs.items():
         try:
@@ -244,7 +244,7 @@ def group_of(*rollouts, rewards=(1.0, 0.0, 0.0, 1.0)):
 
 
 def advantages_by_row(rows, algorithm="grpo"):
-    """Return the advantage of the trained tokens of each row, which is one; None for a row without any."""
+    """Return the advantage of each row, which its trained tokens share; None for a row without trained tokens."""
     spec = get_algorithm(algorithm)
     found = rows.with_branches(spec.advantages(rows.for_baselines(), spec.settings))
     for values, mask in zip(found, rows.mask, strict=True):
@@ -263,7 +263,7 @@ def test_a_rollout_whose_own_row_is_rejected_goes_on_in_its_branches(preset):
     rows = make_batch([group_of(row(-3.0, TWICE), row(), row(), row())], get_algorithm("grpo"))
     left, _ = apply_correction(Correction(**PRESETS[preset]), rows, torch.full(rows.mask.shape, -1.0))
     assert advantages_by_row(left) == pytest.approx([None, *EXPECTED[1:], EXPECTED[0], EXPECTED[0]])
-    # The first branch stands for the rollout, until it is rejected too.
+    # The first branch represents the rollout, until it is rejected too.
     assert left.valid.tolist() == [[False, True, True, True, True, False]]
     rejected = torch.zeros_like(rows.mask)
     rejected[4] = True
@@ -291,13 +291,13 @@ def test_a_rollout_whose_last_answer_is_empty_learns_in_its_branches(algorithm):
         return advantages_by_row(make_batch(groups, get_algorithm(algorithm)), algorithm)
 
     silent, whole = of(row(mask=(False,) * 4, branches=TWICE[:1])), of(row())
-    # Rows 0 to 3 are of the first group, 4 is the branch; then come those of the second group, and a filler.
+    # Rows 0 to 3 belong to the first group and row 4 is the branch; the rows of the second group and a filler follow.
     assert silent[0] is None
     assert [silent[4], *silent[1:4], *silent[5:9]] == pytest.approx(whole, rel=1e-5)
 
 
 def test_a_branch_has_the_return_of_its_whole_rollout_where_turns_have_rewards():
-    """An agent's reward is one of its last turn, and a branch is compared as the first turn is."""
+    """An agent's reward belongs to its last turn, and a branch is compared like a first turn."""
     two_turns = {"num_turns": 2, "turn_ends": (2, 4), "turn_rewards": (0.0, 1.0)}
     later = row(prompt=(7, 8), mask=(False, False, True, True), num_turns=2, turn_ends=(2, 4))
     others = [row(turn_ends=(4,), turn_rewards=(reward,)) for reward in (0.5, 0.0, 0.25)]
@@ -313,12 +313,12 @@ def test_a_branch_has_the_return_of_its_whole_rollout_where_turns_have_rewards()
     found = advantages_by_row(rows.without(rejected))
     assert found[0] is None
     assert found[1:] == pytest.approx([*single[1:], single[0]], rel=1e-5)
-    # Beside its own row it has the same baseline; the deviation is of one turn more.
+    # If its own row is kept, the branch has the same baseline, and the standard deviation covers one turn more.
     assert advantages_by_row(rows)[4] > 0
 
 
 def gspo_ratio_step(topology, folder):
-    """Make one step of a policy that has left the one of the rollouts, with rows in several micro-batches."""
+    """Make one step with a policy that has left the rollouts' policy, with rows in several micro-batches."""
     more = {"max_tokens_per_micro_batch": 16, "entropy_coef": 0.0}
     clips = {"clip_low": 9.0, "clip_high": 9.0}
     run = one_step(topology, folder, "gspo", hyperparameters=clips, **more)
@@ -329,7 +329,7 @@ def gspo_ratio_step(topology, folder):
 
 
 def test_the_ratio_of_gspo_is_of_the_whole_rollout(folder):
-    """Rollout by rollout and in float64."""
+    """The expected loss goes rollout by rollout, in float64."""
     gradient, metrics, batch = on_ranks(2, gspo_ratio_step, folder)[0]
     model, says = distributions(folder)
     rows, losses = batch.rows, []

@@ -1,4 +1,4 @@
-"""Order and mixture of prompts, and difficulty that follows the scores."""
+"""Order and mixture of prompts, and levels of difficulty that follow the scores."""
 
 import random
 
@@ -19,7 +19,7 @@ SETTINGS = CurriculumSettings(rise_above=0.8, fall_below=0.2, num_groups=4)
 
 
 class Ladder:
-    """Eight prompts in each of four levels."""
+    """A data set of four levels with eight prompts each."""
 
     num_levels = 4
 
@@ -74,7 +74,7 @@ def test_each_source_has_its_share_of_every_beginning(parts, count):
 def test_each_source_goes_in_an_order_of_its_own():
     sources = {"a": records("a", 3), "b": records("b", 100)}
     mixture = PromptMixture(sources, 4, {"a": 0.5, "b": 0.5}, {})
-    # Asked in any order, as after a resume.
+    # Request the positions in any order, as after a resume.
     places = list(range(24))
     random.Random(0).shuffle(places)
     found = {place: mixture.at(place) for place in places}
@@ -87,10 +87,10 @@ def test_the_level_rises_and_falls_with_the_mean_of_the_newest_groups():
     curriculum = Curriculum(Ladder(), SETTINGS)
     assert level_after(curriculum, [1.0, 1.0, 1.0], 3) == 0
     assert level_after(curriculum, [1.0], 4) == 1
-    # What was begun before says nothing of this level, and a mean between the thresholds changes nothing.
+    # Groups of an earlier level do not count, and a mean between the thresholds changes nothing.
     assert level_after(curriculum, [1.0] * 9, 9, level=0) == 1
     assert level_after(curriculum, [0.0, 1.0, 0.0, 1.0], 12) == 1
-    # 0, 1, 0, 0 are the newest, then four zeros.
+    # The newest scores are 0, 1, 0, 0, then four zeros.
     assert level_after(curriculum, [0.0, 0.0], 14) == 1
     assert level_after(curriculum, [0.0, 0.0], 16) == 0
     assert level_after(curriculum, [0.0] * 8, 30) == 0
@@ -119,7 +119,7 @@ def test_a_position_keeps_its_prompt_whenever_it_is_asked():
 
 
 def levelled_source(engine):
-    # One of the two completions of each group is right at level 2, both are below.
+    # At level 2 one of a group's two completions is right; below, both are right.
     def reward(text, level):
         return float(level < 2 or text.endswith("0"))
 

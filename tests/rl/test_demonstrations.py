@@ -1,4 +1,4 @@
-"""Texts that a policy learns beside its completions: their share of the gradient, and which ones a step has."""
+"""Demonstrations next to a policy's completions: their share of the gradient, and the texts of a step."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from vectorlm.rl.update import Updater
 SHARE = 0.3
 TEXTS = [[5, 9, 3, 20, 11], [7, 7, 30], [12, 40, 6, 2, 2, 33, 19], [8, 15, 22, 4]]
 PROMPTS = [2, 1, 3, 0]
-"""How many of a text's first tokens count in no loss."""
+"""Number of a text's first tokens that count in no loss."""
 
 
 def demonstrations(topology, policy, **settings):
@@ -35,7 +35,7 @@ def demonstrations(topology, policy, **settings):
 
 
 def change(topology, folder, weighting):
-    """Return by what one plain step of size 1 moves the weights, and what it measures."""
+    """Return the change of the weights in one plain step of size 1, and its metrics."""
     run = one_step(topology, folder, "grpo", entropy_coef=0.0)
     before, batch = run.weights(), run.prepare(random_rows("grpo"))
     texts = None

@@ -1,4 +1,4 @@
-"""Rows shared out by length: every row once, sums nearly equal, the budget kept by all."""
+"""Splitting rows by length: every row occurs once, sums are nearly equal, and all micro-batches keep the budget."""
 
 import itertools
 import random
@@ -17,7 +17,7 @@ def best_makespan(weights, num_parts):
 
 
 def test_the_textbook_example():
-    # Karmarkar and Karp's differencing of 8, 7, 6, 5, 4 leaves 2; the best possible is 0.
+    # Karmarkar and Karp's differencing of 8, 7, 6, 5, 4 gives a difference of 2; the best possible is 0.
     parts = partition([8, 7, 6, 5, 4], 2)
     assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
 
@@ -57,7 +57,7 @@ def random_groups(generator, size):
 
 
 def computed(pieces, packs):
-    """Return the tokens of a forward pass, from the definition."""
+    """Compute the number of tokens in a forward pass, from the definition."""
     lengths = [length for piece in pieces for length in piece.lengths]
     if not packs:
         return len(lengths) * max(lengths, default=0)
@@ -97,7 +97,7 @@ def test_short_rows_are_not_padded_beyond_what_a_pass_costs(size):
     padded = (PASS_TOKENS // size) // 290
     (share,) = plan_micro_batches(groups, 1, 1_000_000, keep_groups_whole=True)
     assert [len(part) for part in share] == [1 + padded, 200 - padded]
-    # Rows of one length are padded by nothing, however many they are.
+    # Rows of one length need no padding, in any number.
     (share,) = plan_micro_batches(one_row_each([300] * 200), 1, 1_000_000)
     assert len(share) == 1
 
@@ -110,10 +110,10 @@ def test_packed_groups_stay_whole_where_the_ranks_are_equally_busy():
 
 
 def test_a_packed_group_is_cut_up_where_a_rank_would_wait_and_only_then():
-    # 20 + 4 * 100 tokens: two halves of 220 keep both ranks busy.
+    # The group has 20 + 4 * 100 tokens: two halves of 220 keep both ranks busy.
     plan = plan_micro_batches([group_of([120] * 4, 20)], 2, 1000, packs=True)
     assert [[piece.num_tokens for piece in part] for share in plan for part in share] == [[220], [220]]
-    # 1000 + 4 tokens: halves would take 1002 each, and leave the slower rank no better off than the whole.
+    # The groups have 1000 + 4 tokens each. Halves would take 1002 each and not help the slower rank.
     plan = plan_micro_batches(
         [group_of([1001] * 4, 1000), group_of([1001] * 4, 1000, 4)], 2, 2000, packs=True
     )
@@ -123,7 +123,7 @@ def test_a_packed_group_is_cut_up_where_a_rank_would_wait_and_only_then():
 def test_a_group_beyond_the_budget_is_cut_into_the_fewest_pieces_that_fit():
     (share,) = plan_micro_batches([group_of([60] * 4, 50)], 1, 80, packs=True)
     assert [[piece.num_tokens for piece in part] for part in share] == [[70], [70]]
-    # Each of two rows has its own copy of the 50 shared keys and values, about 8 tokens more.
+    # Each of the two rows keeps a copy of the 50 shared keys and values, which costs about 8 tokens.
     assert [[piece.num_kept for piece in part] for part in share] == [[78], [78]]
 
 
@@ -139,7 +139,7 @@ def test_a_row_beyond_the_budget_is_refused_with_numbers(keep, needed, packs):
 def test_a_pass_that_is_large_enough_takes_up_no_more_and_no_row_is_cut_for_it(packs):
     groups = [group_of([60] * 4, 20, start) for start in range(0, 16, 4)]
     (share,) = plan_micro_batches(groups, 1, 1000, enough=100, packs=packs)
-    # A packed group takes 20 + 4 * 40 tokens and stays whole; of padded rows of 60 one is all that fits.
+    # A packed group takes 20 + 4 * 40 tokens and stays whole. Of padded rows of 60 tokens, only one fits.
     assert [len(part) for part in share] == ([1] * 4 if packs else [1] * 16)
     (share,) = plan_micro_batches(groups, 1, 200, enough=500, packs=packs)
     assert max(computed(part, packs) for part in share) <= 200

@@ -1,4 +1,4 @@
-"""A run logs the distance between engine and trainer, and warns if it is large."""
+"""The distance between engine and trainer: a run logs it, and warns if it is large."""
 
 import json
 import math
@@ -21,13 +21,13 @@ BAND = (0.5, 2.0)
 
 
 def drifted(log_ratios, mask):
-    """Return rows whose trainer finds these log-ratios, and its log-probabilities."""
+    """Return rows with these log-ratios of trainer and engine, and the trainer's log-probabilities."""
     old = torch.tensor(log_ratios) - 1.0
     return batch_of(mask, sampler_logprobs=torch.full_like(old, -1.0)), old
 
 
 def test_log_ratios_are_counted_by_size_and_by_place():
-    # Prompts of one and of two tokens; the places of completions begin at their own first tokens.
+    # The prompts have one and two tokens; places count from the first token of each completion.
     rows, old = drifted([[9.0, 0.01, -5.0, 5.0], [9.0, 9.0, 0.01, 1.0]], [[0, 1, 1, 1], [0, 0, 1, 1]])
     found = count_log_ratios(rows, old, BAND)
     assert found["tokens_per_place"] == 1
@@ -38,7 +38,7 @@ def test_log_ratios_are_counted_by_size_and_by_place():
     gap = mismatch_metrics(rows, old, BAND)
     assert gap["sampler/logprob_gap_mean"] == pytest.approx((0.01 + 5 + 5 + 0.01 + 1) / 5)
     assert gap["sampler/logprob_gap_max"] == pytest.approx(5.0)
-    # Long completions share places, and a ratio that is not a number is not counted.
+    # In long completions several tokens share a place, and NaN ratios are not counted.
     found = count_log_ratios(*drifted([[0.0] * 99 + [math.nan]], [[1] * 100]), BAND)
     assert (found["tokens_per_place"], found["tokens"]) == (4, [4] * 24 + [3])
     assert sum(found["histogram"]) == 99

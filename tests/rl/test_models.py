@@ -1,4 +1,4 @@
-"""Critic, reference and reward models: what they say, on one rank and on two."""
+"""Critic, reference and reward models: their outputs, on one rank and on two."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ IDS, ATTENTION = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 
 
 
 def rows_of(first=1):
-    """Return the two rows, and ask for all their tokens from `first` on."""
+    """Return the two rows, with all their tokens from `first` on asked for."""
     return Rows(IDS, ATTENTION, ATTENTION.bool() & (torch.arange(4) >= first), (0, 1))
 
 
@@ -65,7 +65,7 @@ def score(topology, judge, *batches):
 
 @pytest.fixture
 def changed(judge, tmp_path):
-    """Save a reward model with another chat template or padding token; return its scores, its own and ours."""
+    """Return a function that saves a changed reward model and returns transformers' scores and ours."""
 
     def change(template, texts, rollouts, *, pads=None, step_separator=None, begins=False, world_size=1):
         tokenizer = AutoTokenizer.from_pretrained(judge)
@@ -248,7 +248,7 @@ def test_noise_by_any_name_is_seen_and_turned_off_and_exported_as_it_was(folder,
 
 
 class Shaky(torch.nn.Module):
-    """A layer that leaves out one pass in fifty, by a number that no config has."""
+    """A layer that drops one pass in fifty, with a rate that no config contains."""
 
     def __init__(self, inner):
         super().__init__()
@@ -322,7 +322,7 @@ def test_a_synced_reference_is_the_policy(folder):
 
 
 def test_the_reference_of_a_policy_with_adapters_is_the_base_and_of_all_tokens(folder):
-    """The support of a truncated policy would leave out tokens that the policy draws."""
+    """The support of a truncated policy would exclude tokens that the policy can draw."""
     base, support = disable_dropout(load_model(folder)), Support(top_k=5)
     expected = LanguageModel(base).logprobs(ROWS).detach()
     copied = Reference(LanguageModel(base, support=support), disable_dropout(load_model(folder)))
@@ -333,7 +333,7 @@ def test_the_reference_of_a_policy_with_adapters_is_the_base_and_of_all_tokens(f
             if "lora_B" in name:
                 parameter.normal_()
     policy = LanguageModel(adapted, support=support)
-    for _ in range(2):  # The adapters are on again afterwards.
+    for _ in range(2):  # The second pass shows that the adapters are on again.
         assert (policy.logprobs(ROWS)[ROWS.is_asked] > expected[ROWS.is_asked] + 0.5).any()
         torch.testing.assert_close(Reference(policy, None)(ROWS), expected)
     plain = LanguageModel(adapted)
@@ -342,7 +342,7 @@ def test_the_reference_of_a_policy_with_adapters_is_the_base_and_of_all_tokens(f
 
 @pytest.fixture(scope="module")
 def adapters(folder, tmp_path_factory):
-    """A folder of trained adapters, and what transformers with PEFT computes with it."""
+    """Return a folder of trained adapters, and the log-probabilities that transformers with PEFT computes."""
     path = tmp_path_factory.mktemp("models") / "adapters"
     save_adapters(folder, path, modules_to_save=["lm_head"])
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), path).eval()
@@ -355,7 +355,7 @@ def adapters(folder, tmp_path_factory):
 
 
 def continued(topology, folder, path, output):
-    """Return what policy and reference of continued adapters compute, before and after a step; export the policy."""
+    """Return the values of policy and reference with continued adapters before and after a step; export the policy."""
     options = options_of(path)
 
     def load(is_empty):
@@ -382,7 +382,7 @@ def test_the_reference_of_continued_adapters_is_what_they_were(folder, adapters,
     output = tmp_path / "exported"
     for policy, reference, moved, still in on_ranks(world_size, continued, folder, path, output):
         torch.testing.assert_close(policy[asked], expected[asked])
-        # The same factors in the same order: not a bit differs.
+        # Policy and reference use the same factors in the same order, and have equal bits.
         assert torch.equal(policy, reference)
         assert torch.equal(reference, still)
         assert not torch.allclose(moved[asked], expected[asked], atol=1e-3)
@@ -393,7 +393,7 @@ def test_the_reference_of_continued_adapters_is_what_they_were(folder, adapters,
 
 
 def adapters_after_a_reference_pass(topology, folder):
-    """Return for each way to shard whether every adapter has a gradient."""
+    """Return, for each sharding strategy, whether every adapter has a gradient."""
     found = {}
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         model = disable_dropout(add_lora(load_model(folder), {"r": 4, "target_modules": ["q_proj"]}))

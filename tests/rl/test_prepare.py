@@ -1,4 +1,4 @@
-"""From rewards to advantages: where a reward stands, what the KL penalty takes from it, what the critic learns."""
+"""From rewards to advantages: the position of rewards, the KL penalty, and the critic's targets."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_a_penalty_in_the_reward_changes_what_completions_are_compared_by(folder
 
 
 def test_reinforce_pp_charges_each_token_the_penalty_from_there_on(folder):
-    """Returns by a loop; mean and deviation weigh each completion alike."""
+    """A loop computes the returns; mean and standard deviation weigh all completions equally."""
     for rows, batch in on_ranks(2, prepare, folder, "reinforce_pp", "reward"):
         rewards = rows.token_rewards - 0.3 * (batch.old_logprobs - batch.reference_logprobs)
         returns, values, weights = torch.zeros_like(rewards).double(), [], []
@@ -92,11 +92,11 @@ def test_the_tokens_of_highest_entropy_are_those_above_the_interpolated_quantile
 
 
 def advantages_of_all(topology, folder, algorithms):
-    """Return the advantages of each algorithm with and without its truncated completions, and the masks."""
+    """Return the advantages of each algorithm with and without truncated completions, and the masks."""
     found, kl = {}, KLSettings(kl_coef=0.3, kl_in="reward", kl_kind="k1")
     for algorithm in algorithms:
         if get_algorithm(algorithm).chooses:
-            continue  # it chooses among the completions that are not truncated
+            continue  # This algorithm chooses only among completions that are not truncated.
         run = leave_reference(build(topology, folder, algorithm, kl=kl, has_reference=True))
         batches = [run.prepare(random_rows(algorithm, drops), 0.3) for drops in (False, True)]
         found[algorithm] = [(batch.advantages, batch.rows.mask) for batch in batches]
@@ -105,7 +105,7 @@ def advantages_of_all(topology, folder, algorithms):
 
 @pytest.mark.parametrize("algorithms", BY_KIND)
 def test_completions_that_the_loss_leaves_out_stay_in_every_baseline(folder, algorithms):
-    """They are compared with less the penalty in the reward, as all others are."""
+    """In baselines they have the penalty in their reward, as all other completions do."""
     truncated = [rollout.finish_reason == "length" for group in random_groups() for rollout in group]
     assert any(truncated)
     ((found),) = on_ranks(1, advantages_of_all, folder, algorithms)

@@ -1,4 +1,4 @@
-"""``vectorlm replay``: where two runs part, and steps of scripted runs; test_reinforce.py makes vLLM's again."""
+"""``vectorlm replay`` of scripted runs, and the first difference of two runs; test_reinforce.py replays vLLM's."""
 
 import json
 
@@ -80,7 +80,7 @@ def test_what_is_missing_is_named(tmp_path, capsys, arguments, named):
 
 @pytest.fixture
 def make_run(tmp_path, monkeypatch):
-    """Make a run of four steps in this process, with an engine that answers by a script; some groups are dropped."""
+    """Return a function that makes a run of four steps here, with a scripted engine; dynamic sampling drops groups."""
     monkeypatch.setattr(launcher, "launch", lambda fn, *args, world_size: [fn(*args)])
     files = save_files(tmp_path)
     save_tiny_llama(files / "model", vocab_size=128)
@@ -111,10 +111,10 @@ def test_what_is_compared_leaves_out_the_groups_that_were_dropped(make_run, caps
 
 
 def test_a_step_that_dropped_all_its_groups_is_made_again_only_on_the_way_to_others(make_run, capsys):
-    # One prompt of eight has rewards that differ.
+    # Only one prompt of eight has rewards that differ.
     run, num_kept = make_run("a")
     assert sorted(num_kept.values()) == [0, 0, 1, 1]
-    # The last step of each kind.
+    # Replay the last step of each kind.
     for num, step in {num: step for step, num in num_kept.items()}.items():
         assert main(["replay", str(run), "--step", str(step)]) == (0 if num else 2)
         assert (f"--step {step}:" in capsys.readouterr().err) == (num == 0)

@@ -1,4 +1,4 @@
-"""The correction inside a step: presets by hand, what rejection leaves, what is refused, one result on any split."""
+"""The correction inside a step: presets by hand, rejection, refused settings, and equal results on any split."""
 
 import itertools
 import math
@@ -18,13 +18,13 @@ from vectorlm.rl.prepare import apply_correction, correction_of, weights_in_upda
 from vectorlm.rl.settings import NO_CORRECTION, PRESETS, CorrectionSettings
 from vectorlm.runs.preflight.rl import correction_problems
 
-# Ratios of trainer and engine, token by token; sums of their logs are 8, 1/16, 1 and 32.
+# Ratios of trainer and engine, by token; their products over a row are 8, 1/16, 1 and 32.
 RATIOS = [[4.0, 2.0], [0.25, 0.25], [8.0, 0.125], [None, 32.0]]
 COMBINED = ("ppo", "grpo", "rloo", "gspo", "cispo", "reinforce")
 
 
 def rows_of(ratios):
-    """Return a group whose trainer finds these ratios, and its log-probabilities."""
+    """Return a group with these ratios, and the trainer's log-probabilities."""
     mask = torch.tensor([[ratio is not None for ratio in row] for row in ratios])
     old = torch.tensor([[math.log(ratio or 1.0) for ratio in row] for row in ratios])
     return batch_of(mask, torch.tensor([[1.0, 0.0, 0.0, 1.0]]), torch.full(mask.shape, -4.0)), old - 4.0
@@ -39,7 +39,7 @@ def settings(preset="off", **overrides):
     [
         ("tis", [[2, 2], [0.25, 0.25], [2, 0.125], [0, 2]]),
         ("icepop", [[4, 2], [0, 0], [0, 0], [0, 0]]),
-        # Geometric means: sqrt 8, 1/4, 1, 32.
+        # The geometric means are sqrt 8, 1/4, 1 and 32.
         ("seq_mask_tis", [[0, 0], [0, 0], [2, 0.125], [0, 0]]),
         ("mis", [[0, 0], [0, 0], [8, 0.125], [0, 0]]),
         ("geometric", [[2, 2], [0.5, 0.5], [1, 1], [0, 2]]),
@@ -72,7 +72,7 @@ def test_a_completion_that_is_rejected_whole_leaves_its_groups_baseline():
     assert corrected.valid.tolist() == [[True, True, False, True]]
     advantages = leave_one_out_advantages(corrected.rewards, corrected.valid)
     assert advantages.tolist() == [[0.5, -1.0, 0.0, 0.5]]
-    # A token that is rejected alone leaves its completion where it was.
+    # A gate on tokens rejects every token outside its bounds, but no other token of the completion.
     gate = settings(gate="ratio", gate_low=0.2, gate_high=5.0)
     corrected, _ = apply_correction(correction_of(gate, get_algorithm("rloo")), rows, old)
     assert corrected.mask.tolist() == [[True, True], [True, True], [False, False], [False, False]]
@@ -129,7 +129,7 @@ def test_every_preset_goes_with_every_policy_gradient(algorithm, preset):
 
 
 def train(topology, folder, algorithm, preset, max_tokens, drift):
-    """Make two optimizer steps on completions of a sampler that is `drift` away; 0 is the trainer itself."""
+    """Make two optimizer steps on completions of a sampler at distance `drift` from the trainer (0: equal)."""
     more = {"max_tokens_per_micro_batch": max_tokens, "num_epochs": 1}
     run = build(topology, folder, algorithm, correction=preset, **more)
     plain = replace(run, settings=replace(run.settings, correction=NO_CORRECTION))
@@ -155,7 +155,7 @@ def test_where_engine_and_trainer_agree_no_preset_changes_a_bit(folder):
         weights, metrics = found[algorithm, "off"]
         for preset in PRESETS:
             others, other_metrics = found[algorithm, preset]
-            # Bypass makes the weights of the policy as it moves within the batch.
+            # Bypass weighs with the policy, which moves within the batch.
             if preset == "bypass" and not get_algorithm(algorithm).has_ratio:
                 continue
             assert are_equal(weights, others), (algorithm, preset)
@@ -177,7 +177,7 @@ def test_ranks_and_micro_batches_change_nothing_with_weights_and_rejections(fold
 
 
 def first_step(topology, folder, algorithm, preset):
-    """Make one optimizer step on completions of another sampler; return what it was made of and its metrics."""
+    """Make one optimizer step on completions of another sampler; return its batch, its metrics and the log-ratios."""
     more = {"num_epochs": 1, "num_mini_batches": 1, "entropy_coef": 0.0}
     run = build(topology, folder, algorithm, correction=preset, **more)
     rows = random_rows(algorithm)
@@ -190,7 +190,7 @@ def first_step(topology, folder, algorithm, preset):
 
 @pytest.mark.parametrize("preset", ["tis", "geometric"])
 def test_vespo_fades_by_the_ratio_to_the_sampler(folder, preset):
-    """The formula at the first step, where the ratio to the trainer is 1; in float64."""
+    """Compute the formula in float64 at the first step, where the ratio to the trainer is 1."""
     for batch, metrics, logs in on_ranks(2, first_step, folder, "vespo", preset):
         losses = []
         for mask, log, advantages, logprobs in zip(
@@ -208,7 +208,7 @@ def test_vespo_fades_by_the_ratio_to_the_sampler(folder, preset):
 
 @pytest.mark.parametrize("preset", ["tis", "bypass"])
 def test_the_optimal_token_baseline_knows_the_weights_of_the_losses(folder, preset):
-    """Weights by the formula, the advantages of the first group by a loop, in float64."""
+    """Compute the weights by the formula and the advantages of two groups by a loop, in float64."""
     for batch, _, logs in on_ranks(1, first_step, folder, "otb", preset):
         rows, norms = batch.rows, batch.rows.gradient_norms.double()
         weights = logs.double().exp().clamp(max=2.0)

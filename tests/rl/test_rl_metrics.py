@@ -1,4 +1,4 @@
-"""The metrics of a batch, by hand."""
+"""Metrics of a batch, compared with values worked by hand."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from vectorlm.rl.rollouts.logger import _advantages as logged_advantages
 
 def test_numbers_of_rollouts_by_hand():
     groups, rewards = random_groups(), random_rewards()
-    rewards[3] = 0.1  # whose float32 mean is not 0.1
+    rewards[3] = 0.1  # The float32 mean of these rewards is not 0.1.
     first, *others = scored(groups, rewards)
     found = [replace(first, errors=("one", "two")), *others]
     metrics = rollout_metrics(found, step=3)
@@ -58,7 +58,7 @@ def test_completions_without_a_reward_do_not_narrow_the_spread_of_their_group():
 
 
 def trained_of(groups, rewards, **more):
-    """Return the metrics of a batch, and what the log says of the advantage of each rollout."""
+    """Return the metrics of a batch, and the logged advantage of each rollout."""
     rows = make_batch(scored(groups, rewards), get_algorithm("grpo"), **more)
     advantages = torch.where(rows.mask, torch.arange(len(rows.mask))[:, None] + 1.0, 0.0)
     batch = TrainBatch(rows, advantages, None, None, None)
@@ -80,7 +80,7 @@ def test_completions_that_the_loss_leaves_out_are_in_no_mean_of_trained_ones():
 
 
 def forked(rollout):
-    """Return a rollout with two further rows, the second of which was cut off by weights of version 7."""
+    """Return a rollout with two further rows; the second is truncated and has new tokens of version 7."""
     branch = replace(rollout, finish_reason="stop", prompt_token_ids=(3, 4, 5))
     shared = replace(
         branch,
@@ -113,7 +113,7 @@ def test_all_rows_of_a_rollout_are_counted():
     assert metrics["staleness/mixed_sequences"] == 1
     trained, advantages = trained_of(groups, rewards)
     assert trained["reward/trained_mean"] == pytest.approx(rewards.nanmean().item())
-    # Rows 0, 4 and 5 are of the first rollout; its advantage is the mean over all of its tokens.
+    # Rows 0, 4 and 5 belong to the first rollout, whose advantage is the mean over all of its tokens.
     lengths = [sum(row.policy_mask) for row in groups[0][0].rows]
     expected = sum(place * length for place, length in zip((1, 5, 6), lengths, strict=True)) / sum(lengths)
     assert advantages[0, 0] == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Learning from a teacher: what it adds to advantages or the loss, however rows are split, packed or sharded."""
+"""Learning from a teacher: advantages and loss stay the same if rows are split, packed or sharded in other ways."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from vectorlm.train.load import load_model
 from vectorlm.train.shard import load_sharded
 
 SCALE = 2.0
-"""Factor of `build` for the teacher's weights."""
+"""Factor on the teacher's weights; the default of `build`."""
 ADAPTERS = {"r": 4, "target_modules": ["q_proj"]}
 
 
@@ -54,13 +54,13 @@ def test_sampled_tokens_are_charged_by_how_much_less_the_teacher_likes_them(
             gap = teacher[row][place - 1, token] - policy[row][place - 1, token]
             expected[row, place] += coef * gap.item()
         assert batch.old_logprobs is not None
-        # float32 against float64
+        # The comparison is of float32 with float64.
         torch.testing.assert_close(batch.advantages, expected, rtol=1e-3, atol=1e-4)
         assert batch.advantages[rows.mask].abs().max() > 0.05
 
 
 def full_step(topology, folder, beta, coef, packs):
-    """Make one step whose change of the weights is the gradient of the teacher's part alone."""
+    """Make one step whose change of the weights is the gradient of the teacher's loss alone."""
     more = {"teacher": settings(folder, "full", beta, coef), "teacher_scale": SCALE, "entropy_coef": 0.0}
     run = one_step(topology, folder, "on_policy_distillation", packs=packs, **more)
     rows = random_rows("on_policy_distillation")
@@ -92,12 +92,12 @@ def test_the_gradient_of_whole_distributions_is_that_of_the_formula_row_by_row(
         assert metrics["teacher/loss"] == pytest.approx(loss.item(), rel=1e-3)
         assert metrics["policy/loss"] == pytest.approx(0.7 * loss.item(), rel=1e-3)
         assert metrics["teacher/kl"] == pytest.approx(sum(reverse) / len(reverse), rel=1e-3)
-        # float32 against float64
+        # The comparison is of float32 with float64.
         torch.testing.assert_close(gradient, gradients(model), rtol=2e-3, atol=5e-6, check_dtype=False)
 
 
 PROMPT = [7, 3, 9, 11, 30, 2, 5, 8]
-"""The prompt that the policy reads as its own teacher; the policy's prompts have two to five tokens."""
+"""Prompt that the policy reads as its own teacher; the policy's prompts have two to five tokens."""
 
 
 def taught_by_itself(topology, folder, kind, beta, packs):
@@ -201,7 +201,7 @@ def test_distributions_take_as_many_bytes_for_each_logit_as_the_memory_plan_says
 
 
 def train(topology, folder, algorithm, kind, max_tokens, packs=True, adapters=None):
-    """Make two optimizer steps beside the algorithm's own loss, in chunks of three tokens where rows are many."""
+    """Make two optimizer steps with both losses; with small micro-batches, compute in chunks of three tokens."""
     if max_tokens < 2000:
         vectorlm.train.language_model.chunk_tokens = lambda vocab_size: 3
     teacher = settings(folder, kind, *((0.5,) if kind == "full" else ()))
@@ -248,7 +248,7 @@ def padded_teacher(topology, folder, wide):
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_logits_beyond_the_policys_vocabulary_are_dropped(folder, tmp_path, tied):
-    """By a softmax over the policy's tokens alone."""
+    """The expected values are a softmax over the policy's tokens."""
     wide = save_tiny_llama(tmp_path / "wide", vocab_size=64, tied=tied)
     model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float64)
     for rows, found, metrics in on_ranks(2, padded_teacher, folder, wide):
@@ -269,7 +269,7 @@ def ask_a_server(topology, fails_on):
         asked.extend(rows)
         return [[float(token) for token in row] for row in rows]
 
-    # Of an algorithm that learns from rewards, so that a completion without one is not trained on.
+    # With an algorithm that learns from rewards, completions without a reward are not trained on.
     rows = random_rows("grpo")
     try:
         return rows, ServerTeacher(score, topology).logprobs(rows, None), asked

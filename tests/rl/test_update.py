@@ -1,4 +1,4 @@
-"""An update does the same however its rows are split over ranks and micro-batches, and what its formula says."""
+"""The policy's update: equal results however its rows are split over ranks and micro-batches, and expected formulas."""
 
 import math
 import os
@@ -52,7 +52,7 @@ def train_all(topology, folder, max_tokens, algorithms, packs=True, shared_by=1)
 
 @pytest.mark.parametrize("algorithms", BY_KIND)
 def test_ranks_micro_batches_and_padding_change_nothing(folder, algorithms):
-    """One rank and one micro-batch, two ranks and many, apart or shared, and padded."""
+    """Compare one rank and one micro-batch with two ranks and many, in separate, shared and padded passes."""
     (wide,) = on_ranks(1, train_all, folder, 2000, algorithms)
     others = on_ranks(2, train_all, folder, 60, algorithms)
     if algorithms is SOME:
@@ -103,7 +103,7 @@ def test_tokens_outside_the_support_are_counted_and_finite(folder):
 
 
 def test_the_gradient_is_that_of_the_papers_formula_row_by_row(folder):
-    """GRPO at its first step, from plain softmax over each row without padding, in float64."""
+    """This is GRPO at its first step; the loop takes a plain softmax over each row without padding, in float64."""
     ((gradient, metrics, old),) = on_ranks(1, one_grpo_step, folder)
     assert old is None, "one optimizer step needs no forward pass for the old log-probabilities"
     model, says = distributions(folder)
@@ -121,12 +121,12 @@ def test_the_gradient_is_that_of_the_papers_formula_row_by_row(folder):
 
 
 def assert_gradient(found, model):
-    """Compare float32 with the float64 of the model."""
+    """Compare a float32 gradient with the float64 gradient of the model."""
     torch.testing.assert_close(found, gradients(model), rtol=1e-3, atol=2e-6, check_dtype=False)
 
 
 def penalty_step(topology, folder, kl_coef, hyperparameters=None, **more):
-    """Make one step of a penalty or bonus alone; return the gradient, the metrics and the reference's part."""
+    """Make one step of a penalty or bonus alone; return gradient, metrics, reference log-probabilities and rows."""
     run = one_step(topology, folder, "reinforce", has_reference=True, hyperparameters=hyperparameters, **more)
     batch = run.prepare(random_rows("reinforce"))
     noise = torch.randn(batch.advantages.shape, generator=torch.Generator().manual_seed(5))
@@ -150,9 +150,9 @@ def penalty_step(topology, folder, kl_coef, hyperparameters=None, **more):
     ],
 )
 def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, entropy_coef, share, weighs):
-    """The k3 penalty, and the entropy of the tokens that are learned from, row by row and in float64.
+    """Compute the k3 penalty, and the entropy of the tokens that the policy learns from, row by row in float64.
 
-    Its importance weights have a gradient too: with r = 1, k3 grad log policy + grad k3.
+    The importance weights have a gradient too: with r = 1, k3 grad log policy + grad k3.
     """
     settings = {"hyperparameters": {"reduction": reduction}, "top_entropy_quantile": share}
     settings["kl"] = KLSettings(kl_coef=0.5, kl_importance_weights=weighs)
@@ -188,7 +188,7 @@ def test_penalty_and_bonus_are_reduced_as_the_loss_is(folder, reduction, entropy
 
 
 def far_step(topology, folder, algorithm, hyperparameters=None):
-    """Make one step whose policy has gone from the rollout's by known ratios; return the metrics and those."""
+    """Make one step with known ratios to the rollout's policy; return metrics, log-ratios, advantages and mask."""
     more = {"hyperparameters": hyperparameters, "correction": "decoupled"}
     run = build(topology, folder, algorithm, num_epochs=1, num_mini_batches=1, **more)
     batch = run.prepare(random_rows(algorithm))
@@ -227,7 +227,7 @@ def observe_a_shifted_policy(topology, folder):
 
 
 def test_the_divergence_from_the_policy_of_the_rollout_is_estimated_from_its_own_tokens(folder):
-    """The expectation of r - 1 - log r over tokens that `old` drew, r = policy / old, is KL(old || policy)."""
+    """With r = policy / old, the expectation of r - 1 - log r over tokens that `old` drew is KL(old || policy)."""
     ((policy, old, metrics),) = on_ranks(1, observe_a_shifted_policy, folder)
     terms = [
         math.exp(new - before) - 1 - (new - before)
@@ -237,12 +237,12 @@ def test_the_divergence_from_the_policy_of_the_rollout_is_estimated_from_its_own
 
 
 def masked_steps(topology, folder, algorithm):
-    """Make a step with the mask, and one whose masked completions have an advantage of 0 instead."""
+    """Make a step with the mask, and a step with an advantage of 0 in place of the mask."""
     found = []
     for bound in (0.3, None):
         run = one_step(topology, folder, algorithm, off_policy_mask=bound, correction="decoupled")
         batch = run.prepare(random_rows(algorithm))
-        # Every other completion is 0.5 nats per token off, against 0.1.
+        # Every other completion is off by 0.5 nats per token, the rest by 0.1.
         shift = torch.where(torch.arange(len(batch.advantages)) % 2 == 0, 0.5, 0.1)[:, None]
         sampler = torch.where(batch.rows.mask, batch.old_logprobs + shift, 0.0)
         batch = replace(batch, rows=replace(batch.rows, sampler_logprobs=sampler, weights=None))
@@ -283,7 +283,7 @@ def entropy_step(topology, folder):
 
 
 def test_the_policy_learns_from_the_tokens_of_highest_entropy(folder):
-    """Entropies row by row and in float64."""
+    """The entropies are computed row by row in float64."""
     _, says = distributions(folder)
     for weights, expected, learns, mask in on_ranks(2, entropy_step, folder):
         entropies = {
@@ -308,7 +308,7 @@ def test_a_batch_is_left_once_the_policy_has_moved_far(folder):
 
 
 def learn_then_nothing(topology, folder, algorithm):
-    """Train once with momentum; then on equal rewards."""
+    """Train once with momentum, then on equal rewards."""
     run = build(topology, folder, algorithm, entropy_coef=0.0)
     for step in filter(None, (run.models.policy_step, run.models.critic_step)):
         step.optimizer.param_groups[0]["momentum"] = 0.9
@@ -329,7 +329,7 @@ def test_a_batch_without_anything_to_learn_leaves_the_weights_where_they_are(fol
 
 
 def equal_in_some(batch, groups):
-    """Return the batch as if all completions of some groups had the same reward."""
+    """Return the batch with the advantages of some groups set to 0, as for equal rewards."""
     advantages = batch.advantages.clone()
     for group in groups:
         advantages[group * batch.rows.rows_per_group : (group + 1) * batch.rows.rows_per_group] = 0.0
@@ -337,7 +337,7 @@ def equal_in_some(batch, groups):
 
 
 def descend_with_and_without(topology, folder, algorithm, groups, **more):
-    """Return change, metrics and rows with gradient of an update that may skip `groups`, and of one that may not."""
+    """Return change, metrics and rows with gradient, of an update that may skip `groups` and of one that may not."""
     found = []
     for may_skip in (True, False):
         run = one_step(topology, folder, algorithm, entropy_coef=0.0, **more)
@@ -372,7 +372,7 @@ def test_a_batch_without_any_advantage_makes_no_pass_with_gradient(folder):
         2, descend_with_and_without, folder, "grpo", range(5)
     ):
         assert num_rows == 0
-        # One group without a gradient: the engine's difference is in the metrics of every step.
+        # One group was computed without a gradient, because every step measures the difference to the engine.
         assert 0 < metrics["sampler/logprob_gap_mean"] <= metrics["sampler/logprob_gap_max"]
         assert metrics["sampler/logprob_gap_max"] <= others["sampler/logprob_gap_max"] + 1e-6
         assert metrics.keys() >= {name for name in others if name.startswith("sampler/")}
@@ -403,7 +403,7 @@ def test_groups_with_another_loss_are_computed(folder):
 
 
 class Moves(TorchFunctionMode):
-    """Counts the calls of vectorlm that move a tensor to a device and let the host wait."""
+    """A mode that counts vectorlm's blocking copies of tensors to a device."""
 
     def __init__(self):
         super().__init__()
@@ -436,7 +436,7 @@ def test_no_pass_waits_for_a_copy_to_the_device(folder, algorithm):
 
 
 def rates_of_a_run(topology, folder):
-    """Train on the second of three batches, which stops early; return the rate before each."""
+    """Train on the second of three batches, which stops early; return the learning rate before each batch."""
     run = build(topology, folder, "grpo", lr=5.0, max_kl=1e-4, num_epochs=2)
     schedule = Schedule("linear", run.models.policy_step.optimizer, num_warmup_steps=0, num_steps=12)
     models = replace(run.models, policy_step=replace(run.models.policy_step, schedule=schedule))
@@ -451,7 +451,7 @@ def rates_of_a_run(topology, folder):
 
 
 def test_the_learning_rate_follows_the_position_in_the_run(folder):
-    """Two epochs of two mini-batches for each of three batches, over 12 steps."""
+    """Each of the three batches has two epochs of two mini-batches: 12 steps."""
     for rates in on_ranks(2, rates_of_a_run, folder):
         assert rates == pytest.approx([5.0, 5.0 * 8 / 12, 5.0 * 4 / 12])
 
@@ -483,7 +483,7 @@ WRONG_SHAPES = {
     "token": [lambda x: x.sum(dim=1), lambda x: x.sum(dim=1, keepdim=True), torch.sum],
     "group": [lambda x: x, lambda x: x.sum(dim=1), torch.sum],
 }
-"""By level, from one loss for each token to a loss of another unit."""
+"""Changes of a loss per token to a loss of a wrong shape, by the level of the algorithm."""
 
 
 def losses_of_other_units(topology, folder):
@@ -506,7 +506,7 @@ def test_a_loss_of_another_unit_than_the_row_says_is_refused(folder):
 
 
 def weighted_step(topology, folder, algorithm, weights):
-    """Make one step whose completions have these weights; return the gradient, the metrics and the rows."""
+    """Make one step whose completions have these weights; return gradient, metrics, rows and weights."""
     run = one_step(topology, folder, algorithm, entropy_coef=0.0)
     run = replace(run, settings=replace(run.settings, correction=Correction(level="sequence", high=2.0)))
     rows = random_rows(algorithm)
@@ -519,7 +519,7 @@ def weighted_step(topology, folder, algorithm, weights):
 
 @pytest.mark.parametrize("algorithm", ["gmpo", "proximal_rloo"])
 def test_a_completion_of_a_small_weight_counts_little(folder, algorithm):
-    """Weights of 0.25 and 1.5 of whole completions, against the formula row by row and in float64."""
+    """Whole completions have weights of 0.25 and 1.5; the expected loss is computed row by row in float64."""
     gradient, metrics, rows, ratios = on_ranks(
         2, weighted_step, folder, algorithm, torch.tensor([0.25, 1.5])
     )[0]
@@ -537,13 +537,13 @@ def test_a_completion_of_a_small_weight_counts_little(folder, algorithm):
 
 
 def fill(batch, mask, names):
-    """Return a record whose tensors of these names hold another number wherever nothing is trained on."""
+    """Return a record whose tensors of these names hold 3 outside the mask."""
     found = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
     return replace(batch, **{name: torch.where(mask, x, torch.full_like(x, 3)) for name, x in found.items()})
 
 
 def train_filled(topology, folder, algorithms):
-    """Return weights and metrics of updates, and advantages, with numbers and others outside the mask, in pairs."""
+    """Return advantages, metrics and weights, without and with changed numbers outside the mask."""
     found, steps = {}, {"num_mini_batches": 1, "max_tokens_per_micro_batch": 2000, "off_policy_mask": None}
     for name in algorithms:
         pairs = []
@@ -574,7 +574,7 @@ def train_filled(topology, folder, algorithms):
 
 @pytest.mark.parametrize("algorithms", BY_KIND)
 def test_what_fills_the_places_outside_the_mask_changes_nothing(folder, algorithms):
-    """Prompts, padding, words of environments and completions without a reward."""
+    """These are prompts, padding, an environment's words and completions without a reward."""
     (found,) = on_ranks(1, train_filled, folder, algorithms)
     for name, (whole, filled) in found.items():
         assert torch.equal(whole[0], filled[0]), f"the advantages of {name}"

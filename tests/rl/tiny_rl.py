@@ -1,4 +1,4 @@
-"""A tiny run of reinforcement learning without an engine: real models and settings, and random rollouts."""
+"""A tiny reinforcement learning run without an engine: real models and settings, random rollouts."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +45,7 @@ from vectorlm.types import PromptRecord
 
 NUM_GROUPS, GROUP_SIZE = 5, 4
 SOME = ("grpo", "ppo", "online_dpo", "reinforce_pp", "clip_cov", "otb", "gdpo", "vespo", "gmpo")
-"""One algorithm of each kind: of tokens, completions and pairs; with a critic, marks, gradient norms or parts."""
+"""One algorithm of each kind: on tokens, completions and pairs; with a critic, marks, gradient norms or parts."""
 OTHERS = [name for name in algorithm_names() if name not in SOME]
 BY_KIND = [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)]
 
@@ -81,7 +81,7 @@ def random_rewards():
 
 
 def scored(groups, rewards):
-    """Return the groups with these rewards [P, G], and a greedy completion of reward 0.5 each."""
+    """Return the groups with these rewards [P, G] and a greedy completion of reward 0.5."""
     weights = {"mine": 1.0, "square": 0.5}
     return [
         RolloutGroup(group, row, {"mine": row, "square": row**2}, torch.tensor(0.5), reward_weights=weights)
@@ -90,7 +90,7 @@ def scored(groups, rewards):
 
 
 def random_rows(algorithm, drop_truncated=False, teacher_prompt=None):
-    """Return the rows of the random rollouts that an algorithm trains on."""
+    """Return the rows that an algorithm trains on, made from the random rollouts."""
     groups = scored(random_groups(), random_rewards())
     spec = get_algorithm(algorithm)
     return make_batch(groups, spec, drop_truncated=drop_truncated, teacher_prompt=teacher_prompt)
@@ -98,7 +98,7 @@ def random_rows(algorithm, drop_truncated=False, teacher_prompt=None):
 
 @dataclass(frozen=True)
 class TinyRun:
-    """The models of a run and what a step reads."""
+    """The models and settings of a run's steps."""
 
     models: RLModels
     spec: AlgorithmSpec
@@ -114,7 +114,7 @@ class TinyRun:
         )
 
     def descend(self, batch, kl_coef=0.0):
-        """Make an update; return what it subtracted from the weights, and its metrics."""
+        """Make an update; return the decrease of each weight, and the metrics."""
         before = self.weights()
         metrics, after = self.update(batch, kl_coef=kl_coef), self.weights()
         return {name: before[name] - after[name] for name in before}, metrics
@@ -148,8 +148,8 @@ def build(
 ):
     """Return a tiny run with plain gradient descent; `update` changes single update settings.
 
-    The teacher's weights are multiplied by `teacher_scale`, so that the same folder may teach. `teacher_top` answers
-    for a server.
+    The teacher's weights are multiplied by `teacher_scale`, which lets one folder serve as policy and teacher.
+    `teacher_top` replaces a teacher server.
     """
     spec = get_algorithm(algorithm)
     if spec.needs_teacher and teacher is None:
@@ -207,13 +207,13 @@ def build(
 
 
 def one_step(topology, folder, algorithm, **more):
-    """Build a run of one optimizer step, whose change of the weights is the gradient."""
+    """Build a run of one optimizer step that subtracts the gradient from the weights."""
     defaults = {"num_epochs": 1, "num_mini_batches": 1, "max_grad_norm": 1e9, "lr": 1.0}
     return build(topology, folder, algorithm, **(defaults | more))
 
 
 def leave_reference(run):
-    """Move a run's policy away from its reference, and return the run."""
+    """Move the policy of a run away from its reference; return the run."""
     with torch.no_grad():
         for parameter in run.models.policy.model.parameters():
             parameter.mul_(1.2)
@@ -223,7 +223,7 @@ def leave_reference(run):
 def distributions(folder, scale=1.0, prompt=None):
     """Return the model's log-probabilities after each token of every random rollout, in float64, row by row.
 
-    A `prompt` takes the place of all prompts; places in the rows stay as with the own prompts.
+    A `prompt` replaces all prompts; positions in the rows stay those of the original prompts.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
@@ -252,12 +252,12 @@ def whole(model):
 
 
 def same(metrics):
-    """Return the metrics that do not depend on how rows are shared out."""
+    """Return the metrics that do not depend on the split of rows."""
     shared_out = ("balance/", "perf/trained_tokens")
     return {name: value for name, value in metrics.items() if not name.startswith(shared_out)}
 
 
 def assert_alike(found, expected, rel=1e-3):
-    """Check weights and metrics of two runs, whose sums over rows have another order, in float32."""
+    """Check weights and metrics of two runs, which sum float32 numbers in different orders."""
     torch.testing.assert_close(found[0], expected[0], rtol=2e-4, atol=2e-6)
     assert same(found[1]) == pytest.approx(same(expected[1]), rel=rel, abs=rel / 100)

@@ -26,7 +26,7 @@ def files(tmp_path_factory):
 
 
 def watched(config):
-    """Run; return each step's answers by adapter: tokens, log-probabilities, and the versions of the tokens."""
+    """Train; return each step's answers by adapter: tokens, log-probabilities and versions."""
     seen, engines = {}, []
     collect, make = RolloutSource.collect, GroupQueue.__init__
 
@@ -54,7 +54,7 @@ def watched(config):
 
 
 def require_kept(seen):
-    """Every kept policy answers as the policy did after its step, and the reference as the policy before training."""
+    """Require that kept policies answer as after their own step, and the reference as before training."""
     for step, by_name in seen.items():
         kept = {f"policy@{older}" for older in (step - 1, step) if older > 0}
         assert by_name.keys() == {"policy", "base", "reference"} | kept
@@ -65,7 +65,7 @@ def require_kept(seen):
             for mine, theirs in zip(answers, seen[at]["policy"], strict=True):
                 assert mine[0] == theirs[0]
                 assert mine[1] == pytest.approx(theirs[1], abs=1e-5)
-                # No update brings the base, which the trainer shares.
+                # The base is shared with the trainer, and updates do not send it.
                 assert mine[2] == {-1 if name == "base" else at}
     first, last = (seen[step]["policy"][0][1] for step in (min(seen), max(seen)))
     assert first != last, "nothing was learned, so nothing was compared"
@@ -146,7 +146,7 @@ JUDGE = f"judge(model='self', adapter='ADAPTER', prompt='{TEMPLATE}', pattern='(
 
 
 def judged(config):
-    """Run; return by step the rewards of the judge, and what the engine's adapter says to the same questions."""
+    """Train; return by step the judge's rewards, and scores of the reference adapter's answers."""
     found, engines = [], []
     collect, make = RolloutSource.collect, GroupQueue.__init__
 
@@ -180,7 +180,7 @@ def judged(config):
 
 @pytest.fixture(scope="module")
 def counting(files, tmp_path_factory):
-    """The files of a run whose model writes digits too."""
+    """Return the files of a run whose model writes digits too."""
     folder = tmp_path_factory.mktemp("counting")
     shutil.copytree(files, folder, dirs_exist_ok=True)
     path = folder / "model" / "tokenizer.json"

@@ -85,7 +85,7 @@ def test_a_run_that_was_killed_goes_on_with_what_was_under_way(files, tmp_path):
     metrics = lines(tmp_path / "cut" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(7))
     rollouts = lines(tmp_path / "cut" / "rollouts.jsonl")
-    # Eight questions, four a step: two steps are a pass, whatever was in flight when the run was cut.
+    # Eight questions at four a step make a pass in two steps, also with groups in flight at the cut.
     asked = [row["prompt"] for row in rollouts[::4]]
     assert sorted(asked) == sorted([letter * 3 for letter in "abcdefgh"] * 3)
 
@@ -104,7 +104,7 @@ def test_what_cannot_overlap_is_refused(files, tmp_path):
 
 
 def note_order(config, path):
-    """Run, and write down when evaluations begin and end, when steps are trained, and which weights answered."""
+    """Train; record the begin and end of evaluations, the training steps, and the weights that answered."""
 
     def note(*words):
         with path.open("a") as file:
@@ -134,12 +134,12 @@ def note_order(config, path):
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_next_step_is_trained_while_held_out_prompts_are_answered(files, tmp_path, world_size, waits):
     more = ["evaluation.every=1", "train_parameters.checkpointing_enabled=false"]
-    if waits:  # for the best step, before its weights change
+    if waits:  # To find the best step, the evaluation ends before its weights change.
         more = [*more[:1], "train_parameters.keep_best=true", "rl.save_every=100"]
     config = config_of(files, tmp_path / "run", overrides=overlapping(2, *more, steps=4))
     forked(note_order, config, tmp_path / "order", world_size=world_size)
     events = (tmp_path / "order").read_text().splitlines()
-    of_main = list(dict.fromkeys(events))  # of two ranks, the first note of each event
+    of_main = list(dict.fromkeys(events))  # With two ranks, take the first note of each event.
     for step in (1, 2, 3):
         is_over = of_main.index(f"ends {step} {step}") < of_main.index(f"trains {step + 1}")
         assert is_over == waits

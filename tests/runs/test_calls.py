@@ -1,4 +1,4 @@
-"""Whole runs from Python: functions, lists and settings by keyword."""
+"""Whole runs from Python, with functions, lists and settings as keywords."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from vectorlm.runs.calls import _prompts
 from vectorlm.runs.config.load import config_from_keywords, load_config
 
 ENGINE = {"max_model_len": 64, "kv_cache_memory_bytes": 16 << 20}
-# What is sampled together, and what is found in a cache, may change the last bit of a log-probability.
+# Batching of requests and the prefix cache may change the last bit of a log-probability.
 ENGINE |= {"max_num_seqs": 1, "enable_prefix_caching": False}
 FEW = {
     "max_seq_len": 64,
@@ -194,7 +194,7 @@ def test_texts_in_memory_are_learned_until_the_step_of_a_callback(folder, tmp_pa
     lines = _lines(run.metrics)
     assert [line["step"] for line in lines] == list(range(9))
     assert lines[-1]["train/loss"] < lines[1]["train/loss"]
-    # It is evaluated as a last step is, and exported.
+    # The stopping step is evaluated as a last step, and its model is exported.
     assert "eval/loss" in lines[-1]
     assert (run.model / "model.safetensors").is_file()
 
@@ -254,7 +254,7 @@ def test_what_is_wrong_is_said_as_of_a_file(folder, tmp_path, monkeypatch, wrong
 
 @pytest.fixture
 def prepared(folder, tmp_path, monkeypatch):
-    """Call `finetune` without the training; return the tokens of the rows that it would train on, as texts."""
+    """Return a function that calls `finetune` without training, and returns the prepared rows as texts."""
     monkeypatch.setattr("vectorlm.runs.calls.start", lambda *_: None)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 

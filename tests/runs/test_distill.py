@@ -13,7 +13,7 @@ from vectorlm.train.load import load_model
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A student, and a teacher of another size whose embeddings are padded."""
+    """Return a folder with a student, and a teacher of another size with padded embeddings."""
     folder = save_files(tmp_path_factory.mktemp("distill"))
     torch.manual_seed(1)
     teacher = save_tiny_llama(folder / "teacher", hidden_size=128, vocab_size=64)
@@ -69,7 +69,7 @@ def test_adapters_learn_from_rewards_and_a_teacher_while_the_engine_samples(file
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sampled", "full"])
 def test_a_run_learns_from_itself_with_another_prompt(files, tmp_path, kind):
-    """The teacher reads the letter that the policy should write."""
+    """The teacher's prompt has the letter that the policy should write."""
     rows = [{"prompt": letter * 3, "told": f"{letter} is all: {letter * 12}"} for letter in "abcdefgh"]
     (files / "told.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     overrides = [

@@ -1,4 +1,4 @@
-"""Runs in exact mode: engine and trainer have the same bits, whatever the settings, or the run stops."""
+"""Runs in exact mode: engine and trainer have the same bits under all settings, or the run stops."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def gaps(output):
 
 @pytest.fixture(scope="module")
 def plain(files, tmp_path_factory):
-    """A run on one rank that keeps its rollouts."""
+    """Return the folder of a run on one rank that keeps its rollouts."""
     output = tmp_path_factory.mktemp("plain") / "plain"
     overrides = ["rl.rollout.save_tokens=True"]
     forked(reinforce, exact_of(files, output, overrides=overrides), world_size=1)

@@ -1,4 +1,4 @@
-"""Fine-tuning runs: what they leave, that they go on, and the examples that start them."""
+"""Fine-tuning runs: their files, resumption, and the examples that start them."""
 
 import contextlib
 import gzip
@@ -40,14 +40,14 @@ from vectorlm.runs.preflight.resume import find_resumption
 
 @pytest.fixture(scope="module")
 def whole(inputs, tmp_path_factory):
-    """A run of two ranks to its end, with the checkpoints of steps 4 and 6; tests read it, or go on from a copy."""
+    """Return the folder of a run on two ranks, with checkpoints of steps 4 and 6; tests read it or resume a copy."""
     output = tmp_path_factory.mktemp("whole") / "run"
     on_ranks(2, train, make_config(inputs, output, checkpointing_enabled=True))
     return output
 
 
 def copy_of(whole, output, inputs, *gone, **changes):
-    """Copy the run without some of its checkpoints; return the config that goes on from it."""
+    """Copy the run without some of its checkpoints; return a config that resumes the copy."""
     shutil.copytree(whole, output)
     for step in gone:
         shutil.rmtree(output / "checkpoints" / f"step-{step:08d}")
@@ -67,7 +67,7 @@ def test_a_run_leaves_model_metrics_plot_and_a_config_that_loads_again(inputs, w
     assert [line["step"] for line in metrics if "eval/loss" in line] == [0, 3, 6]
     assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
     assert (whole / "run.png").read_bytes().startswith(b"\x89PNG")
-    # Two of six steps warm up: transformers' first learning rate is 0.
+    # Two of six steps are the warm-up; transformers' first learning rate is 0.
     rates = [line["train/learning_rate"] for line in metrics[1:4]]
     assert rates == pytest.approx([0.0, 0.005, 0.01])
     versions = json.loads((whole / "run.json").read_text())["versions"]
@@ -96,7 +96,7 @@ def test_a_profiled_run_leaves_a_trace_of_each_step_and_the_time_of_each_phase(i
     assert [path.name for path in traces] == ["trace-step-3.json.gz", "trace-step-4.json.gz"]
     with gzip.open(traces[0]) as file:
         named = [event["name"] for event in json.load(file)["traceEvents"] if "name" in event]
-    # Two micro-batches a step.
+    # A step has two micro-batches.
     assert named.count("time/forward_s") == named.count("time/backward_s") == 2
     assert named.count("time/optimizer_s") == 1
     phases = {line.split()[0] for line in (output / "profile.txt").read_text().splitlines()}
@@ -139,14 +139,14 @@ def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, w
 def test_a_run_goes_on_with_another_number_of_ranks(
     inputs, whole, tmp_path, world_size, num_micro_batches, shared_by
 ):
-    # The same global batch: 21 rows, eight a step.
+    # The global batch stays the same: 21 rows, eight per step.
     changes = {"gradient_accumulation_steps": num_micro_batches, "context_parallel": shared_by}
     config = copy_of(whole, tmp_path / "cut", inputs, 6, **changes)
     on_ranks(world_size, train, config)
     pairs = zip(lines(tmp_path / "cut/metrics.jsonl"), lines(whole / "metrics.jsonl"), strict=True)
     for line, expected in pairs:
         kept = ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss")
-        # Round-off: another order of the sums.
+        # Sums in another order round differently.
         found, wanted = ({name: metrics.get(name, 0.0) for name in kept} for metrics in (line, expected))
         assert found == pytest.approx(wanted, rel=1e-5)
     torch.testing.assert_close(weights_of(tmp_path / "cut"), weights_of(whole), rtol=1e-4, atol=1e-5)
@@ -159,7 +159,7 @@ def test_a_finished_run_trains_longer_and_with_another_learning_rate(inputs, who
     on_ranks(2, train, config)
     found = lines(tmp_path / "longer/metrics.jsonl")
     assert [line["step"] for line in found] == list(range(10))
-    # The cosine of the longer run, two of whose nine steps warm up, with the new peak; the first step has place 0.
+    # These rates follow the longer run's cosine with the new peak. Two of nine steps warm up, and the first is 0.
     rates = [0.01 * (1 + math.cos(math.pi * (place - 2) / 7)) for place in (6, 7, 8)]
     assert [line["train/learning_rate"] for line in found[7:]] == pytest.approx(rates)
     assert all(line["train/loss"] < found[0]["eval/loss"] for line in found[7:])
@@ -171,7 +171,7 @@ def test_a_finished_run_trains_longer_and_with_another_learning_rate(inputs, who
 
 
 def train_and_listen(topology, config):
-    """Return what the rank says on the console."""
+    """Train; return the rank's console output."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         finetune(config, topology)
     return said.getvalue()
@@ -223,7 +223,7 @@ def test_two_nodes_train_as_one_and_go_on_from_a_checkpoint_in_the_folder_that_t
     output = tmp_path / "two"
     config = make_config(inputs, output, sharding_strategy="HYBRID_SHARD", checkpointing_enabled=True)
     on_ranks(2, train, config, num_nodes=2)
-    # Replicas add the same gradients up in another order.
+    # Replicas sum the same gradients in another order.
     assert losses_of(output) == pytest.approx(losses_of(whole), rel=1e-5)
     weights = weights_of(output)
     shutil.rmtree(output / "checkpoints" / "step-00000006")

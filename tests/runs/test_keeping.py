@@ -1,4 +1,4 @@
-"""Whole runs keep the best checkpoint, the last ones and a model of each epoch; and runs that stop early."""
+"""Whole runs that keep the best checkpoint, the last ones and a model of each epoch, and runs that stop early."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ from vectorlm.runs.reinforcement import reinforce
 from vectorlm.train.loop import FineTuningLoop
 
 LOSSES = (9.0, 3.0, 1.0, 2.0, 0.5, 2.5, 2.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0)
-"""The results of a run's evaluations, of which the best one is in the middle."""
+"""Losses of a run's evaluations; the best one is in the middle."""
 
 
 # Dropout makes the weights depend on every rank's random generator.
@@ -32,7 +32,7 @@ def config_of(inputs, output, **changes):
 
 
 def train(topology, config, dies_at=None):
-    """Train with the losses above; `dies_at` is a step during which rank 0 is killed."""
+    """Train with the losses above; kill rank 0 during step `dies_at`."""
     optimize = FineTuningLoop.optimize
 
     def optimize_or_die(loop, micro_batches):
@@ -72,7 +72,7 @@ KEEPS = {
 def test_a_run_stops_early_ends_with_its_best_model_and_when_killed_ends_the_same(inputs, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     on_ranks(2, train, config_of(inputs, whole, **KEEPS))
-    # Evaluations after steps 5, 6 and 7 are not better than the one after step 4.
+    # The evaluations after steps 5, 6 and 7 are no better than the evaluation after step 4.
     metrics = metrics_of(whole)
     assert [line["step"] for line in metrics] == list(range(8))
     assert [line.get("eval/stopped_early") for line in metrics] == [None, *6 * [0.0], 1.0]
@@ -123,7 +123,7 @@ def test_checkpoints_come_at_a_share_of_an_epoch_or_every_n_steps(
     inputs, tmp_path, frequency, num_kept, steps
 ):
     output = tmp_path / "run"
-    # One rank has 21 rows in batches of eight: three steps an epoch.
+    # One rank has 21 rows in batches of eight, and an epoch has three steps.
     changes = {"save_frequency": frequency, "keep_checkpoints": num_kept, "gradient_accumulation_steps": 2}
     on_ranks(1, train, config_of(inputs, output, **changes))
     assert steps_of(output) == steps
@@ -159,7 +159,7 @@ def right(completion, prompt):
 
 
 def answer(prompt, version):
-    """Be right with the weights of step 2 alone."""
+    """Return a right answer only with the weights of step 2."""
     return "xy" if version == 2 else "ab"
 
 
@@ -198,7 +198,7 @@ def test_a_run_without_a_single_reward_writes_its_model_and_fails(inputs, tmp_pa
 
 
 def test_a_run_whose_reward_returns_nothing_ends_after_three_steps(inputs, tmp_path):
-    """And after the same step if it is resumed in between."""
+    """A run that is resumed in between ends after the same step."""
     output = tmp_path / "run"
     (inputs / "forgetful.py").write_text("def forgot(text):\n    text.count('x')\n")
     mute = (f"rl.rewards={{'{inputs}/forgetful.py:forgot': 1.0}}", "rl.save_every=1")
@@ -212,7 +212,7 @@ def test_a_run_whose_reward_returns_nothing_ends_after_three_steps(inputs, tmp_p
 
 @pytest.mark.parametrize("body", ["1.0 if 'b' in prompt else None", "1 / 0"])
 def test_a_run_with_some_rewards_or_failing_calls_goes_on(inputs, tmp_path, body):
-    # Not in `inputs`: this process keeps a module by its path, and the ranks are forked from it.
+    # The file is not in `inputs`, because this process caches modules by path and the ranks are forked from it.
     (tmp_path / "some.py").write_text(f"def some(text, prompt):\n    return {body}\n")
     some = (f"rl.rewards={{'{tmp_path}/some.py:some': 1.0}}", "rl.on_reward_error=skip", "rl.max_steps=4")
     if "/" in body:
@@ -249,7 +249,7 @@ def test_a_best_checkpoint_that_was_deleted_is_named_and_the_last_weights_are_ex
     by_rewards(inputs, output)
     for gone in ("checkpoints/step-00000002", "final-model"):
         shutil.rmtree(output / gone)
-    # As if the run had been killed before it exported its model.
+    # Make it look as if the run had been killed before it exported its model.
     (output / "checkpoints/step-00000004/finished").unlink()
     with pytest.raises(CheckpointError, match=r"final_model='best'.*step-00000002"):
         by_rewards(inputs, output)
@@ -262,7 +262,7 @@ def test_the_last_step_of_a_run_that_ended_with_its_best_model_is_made_again_as_
     inputs, tmp_path, capsys, monkeypatch
 ):
     output = tmp_path / "run"
-    # Without a baseline, the step after the one that is right moves the weights.
+    # In step 3 all rewards are equal; without a baseline it moves the weights all the same.
     by_rewards(inputs, output, "rl.algorithm=reinforce", "rl.rollout.save_tokens=True")
     assert not are_equal(weights_of(output / "final-model"), exported(output, 4, tmp_path / "of-4"))
     monkeypatch.setattr(launcher, "launch", lambda fn, *args, world_size: [fn(*args)])

@@ -1,4 +1,4 @@
-"""The same script under accelerate and in a cluster's jobs."""
+"""The same script under accelerate and in cluster jobs."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def my_yaml(inputs, tmp_path):
 
 
 def finish(command, environment=None):
-    """Run a command to its end, and return what it said."""
+    """Run a command to its end; return its output."""
     done = subprocess.run(
         list(map(str, command)),
         env=environment,
@@ -42,7 +42,7 @@ def test_accelerate_starts_the_ranks_and_its_fsdp_settings_are_honoured(my_yaml,
     assert said.count("from accelerate: train_parameters.sharding_strategy='SHARD_GRAD_OP'") == 1
     saved = load_config(tmp_path / "run" / "config.yaml")
     assert saved.train_parameters.model.sharding_strategy == "SHARD_GRAD_OP"
-    # 21 rows twice, two ranks with two times two rows each.
+    # Two epochs of 21 rows, on two ranks with two micro-batches of two rows.
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(7))
 
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning on two nodes under torchrun, with an engine on each; test_launchers.py fine-tunes so."""
+"""Reinforcement learning on two nodes under torchrun, with an engine on each; test_launchers.py covers fine-tuning."""
 
 import pytest
 from kit.rl_runs import config_of, numbers, save_files
@@ -35,7 +35,7 @@ def test_reinforcement_learning_with_an_environment_on_two_nodes(tmp_path):
     assert [code for code, _ in outcomes] == [0, 0], "\n".join(texts)
     assert [line["step"] for line in numbers(output)] == [0, 1, 2]
     assert len(lines(output / "rollouts.jsonl")) == 2 * 16
-    # Each node has an engine, whose rollouts are beside it.
+    # Each node has an engine and plays its rollouts.
     assert sorted(path.name for path in output.glob("sampler*.log")) == ["sampler.1.log", "sampler.log"]
     played = (output / "rewards.log").read_text()
     assert "played on node 0" in played

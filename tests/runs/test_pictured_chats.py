@@ -1,4 +1,4 @@
-"""Fine-tuning on chats with images: their tokens, the loss beside transformers', pairs, two ranks, and resumption."""
+"""Fine-tuning on chats with images: tokens, transformers' loss, pairs, two ranks, and resumption."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def answer(text):
 
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request, tmp_path_factory):
-    """A model, pictures, and chats: with one picture, with two, with the column `images`, and without one."""
+    """Return a folder with a model, images, and chats with one image, two images, a column `images`, and none."""
     path = tmp_path_factory.mktemp("pictured")
     save_vlm(request.param, path / "model")
     for colour in COLOURS:

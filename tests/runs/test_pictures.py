@@ -1,4 +1,4 @@
-"""Whole runs of reinforcement learning whose prompts and environments have pictures."""
+"""Whole reinforcement learning runs whose prompts and environments have images."""
 
 import json
 
@@ -98,7 +98,7 @@ def config_of(folder, output, *overrides):
 
 @pytest.fixture(scope="module")
 def whole(folder, tmp_path_factory):
-    """A run of four steps on one rank."""
+    """Return the folder of a run of four steps on one rank."""
     output = tmp_path_factory.mktemp("whole") / "run"
     forked(reinforce, config_of(folder, output), world_size=1)
     return output
@@ -228,7 +228,7 @@ def test_an_environment_returns_pictures(folder, tmp_path):
     replayed = ["rl.rollout.source=file", f"rl.rollout.path={output}/rollouts.jsonl", "rl.max_steps=2"]
     again = config_of(folder, tmp_path / "again", *replayed)
     forked(reinforce, again, world_size=1)
-    # The same rollouts at the same weights: the picture's features equal the first run's.
+    # With the same rollouts and weights, the images' features equal the first run's.
     losses = [
         [line["policy/grad_norm"] for line in lines(run / "metrics.jsonl") if "policy/grad_norm" in line]
         for run in (output, tmp_path / "again")

@@ -1,4 +1,4 @@
-"""Runs on pairs and on steps: what they leave, that they go on, and that ranks change nothing."""
+"""Runs on pairs and on steps: their files, resumption, and equal results on two ranks."""
 
 import math
 import shutil
@@ -39,7 +39,7 @@ dataset: {{train_bs: 2, eval_bs: 4, train_ds: {inputs}/pairs, eval_ds: {inputs}/
 
 
 def pairs(num_pairs, seed):
-    """Pairs of a prompt, whose chosen text counts on and whose rejected one is of one letter."""
+    """Return pairs: the chosen text counts on from its prompt, and the rejected text repeats one letter."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(num_pairs):
@@ -59,7 +59,7 @@ def pairs(num_pairs, seed):
 
 
 def labelled(num_pairs, seed):
-    """The texts of the pairs as good and bad completions, each beside its prompt with another one's completion."""
+    """Return the pairs' texts as good and bad completions, each with its prompt and another row's completion."""
     texts, found = [], []
     for row in pairs(num_pairs, seed):
         first = row["seq_lengths"][0]
@@ -79,11 +79,11 @@ def labelled(num_pairs, seed):
 
 
 END = 27
-"""The letter z, which ends each step."""
+"""The letter z, which ends a step."""
 
 
 def solutions(num_rows, seed):
-    """Prompts with one to three steps of two letters, which count on where they are right, and are x and x else."""
+    """Return prompts with one to three steps of two letters: right steps count on, and wrong steps are x and x."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(num_rows):
@@ -138,7 +138,7 @@ SECTIONS = {
     ],
 )
 def finished(request, inputs, tmp_path_factory):
-    """The section and the folder of a run of one rank, with checkpoints of its steps 10 and 15."""
+    """Return the section and the folder of a run on one rank, with checkpoints of steps 10 and 15."""
     output = tmp_path_factory.mktemp("finished") / "run"
     on_ranks(1, train, config_of(inputs, output, SECTIONS[request.param]))
     return SECTIONS[request.param], output
@@ -152,7 +152,7 @@ def test_a_run_learns_which_text_is_better(finished):
     assert [line["step"] for line in held_out] == [0, 5, 10, 15]
     assert held_out[-1]["eval/loss"] < held_out[0]["eval/loss"]
     if "preference" in section:
-        # The policy is the reference still: KTO's loss is 1/2 then, and that of DPO log 2.
+        # The policy still equals the reference: KTO's loss is 1/2 and DPO's is log 2.
         start = 0.5 if "kto" in section else math.log(2)
         assert held_out[0]["eval/loss"] == pytest.approx(start, abs=1e-5)
     names = {name.partition("/")[2] for name in held_out[-1] if name.startswith("eval/")}
@@ -192,7 +192,7 @@ def test_two_ranks_and_padded_rows_train_as_one_rank_does(finished, inputs, tmp_
     mine, theirs = (lines(output / "metrics.jsonl") for output in (tmp_path / "run", whole))
     for metric in [name for name in theirs[-1] if name.startswith(("train/loss", "eval/"))]:
         found = [line[metric] for line in mine if metric in line]
-        # The order of sums in fp32, over 15 steps.
+        # Over 15 steps, fp32 sums in another order round differently.
         assert found == pytest.approx([line[metric] for line in theirs if metric in line], abs=2e-4)
 
 
@@ -207,7 +207,7 @@ def test_transformers_and_a_reward_of_a_run_read_the_reward_model(finished, inpu
         chosen, rejected = (
             torch.cat([model(input_ids=pair[place][None]).logits[:, 0] for pair in texts]) for place in (0, 1)
         )
-    # The score is read before the EOS, whether or not there is one.
+    # The score is read before the EOS, even if the text has none.
     without_end = torch.stack([model(input_ids=pair[0][None, :-1]).logits[0, 0] for pair in texts])
     torch.testing.assert_close(without_end, chosen)
     last = lines(output / "metrics.jsonl")[-1]
@@ -256,7 +256,7 @@ def test_a_reward_of_a_run_combines_what_transformers_reads_at_the_end_of_each_s
     error = found - torch.tensor(right).float()
     assert last["eval/step_brier"] == pytest.approx(error.square().mean().item(), abs=1e-5)
     assert last["eval/step_bias"] == pytest.approx(error.mean().item(), abs=1e-5)
-    # The last step may lack the separator, and a policy may write it twice.
+    # The last step may lack the separator, and a policy may write the separator twice.
     texts[0], texts[1] = texts[0][:-1], texts[1] + "z"
     for rule, combine in (("min", min), ("mean", lambda x: sum(x) / len(x)), ("last", lambda x: x[-1])):
         (rewards,) = on_ranks(1, rewards_of_steps, output / "final-model", texts, rule)
@@ -267,7 +267,7 @@ def test_a_reward_of_a_run_combines_what_transformers_reads_at_the_end_of_each_s
 
 @pytest.mark.slow  # Two more ranks load torch, and vLLM starts.
 def test_the_engine_answers_with_the_weights_of_a_policy_that_learns_from_pairs(inputs, tmp_path):
-    # vLLM's attention on CPU takes heads of 32 and more.
+    # vLLM's CPU attention needs heads of at least 32.
     model_path = save_tiny_llama(tmp_path / "model", hidden_size=64)
     config = config_of(inputs, tmp_path / "run", SECTIONS["dpo"], SAMPLER, f"model={model_path}")
     on_ranks(2, train, config)

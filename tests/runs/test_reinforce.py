@@ -1,4 +1,4 @@
-"""Whole reinforcement learning runs with vLLM: what they leave, that they go on, that they are the page's GRPO."""
+"""Whole reinforcement learning runs with vLLM: their files, resumption, and the losses of the one-page GRPO."""
 
 import importlib.util
 import json
@@ -50,7 +50,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def grpo(files, tmp_path_factory):
-    """A run of GRPO on two ranks that keeps its tokens, with the optimizer of examples/grpo_one_page.py."""
+    """Return the folder of a GRPO run on two ranks that keeps tokens, with examples/grpo_one_page.py's optimizer."""
     output = tmp_path_factory.mktemp("grpo") / "grpo"
     overrides = [
         "train_parameters.optimizer.betas=[0.9, 0.98]",
@@ -77,7 +77,7 @@ def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, grpo):
     assert all(row["advantage"] is not None for row in rollouts)
     assert all(row["columns"] == {"wanted": row["prompt"][0]} for row in rollouts)
     timeline = lines(output / "timeline.jsonl")
-    # Of the last step, only the evaluation after it brings when the engine computed.
+    # The engine's times of the last step arrive with the evaluation after it.
     sampled_from = next(begin for name, begin, _ in timeline[-1]["trainer"] if name == "generate")
     assert max(end for _, end in timeline[-1]["engine"]) > sampled_from
     assert metrics[0]["time/start_s"] > 0
@@ -91,10 +91,10 @@ def test_a_grpo_run_leaves_model_metrics_rollouts_and_samples(files, grpo):
         parameter.numel() for name, parameter in trained.named_parameters() if "embed" not in name
     )
     for line in metrics[1:]:
-        # Prompts are computed once for their group.
+        # A group's prompt is computed once.
         sampled = line["prompt/length_mean"] + line["completion/length_mean"]
         assert 0 <= line["perf/trained_tokens"] < 16 * sampled
-        # Groups of equal rewards are not computed.
+        # Groups with equal rewards are not computed.
         assert (line["perf/trained_tokens"] == 0) == (line["policy/skipped_groups"] == 1)
         flops = 6 * num_weights * line["perf/trained_tokens"] / line["time/update_s"]
         assert line["perf/mfu"] == pytest.approx(flops / (2 * 0.5e12))
@@ -118,7 +118,7 @@ def run_the_page(files):
 
 @pytest.mark.slow
 def test_the_page_has_the_librarys_losses(files, grpo):
-    """The same prompts, seeds and weights: two loops, one algorithm."""
+    """The two loops have the same prompts, seeds and weights."""
     assert PAGE.read_text().count("\n") <= 150
     losses, _ = forked(run_the_page, files)
     metrics = lines(grpo / "metrics.jsonl")[1:]
@@ -130,7 +130,7 @@ def test_the_page_has_the_librarys_losses(files, grpo):
 
 @pytest.fixture(scope="module")
 def ppo(files, tmp_path_factory):
-    """A run of PPO on two ranks."""
+    """Return the folder of a PPO run on two ranks."""
     output = tmp_path_factory.mktemp("ppo") / "whole"
     forked(reinforce, config_of(files, output, "ppo", PPO))
     return output
@@ -166,7 +166,7 @@ def test_a_ppo_run_goes_on_with_another_number_of_ranks(files, ppo, tmp_path, sh
         names = [
             name for name in expected if name.startswith(("policy/", "critic/", "reference/", "reward/"))
         ]
-        # Round-off: the ranks' sums have another order.
+        # The ranks' sums have another order and round differently.
         assert [line[name] for name in names] == pytest.approx(
             [expected[name] for name in names], rel=1e-3, abs=1e-6
         )
@@ -176,7 +176,7 @@ def test_a_ppo_run_goes_on_with_another_number_of_ranks(files, ppo, tmp_path, sh
 def test_a_step_that_is_made_again_is_bit_for_bit_what_was_logged(ppo, tmp_path, capsys, forks_ranks):
     output = tmp_path / "run"
     shutil.copytree(ppo, output)
-    # Of step 3 there is no checkpoint, and the last one has the final model.
+    # Step 3 has no checkpoint; step 4 has the final model.
     for step, weights in ((3, "not compared"), (4, "as logged")):
         assert main(["replay", str(output), "--step", str(step)]) == 0
         printed = capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_rollouts_that_one_run_kept_are_trained_on_by_another_beside_its_own(fil
     forked(reinforce, config_of(files, tmp_path / "again", overrides=overrides), world_size=1)
     first, *_, last = lines(tmp_path / "again" / "metrics.jsonl")[1:]
     assert first["rollout/replayed"] == 0.5
-    # At first both halves are of the start's weights or one step later; then the policy leaves what is stored.
+    # At first, both halves have the first two versions of the weights. Then the policy moves away from the rest.
     assert first["correction/ess"] > 0.9
     assert last["correction/ratio_max"] > first["correction/ratio_min"]
     assert all(is_documented(name) for name in last if name != "step")
@@ -227,7 +227,7 @@ def test_an_algorithm_of_ones_own_a_tool_and_adapters_that_were_there(files, tmp
         reinforce, config_of(files, tmp_path / "own", f"{ROOT}/examples/my_algorithm.py:MEDIAN", overrides)
     )
     metrics = lines(tmp_path / "own" / "metrics.jsonl")[-1]
-    # The reference has the adapters that the policy begins with, and so has the engine.
+    # Reference and engine have the adapters that the policy starts with.
     assert metrics["reference/kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["sampler/logprob_gap_max"] < 1e-4
     assert (tmp_path / "own" / "final-model" / "adapter_config.json").exists()
@@ -269,7 +269,7 @@ def agent(url, key, row):
 
 @pytest.mark.slow
 def test_an_agent_is_trained_on_bit_for_bit_as_an_environment(files, tmp_path):
-    """The same tokens, log-probabilities and gradients, on two ranks, with one engine and with two."""
+    """Tokens, log-probabilities and gradients are equal, on two ranks, with one engine and with two."""
     (files / "two_ways.py").write_text(TWO_WAYS)
     overrides = [
         "evaluation.prompts=null",
@@ -319,7 +319,7 @@ def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
         == pytest.approx(sum(map(sum, rewards)) / 16)
     )
     assert before["eval/logged/vowels"] > 0
-    # The environment's own turns are in the answers.
+    # The answers contain the environment's turns.
     assert any("abc" in text[1:] for sample in samples for text in sample["options"])
     assert all(is_documented(name) for line in metrics for name in line if name != "step")
     assert metrics[-1]["reward/environment/mean"] == metrics[-1]["reward/mean"] > 0
@@ -434,7 +434,7 @@ def test_truncated_completions_are_trained_on_as_they_were_drawn(
         assert line[ratio] == pytest.approx(1, abs=1e-4)
         assert line.get("sampler/logprob_gap_max", 0) < 1e-4
         assert line["sampler/outside_support"] == 0
-    # The reference is of all tokens, of which the policy draws nine in ten at most.
+    # The reference has probabilities for all tokens, and the policy draws from nine tenths of them at most.
     assert metrics[0]["reference/kl"] > 0.1
     assert "sampler/outside_support" in METRICS
     assert main(["replay", str(tmp_path / "cut"), "--step", "3"]) == 0
@@ -468,7 +468,7 @@ def test_completions_under_a_grammar_are_trained_on_as_they_were_drawn(
         written, num_prompt = row["token_ids"], len(row["prompt_token_ids"])
         logits = model(torch.tensor([row["prompt_token_ids"] + written])).logits[0]
         for at, token in enumerate(written):
-            # Two to five letters from b to k, then an end token: the tokenizer's, or the one that the model names.
+            # The grammar allows two to five letters from b to k, then an end token of the tokenizer or of the model.
             kept = [*range(3, 13)] * (at < 5) + [0, 2] * (at >= 2)
             scores = logits[num_prompt + at - 1]
             over_all.append(abs(scores.log_softmax(-1)[token].item() - row["sampler_logprobs"][at]))
@@ -526,7 +526,7 @@ FLIPPED = replace(GRPO, name="flipped", advantages=lambda scores, knobs: -GRPO.a
 
 
 def gain(files, output, algorithm, reward):
-    """Train for sixteen steps; return by how much the share of vowels rose."""
+    """Train for sixteen steps; return the increase of the share of vowels."""
     overrides = [
         f'rl.rewards={{"{files}/rewards.py:{reward}": 1.0}}',
         "rl.max_steps=16",
@@ -537,7 +537,7 @@ def gain(files, output, algorithm, reward):
         "evaluation.every=100",
     ]
     forked(reinforce, config_of(files, output, algorithm, overrides), world_size=1)
-    # Of the true reward, whatever was trained on.
+    # Measure the true reward, also if the run trained on another one.
     rewards = {}
     exec(REWARD, rewards)
     rows = lines(output / "rollouts.jsonl")
@@ -555,7 +555,7 @@ def test_rewards_teach_flipped_advantages_unteach_and_shuffled_rewards_do_neithe
     taught = gain(files, tmp_path / "taught", "grpo", "vowels")
     untaught = gain(files, tmp_path / "untaught", f"{files}/control.py:FLIPPED", "vowels")
     noise = gain(files, tmp_path / "noise", "grpo", "shuffled")
-    # A random model says a vowel at one token in ten.
+    # One token in ten of a random model is a vowel.
     assert taught > 0.3
     assert untaught < -0.03
     assert abs(noise) < taught / 3

@@ -1,4 +1,4 @@
-"""Runs of mixture-of-experts models: replayed routes, and the load-balancing loss."""
+"""Runs of mixture-of-experts models: route replay, and the load-balancing loss."""
 
 import base64
 import shutil
@@ -31,7 +31,7 @@ BASE = (
     "rl.max_steps=2",
     "rl.sampling_params={max_tokens: 40, ignore_eos: True}",
     "rl.rollout.save_tokens=True",
-    # No group is skipped.
+    # The entropy bonus keeps every group in the update.
     "rl.entropy_coef=1.0e-9",
 )
 
@@ -50,7 +50,7 @@ def files(tmp_path_factory):
 
 
 def run(files, output, *overrides, world_size=1):
-    """Run, and return the metrics of all steps."""
+    """Train; return the metrics of all steps."""
     config = config_of(files, output, overrides=[*BASE, *overrides])
     forked(reinforce, config, world_size=world_size)
     return lines(output / "metrics.jsonl")[1:]
@@ -101,7 +101,7 @@ def test_replay_of_the_engine_narrows_the_gap_that_the_run_measures(files, plain
     metrics = run(files, tmp_path / "engine", *overrides, world_size=world_size)
     name = "sampler/logprob_gap_max"
     assert metrics[0][name] < without[0][name] / 3
-    # With a replay of earlier layers, the next ones still choose otherwise.
+    # Replaying the routes of a layer does not make the choices of the next layers equal.
     assert 0 < metrics[0]["policy/routes_differ"] < without[0]["policy/routes_differ"]
     assert metrics[0]["policy/ratio_max"] == 1
 
@@ -119,7 +119,7 @@ def test_the_old_policy_s_routes_change_no_bit_of_a_single_step(files, plain, tm
 
 @pytest.mark.long
 def test_later_steps_keep_the_old_policy_s_routes_on_one_rank_and_two(files, tmp_path):
-    # Passes of the update hold other rows than the pass that recorded the routes.
+    # The update's passes have other rows than the pass that recorded the routes.
     several = ("rl.num_epochs=2", "rl.num_mini_batches=2", "rl.max_steps=1", "rl.correction.preset=tis")
     one, two = (
         run(files, tmp_path / f"{size}", "rl.router_replay=old_policy", *several, world_size=size)

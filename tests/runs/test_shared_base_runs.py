@@ -1,4 +1,4 @@
-"""Runs whose trainer and engine have one base in memory, against runs with two."""
+"""Runs whose trainer and engine share one base in memory, compared with runs that have two."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ def files(tmp_path_factory):
 
 
 def reinforce_and_listen(config, folder=None):
-    """Train, with an engine of the model in `folder` if it is given; return what was printed."""
+    """Train, with an engine of the model in `folder` if given; return the printed text."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         if folder is None:
@@ -51,7 +51,7 @@ def train(files, output, share, *overrides, world_size=2):
 
 @pytest.fixture(scope="module")
 def whole(files, tmp_path_factory):
-    """A run on two ranks that share the base with their engine."""
+    """Return the folder of a run on two ranks that share the base with their engine."""
     return train(files, tmp_path_factory.mktemp("whole") / "run", "true")
 
 

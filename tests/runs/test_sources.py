@@ -1,4 +1,4 @@
-"""Runs on several sources of prompts, with a curriculum, and what is refused of them."""
+"""Runs with several sources of prompts and a curriculum, and their refused settings."""
 
 import json
 

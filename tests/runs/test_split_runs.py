@@ -1,4 +1,4 @@
-"""Whole runs of models that ranks split: they are what one rank makes, are killed, and go on in other layouts."""
+"""Whole runs of models split over ranks: equal to one rank, killed, and resumed in other layouts."""
 
 import shutil
 from dataclasses import replace
@@ -42,7 +42,7 @@ PPO = ["rl.critic.lr=1e-3", "rl.kl_coef=0.05", "rl.kl_in=reward"]
 
 
 def with_two_key_heads(files, family=None):
-    """Replace the model of `files` by a Llama, or one of another family, with heads that two ranks can split."""
+    """Replace the model of `files` by a Llama, or a model of another family, with heads that two ranks can split."""
     folder = files / "model"
     shutil.rmtree(folder)
     save_tiny_llama(folder, hidden_size=64, num_key_value_heads=2)
@@ -64,7 +64,7 @@ def experts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(files, tmp_path_factory):
-    """A run of GRPO on one rank."""
+    """Return the folder of a GRPO run on one rank."""
     return run(files, tmp_path_factory.mktemp("alone") / "alone", 1)
 
 
@@ -75,7 +75,7 @@ def run(files, output, world_size, *overrides, algorithm="grpo"):
 
 
 def assert_alike(output, expected):
-    """The runs have the same rollouts, and the same numbers but for round-off; the engine has the trainer's weights."""
+    """Check that runs have equal rollouts and, up to rounding, equal numbers, and the engine the trainer's weights."""
     texts, wanted = (
         [row["completion"] for row in lines(run / "rollouts.jsonl")] for run in (output, expected)
     )
@@ -105,7 +105,7 @@ def test_grpo_with_split_matrices_is_grpo_on_one_rank_and_goes_on_when_killed(fi
 
 @pytest.mark.slow
 def test_grpo_with_split_experts_is_grpo_on_one_rank(experts, tmp_path):
-    """With the engine's choice of experts, and their balance in the loss."""
+    """The runs replay the engine's routes and train with the load-balancing loss."""
     replayed = ["rl.router_replay=engine", "train_parameters.router_aux_loss_coef=0.1"]
     expected = run(experts, tmp_path / "alone", 1, *replayed)
     both = run(experts, tmp_path / "both", 2, TENSOR, EXPERT, "engine.transport=pull", *replayed)
@@ -194,7 +194,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_goes_on(files, alone, t
 
 @pytest.fixture(scope="module")
 def texts(inputs, tmp_path_factory):
-    """The inputs of fine-tuning runs, with a model that two ranks can split."""
+    """Return the inputs of fine-tuning runs, with a model that two ranks can split."""
     folder = tmp_path_factory.mktemp("texts") / "inputs"
     shutil.copytree(inputs, folder)
     return with_two_key_heads(folder)
@@ -281,5 +281,5 @@ def test_the_memory_plan_divides_what_is_split(experts, tmp_path):
     whole, matrices, only_experts = bytes_of(1, 1), bytes_of(2, 1), bytes_of(1, 2)
     assert matrices["activations"] < whole["activations"]
     assert matrices["gathered weights"] < only_experts["gathered weights"] < whole["gathered weights"]
-    # The embeddings are whole on both ranks of a pair.
+    # Both ranks of a pair have the whole embeddings.
     assert whole["weights"] == only_experts["weights"] < matrices["weights"]

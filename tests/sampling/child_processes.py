@@ -1,11 +1,11 @@
-"""The processes that a process started, as /proc lists them."""
+"""Child processes of a process, from /proc."""
 
 import os
 from pathlib import Path
 
 
 def children(parent, word):
-    """Return the pids of the children of `parent` whose command line contains `word`, in the order of the lines."""
+    """Return the pids of the children of `parent` whose command line contains `word`, sorted by command line."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -19,11 +19,11 @@ def children(parent, word):
 
 
 def sampler_pid():
-    """Return the pid of the only sampler process that this process has."""
+    """Return the pid of this process's only sampler process."""
     (pid,) = children(os.getpid(), "vectorlm.sampling.sampler.process")
     return pid
 
 
 def worker_pids(sampler):
-    """Return the pids of a parallel engine's workers, in their order."""
+    """Return the pids of a parallel engine's workers, in order."""
     return children(sampler, "Worker_TP")

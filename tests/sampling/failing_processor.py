@@ -1,4 +1,4 @@
-"""A logits processor for vLLM that lets the warm-up's step pass and no other."""
+"""A logits processor for vLLM that fails in every step after the warm-up."""
 
 from vllm.v1.sample.logits_processor import LogitsProcessor
 

@@ -1,4 +1,4 @@
-"""A small run with an engine that something befalls; started by test_faults.py as a user starts a script.
+"""A small run whose engine or rank fails; test_faults.py starts it as a user starts a script.
 
 fault_script.py MODEL WHAT WORLD_SIZE
 """
@@ -21,7 +21,7 @@ SCRIPTED = {
     "timeout_s": 12,
 }
 ENGINES = {
-    # Whoever fails or is killed here, vLLM has no part in what follows.
+    # In these cases the fault does not depend on vLLM.
     "engine cannot start": SCRIPTED | {"max_model_len": 64},
     "engine killed while training": SCRIPTED,
     "engine frozen": SCRIPTED | {"timeout_s": 6},
@@ -36,7 +36,7 @@ def run(model_path, what):
     topology = vectorlm.Topology.from_environment()
     with vectorlm.SamplingEngine(model_path, **ENGINES[what], sampling_params={"max_tokens": 4}) as engine:
         if what == "engine cannot start":
-            # By now the engine has failed, and this rank comes late.
+            # The engine has failed by now, and this rank comes late.
             time.sleep(8)
         model = AutoModelForCausalLM.from_pretrained(model_path)
         engine.update(model, 0)

@@ -1,4 +1,4 @@
-"""A hot swap in the midst of completions, and what their log-probabilities must then be."""
+"""Cases of a hot swap during completions, and the log-probabilities that they must have."""
 
 import time
 
@@ -7,7 +7,7 @@ from swap_cases import reference_logprobs
 from transformers import AutoModelForCausalLM
 
 LONG = {"temperature": 1.0, "max_tokens": 400, "ignore_eos": True, "logprobs": 0, "n": 2}
-# Longer than two of the engine's blocks, so that prompts have blocks to share.
+# The prompt is longer than two of the engine's blocks, which gives prompts shared blocks.
 PROMPT = [2 + index % 40 for index in range(300)]
 OTHER = [2 + (7 * index) % 40 for index in range(300)]
 
@@ -24,9 +24,9 @@ def another(folder, seed):
 
 @torch.no_grad()
 def with_both_caches(old, new, completion, num_old):
-    """Return the new weights' log-probabilities of what follows the old weights' tokens, on the old weights' cache."""
+    """Return the new weights' log-probabilities of the tokens after the swap, on the old weights' cache."""
     tokens = list(completion.token_ids)
-    # The last token of the old weights was sampled, and not yet read, when the weights went.
+    # The old weights sampled the last token of their part but did not read it.
     read = [*completion.prompt_token_ids, *tokens[: num_old - 1]]
     cache = old(torch.tensor([read]), use_cache=True).past_key_values
     logits = new(torch.tensor([tokens[num_old - 1 :]]), past_key_values=cache).logits[0, :-1]
@@ -35,7 +35,7 @@ def with_both_caches(old, new, completion, num_old):
 
 
 def update_on_the_way(engine, old, new, in_flight, prompts=([2, 3, 4], PROMPT)):
-    """Swap weights in the midst of some completions; return those, and the report."""
+    """Swap weights during some completions; return these, the number of their old tokens, and the report."""
     duration_s, seen = 0.4, []
     for share in (0.5, 0.5, 0.4, 0.6, 0.3, 0.7, 0.2, 0.8, 0.5, 0.5, 0.4, 0.6):
         step = engine.version + 1
@@ -45,7 +45,7 @@ def update_on_the_way(engine, old, new, in_flight, prompts=([2, 3, 4], PROMPT)):
         time.sleep(share * duration_s)
         report = engine.update(new, step + 1, in_flight=in_flight)
         completions = [completion for options in handle.result() for completion in options]
-        # This machine has its own pace, which other work changes.
+        # The duration depends on this machine and its other work.
         duration_s = time.monotonic() - began - report.total_s
         counts = [completion.versions.count(step) for completion in completions]
         assert all(
@@ -59,7 +59,7 @@ def update_on_the_way(engine, old, new, in_flight, prompts=([2, 3, 4], PROMPT)):
 
 
 def check_tokens_against_their_caches(engine, folder, in_flight):
-    """Demand that tokens are of the weights and the cache that their version says; return the update's report."""
+    """Check that tokens belong to the weights and the cache of their version; return the update's report."""
     old, new = another(folder, 1), another(folder, 2)
     completions, counts, report = update_on_the_way(engine, old, new, in_flight)
     for completion, count in zip(completions, counts, strict=True):

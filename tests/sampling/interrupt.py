@@ -1,4 +1,4 @@
-"""Ctrl-C in the midst of a call."""
+"""Send Ctrl-C during a call."""
 
 import signal
 import threading
@@ -9,10 +9,10 @@ PRESS_AGAIN_S = 3.0
 
 
 def interrupt(call, after_s):
-    """Make a call, interrupt it after `after_s` seconds, and expect that it raises `KeyboardInterrupt`.
+    """Make a call, interrupt it after `after_s` seconds, and expect `KeyboardInterrupt`.
 
-    An interrupt that meets a callback of the garbage collector is dropped by Python: it is pressed again. On a machine
-    that is busy it may come before the call or behind it, and must not end the tests then.
+    The function repeats the interrupt, because Python drops an interrupt during a callback of the garbage collector.
+    On a busy machine it may arrive before or after the call, and must not end the tests.
     """
     is_over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Workers in which each update finds what the one before left in the cache of image embeddings."""
+"""Workers whose updates check the cache of image embeddings for leftovers of the previous update."""
 
 import torch
 
@@ -23,7 +23,7 @@ class LeavesAnEmbedding(WeightExtension):
 
 
 class ServerLeavesAnEmbedding(ServerExtension):
-    """Its class body runs in every worker of a server, before the worker is built."""
+    """A server's extension whose class body runs in every worker before the worker is built."""
 
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -1,4 +1,4 @@
-"""Cases of the LoRA swap tests, on every rank: move the adapters, update, compare the engine with the PEFT model."""
+"""Cases of the LoRA swap tests, run on every rank: move adapters, update, compare the engine with the PEFT model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ WITH_LORA = {"enable_lora": True, "max_lora_rank": 8}
 
 
 def adapted(folder, options=OPTIONS):
-    """Return a PEFT model with adapters that are zero."""
+    """Return a PEFT model whose adapters are zero."""
     return with_adapters(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), options)
 
 
 def with_adapters(base, options=OPTIONS):
-    """Put adapters that are zero on a model."""
+    """Add zero adapters to a model; return the PEFT model."""
     torch.manual_seed(0)
     return get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **options})).eval()
 
 
 def move(models, seed):
-    """Move whatever is trained to the same new place in all `models`, sharded or not."""
+    """Add the same random change to the trained parameters of all `models`, sharded or not."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     generator = torch.Generator().manual_seed(seed)
@@ -50,7 +50,7 @@ def move(models, seed):
 
 
 def swap_and_compare(folder, engine_args, options=OPTIONS, num_updates=3):
-    """Run on every rank: FSDP2 PEFT model, engine, updates; return the gaps, tokens and report of each update."""
+    """Update an engine from an FSDP2 PEFT model on every rank; return gap, tokens and sent bytes of each update."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

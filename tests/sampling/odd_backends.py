@@ -1,4 +1,4 @@
-"""Scripted backends for a sampler process to import: one tells a letter in each step, the other never answers."""
+"""Scripted backends for a sampler process to import: one streams a letter in each step, the other never answers."""
 
 import time
 from typing import ClassVar
@@ -9,7 +9,7 @@ from vectorlm.types import Completion
 
 
 class Streaming(Scripted):
-    """Tells one letter of `streamed` in each step, and the whole answer in the last."""
+    """A backend that streams one letter of `streamed` per step, and the whole answer in the last step."""
 
     left: ClassVar = {}
 
@@ -26,7 +26,7 @@ class Streaming(Scripted):
 
 
 class NeverAnswers(Scripted):
-    """Polls for ever."""
+    """A backend that never finishes a request."""
 
     def poll(self):
         time.sleep(0.01)

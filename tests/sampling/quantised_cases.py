@@ -1,4 +1,4 @@
-"""Cases of the tests of quantised engines, on every rank: update, spoil an update, compare with a fresh engine."""
+"""Cases of the quantised engine's tests, run on every rank: update, spoil an update, compare with a fresh engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def answers_of(engine):
 
 
 def spoil(engine, model, wants_scale):
-    """Let rank 0 change a byte of its own first row or scale in an update; return the tensor's name and the errors."""
+    """Let rank 0 change a byte of its first row or scale in an update; return the tensor's name and the errors."""
     import torch.distributed as dist
 
     spoiled = []
@@ -56,7 +56,7 @@ def spoil(engine, model, wants_scale):
 
 
 def swap(folder, quantization, options):
-    """Update a quantised engine twice, spoil two updates; return what a test compares with a fresh engine."""
+    """Update a quantised engine twice, spoil two updates; return its and a fresh engine's answers, errors, report."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -85,7 +85,7 @@ def swap(folder, quantization, options):
 
 
 def num_bytes(folder):
-    """Return the bytes that an update should send: one a weight of the linear layers, four a row of them, else two."""
+    """Return the bytes of an update: one per linear layer's weight, four per row of it, two per other weight."""
     model = load_model(folder)
     in_blocks = [
         module.weight

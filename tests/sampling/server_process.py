@@ -1,4 +1,4 @@
-"""A vLLM server of its own, as `vectorlm serve` or vLLM's own command starts it."""
+"""A vLLM server in a separate process, started by `vectorlm serve` or by vLLM's command."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def running_server(folder, log_path, *vllm_args):
 
 @contextlib.contextmanager
 def plain_server(folder, log_path, *vllm_args):
-    """Start vLLM's own server, with nothing of ours but the backend's name; yield its process and its address."""
+    """Start vLLM's server with vectorlm's weight-transfer backend; yield its process and its address."""
     command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     further = ["--weight-transfer-config", '{"backend": "vectorlm"}', *vllm_args]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -54,7 +54,7 @@ def _running(command, further, variables, log_path):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        # vLLM's workers name their queues, and whoever is killed outright cannot take the names away.
+        # vLLM's workers name their queues, and a killed worker cannot remove the names.
         for name in shared_memory_of_nobody() - others:
             Path("/dev/shm", name).unlink(missing_ok=True)
 
@@ -68,7 +68,7 @@ def wait_for_health(url, process, log_path):
 
 
 def status_of(url, path, token=None, method="POST"):
-    """Return the status of an HTTP request; None where nobody answers."""
+    """Return the status of an HTTP request; None if nobody answers."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         with urllib.request.urlopen(

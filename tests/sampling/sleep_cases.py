@@ -1,4 +1,4 @@
-"""A vLLM backend whose sleep discards what vLLM's level 2 discards, for a sampler process to import."""
+"""A vLLM backend for a sampler process to import: its sleep discards the same tensors as vLLM's level 2."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ OWNERS = (
 """Modules of the classes whose tensors a sleep discards."""
 FOLLOWED = (dict, OrderedDict, list, tuple, types.CellType)
 PLANT = "VECTORLM_TEST_PLANT"
-"""The planted hazard of an engine: a key of `PLANTS`."""
+"""Name of the variable with an engine's planted hazard, a key of `PLANTS`."""
 
 
 @dataclass
 class Scales:
-    """An object with a tensor, in a cycle."""
+    """A reference cycle that holds a tensor."""
 
     by_name: dict = field(default_factory=dict)
     owner: object = None
@@ -55,7 +55,7 @@ PLANTS = {"small": small, "large": large, "number": number}
 
 
 def layer_of(worker):
-    """Return the last matrix of the blocks."""
+    """Return the last linear layer of the model."""
     from vllm.model_executor.layers.linear import LinearBase
 
     return [layer for layer in worker.model_runner.get_model().modules() if isinstance(layer, LinearBase)][-1]
@@ -72,9 +72,9 @@ def change_number(worker):
 
 
 def discard(worker):
-    """Fill with garbage what a sleep loses: all parameters, and every tensor that is not a buffer or KV cache.
+    """Overwrite the tensors that a sleep loses: parameters, and all tensors except buffers and the KV cache.
 
-    Finds tensors by the garbage collector's references, and so by another way than the code under test.
+    Find tensors by the garbage collector's references, because the code under test finds them in another way.
     """
     model = worker.model_runner.get_model()
     kept = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
@@ -98,7 +98,7 @@ def tensors_in(root):
 
 
 class Discarding(VLLM):
-    """vLLM on CPU, whose weights are garbage after they slept."""
+    """A vLLM backend on CPU whose weights are garbage after a sleep."""
 
     def __init__(self, model, **arguments):
         super().__init__(model, **arguments)

@@ -1,4 +1,4 @@
-"""Cases of the hot-swap tests, on every rank: perturb the weights, update, compare the engine with transformers."""
+"""Cases of the hot-swap tests, run on every rank: perturb the weights, update, compare the engine with transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vectorlm.sampling.weights.module_source import ModuleSource
 
 PROMPTS = [[2, 3, 4], [5, 6, 7, 8, 9], [10]]
 NUM_TOKENS = 10
-# Two fp32 paths through three layers differ by a few 1e-6; a stale tensor shows as 1e-2 and more.
+# Two fp32 computations of three layers differ by a few 1e-6; a stale tensor makes a difference of at least 1e-2.
 FP32_GAP = 1e-4
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0}
 SAMPLED = {"temperature": 1.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 0, "seed": 7, "n": 2}
@@ -38,15 +38,15 @@ def perturb(model, reference, seed):
             ours.copy_(distribute_tensor(whole, ours.device_mesh, ours.placements) if sharded else whole)
         for module in (model, reference):
             for name, buffer in persistent_buffers(module).items():
-                # Apertus' activation needs its other number as it is.
+                # Apertus' activation needs its other number unchanged.
                 buffer.add_(0.0 if name.endswith(".eps") else 0.1 * (seed + 1))
 
 
 @contextlib.contextmanager
 def publishing(change):
-    """Let `change(sums, layout, tensors)` return the sums of each update in place of this rank's own.
+    """Replace this rank's sums of each update by the result of `change(sums, layout, tensors)`.
 
-    It sees the arena's tensors by name, as they lie there after the rank has written its rows.
+    `tensors` are the arena's tensors by name, after the rank has written its rows.
     """
     publish = ModuleSource.publish
 
@@ -67,7 +67,7 @@ def publishing(change):
 
 @contextlib.contextmanager
 def counting_chunks():
-    """Yield a list to which each result adds the number of chunks that this rank's engine took."""
+    """Yield a list to which each result appends the number of chunks that this rank's engine took."""
     counts = []
     collect = WorkQueue.collect
 
@@ -92,7 +92,7 @@ def reference_logprobs(reference, completion):
     is_exact = any(hasattr(module, "exact_attention") for module in reference.modules())
     with torch.no_grad():
         logits = reference(tokens).logits
-        # In exact mode float32 has the engine's bits.
+        # In exact mode, float32 has the engine's bits.
         logprobs = (logits if is_exact else logits.double()).log_softmax(-1).double()
     start = len(completion.prompt_token_ids)
     return logprobs[0, start - 1 : -1].gather(1, tokens[0, start:, None])[:, 0]
@@ -111,12 +111,12 @@ def scores_of(completions, model):
 
 
 def largest_gap(completions, reference):
-    """Return the largest difference between the engine's log-probabilities and those of transformers."""
+    """Return the largest difference between the engine's log-probabilities and transformers' values."""
     gaps = []
     for completion in completions:
         ours = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
         gaps.append((ours - reference_logprobs(reference, completion)).abs().max())
-    # Unlike Python's, torch's maximum is NaN where one of them is.
+    # Unlike Python's maximum, torch's is NaN if an element is NaN.
     return torch.stack(gaps).max().item()
 
 
@@ -133,7 +133,7 @@ def compare(engine, reference):
 
 
 def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", bucket_bytes=1 << 29, **engine_args):
-    """Run on every rank: FSDP2 model, engine, updates; return what `compare` saw after each."""
+    """Update an engine from an FSDP2 model on every rank; return rank, results of `compare` and versions."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -154,7 +154,7 @@ def swap_and_compare(folder, receiver, num_updates=3, dtype="float32", bucket_by
             reports.append(engine.update(model, step))
             seen.append(compare(engine, reference))
         assert engine.receiver == receiver
-        # What `auto` chooses.
+        # This is the choice of `auto`.
         default = "pull" if torch.cuda.is_available() else "push"
         assert {report.transport for report in reports} == {engine_args.get("transport", default)}
     return Topology.from_environment().rank, seen, [report.version for report in reports]
@@ -165,7 +165,7 @@ def consecutive_samples_differ(seen):
 
 
 def require_the_trainers_answers(seen, *, is_exact=False):
-    """Demand that each of what `compare` saw is right, and that something has changed."""
+    """Require every result of `compare` to be right, and the updates to have changed something."""
     for equal, gap, _ in seen:
         assert all(equal), "greedy completions differ"
         assert gap == 0.0 if is_exact else gap < FP32_GAP

@@ -1,4 +1,4 @@
-"""Several adapters in one vLLM engine: names, slots, versions, cached blocks, updates in flight, two ranks."""
+"""Several adapters in one vLLM engine: names, slots, versions, cached blocks, updates in flight and two ranks."""
 
 import pytest
 from kit.rank_processes import forked
@@ -29,7 +29,7 @@ def gap_of(engine, model, adapter):
 
 @pytest.fixture(autouse=True)
 def policy_alone(request):
-    """Remove what a test left in the engine of this module."""
+    """Remove the adapters that a test added to this module's engine."""
     yield
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("engine")
@@ -169,7 +169,7 @@ def test_an_adapter_that_did_not_arrive_is_gone_and_the_policy_goes_on(engine, f
 
 
 def two_ranks(folder):
-    """Update three adapters of a sharded model on every rank; return the gaps and what a sleep leaves."""
+    """Update three adapters of a sharded model on every rank; return the gaps, and the adapters that a sleep keeps."""
     from torch.distributed.fsdp import fully_shard
 
     model, references = adapted(folder), {}

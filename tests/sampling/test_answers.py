@@ -1,4 +1,4 @@
-"""A wrong answer of a backend is an error that names backend, prompt and value; it ends its batch and no other."""
+"""Wrong answers of a backend: an error names backend, prompt and value, and ends only its own batch."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ KEEP = messages.BeginUpdate("keep")
 
 
 class Odd(Scripted):
-    """Changes its outputs, a list, by `change` before it hands them out."""
+    """A backend that applies `change` to its list of outputs before it returns them."""
 
     vocab_size = 128
 
@@ -33,7 +33,7 @@ class Odd(Scripted):
 
 
 def each(**fields):
-    """Return a change that replaces fields of every completion of prompt 1, given the completion."""
+    """Return a change that replaces fields of prompt 1's completions by functions of the completion."""
 
     def change(outputs):
         return [
@@ -57,7 +57,7 @@ def of_second(change):
 
 
 def sampled(engine, number=1, prompts=((5, 6), (7,)), params=PARAMS):
-    """Submit and step once; return the answers by number, errors as texts."""
+    """Submit and step once; return the answers by number, with errors as texts."""
     engine.carry_out(number, messages.Generate(list(prompts), params, as_request_outputs=False))
     return texts(engine.step())
 
@@ -145,7 +145,7 @@ def test_the_parameters_of_each_prompt_count_in_any_form():
 
 
 def test_versions_are_of_weights_that_were_held_in_their_order():
-    """A step may be smaller than the one before; a version is wrong outside the request's own time."""
+    """A version may be smaller than the one before it, but must be a version during the request."""
     right = [(4, 4, 2, 7), (4, 4, 4, 4), (7,) * 4, (2, 2, 7, 7)]
     wrong = [(4, 7, 2, 2), (-1, 4, 2, 7), (7, 7, 7, 8), (4, 2, 4, 7)]
     for versions in right + wrong:

@@ -1,4 +1,4 @@
-"""Arguments that an engine refuses before anything is sent to its sampler process, with advice."""
+"""Arguments that an engine refuses, with advice, before its sampler process gets any of them."""
 
 import warnings
 
@@ -63,7 +63,7 @@ def test_a_handle_of_a_closed_engine_says_so():
 
 
 def start_with_own_arguments(topology):
-    """Start engines whose arguments differ by rank; return what a call raises, and what equal engines answer."""
+    """Start engines whose arguments differ by rank; return the error of a call."""
     with vectorlm.FakeEngine(lambda prompt, version: "a", topology=topology) as engine:
         assert engine.sample(["a"])[0][0].text == "a"
     with vectorlm.FakeEngine(say_a, topology=topology, num_steps=4 + topology.rank // 2) as engine:
@@ -86,10 +86,10 @@ def refusal(topology, prompt, params=None):
 
 
 def part_ways(topology):
-    """Return the errors of a long array, of a temperature and of a version that are this rank's own."""
+    """Return the errors of a long array, a temperature and a torch version that differ by rank."""
     from vectorlm.sampling import arguments
 
-    # Its printed form is shortened in the middle.
+    # numpy shortens the printed array in the middle.
     array = np.arange(3000)
     array[1500] += topology.rank
     texts = [refusal(topology, array), refusal(topology, "a" * 100, {"temperature": 0.5 + topology.rank})]

@@ -1,4 +1,4 @@
-"""One engine, no launcher: `SamplingEngine` as a script or a notebook uses it."""
+"""A single engine without a launcher: `SamplingEngine` in a script or a notebook."""
 
 import os
 import re
@@ -23,7 +23,7 @@ ENGINE_ARGS = {
     "receiver": "packed",
     "max_model_len": 256,
     "sampling_params": GREEDY,
-    "enable_sleep_mode": True,  # what CUDA needs, and CPU must not stumble over
+    "enable_sleep_mode": True,  # CUDA needs it, and CPU must ignore it.
 }
 
 
@@ -41,13 +41,13 @@ def next_step(engine):
 def test_before_any_update_it_samples_from_the_checkpoint_and_seeds_mean_the_same_in_several_steps(
     folder, models
 ):
-    # An engine of its own: the shared one may hold anything by now, and its steps are wider.
+    # Use another engine: the shared one may have any weights now, and its steps have more tokens.
     with SamplingEngine(str(folder), max_num_batched_tokens=64, **TINY_ENGINE) as fresh:
         assert fresh.version == -1
         equal, gap, _ = compare(fresh, models[0])
         assert all(equal)
         assert gap < 1e-4
-        assert fresh.receiver == "live"  # what `auto` chooses for a tiny model
+        assert fresh.receiver == "live"  # `auto` chooses this for a tiny model.
         assert re.fullmatch(r"vLLM [\d.]+, model runner V[12] \(CPUModelRunner\)", fresh.runner)
         prompts = [[2 + index] * 30 for index in range(8)]
         params = [{"seed": seed, "max_tokens": 6, "ignore_eos": True, "n": 2} for seed in range(8)]
@@ -80,8 +80,8 @@ def test_several_models_take_turns_in_one_engine_under_one_step(engine, models, 
 @pytest.mark.slow
 @pytest.mark.parametrize("receiver", ["live", "packed"])
 def test_an_engine_that_has_held_nan_is_right_after_the_next_good_update(folder, models, receiver):
-    """Every prompt, also one whose blocks of the KV cache a NaN was written to."""
-    # Few blocks, so that every prompt gets some that have held NaN.
+    """This includes prompts that reuse KV cache blocks with NaN."""
+    # The cache has few blocks, and every prompt reuses some that had NaN.
     few = {**TINY_ENGINE, "kv_cache_memory_bytes": 256 << 10, "receiver": receiver}
     if receiver == "live":
         few["exact"] = True
@@ -97,7 +97,7 @@ def test_an_engine_that_has_held_nan_is_right_after_the_next_good_update(folder,
             engine.update(models[0], engine.version + 1, in_flight="keep")
             assert compare(engine, models[1])[1] <= limit
             running.cancel()
-            # The cache is overwritten once it is awake.
+            # An engine that wakes up overwrites its cache.
             engine.update(spoilt, engine.version + 1)
             engine.sample(PROMPTS, {"max_tokens": 20})
             engine.sleep()

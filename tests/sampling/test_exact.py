@@ -1,4 +1,4 @@
-"""Engine and trainer have the same bits in an own loop; what cannot have them is refused by name."""
+"""Exact mode in a user's own loop: engine and trainer have the same bits, and unsupported cases are refused by name."""
 
 import json
 
@@ -59,7 +59,7 @@ def load(path, dtype=torch.float32):
 
 
 def share_equal(model, completions, temperature=1.0):
-    """Return the share of log-probabilities of the trainer that equal the engine's, bit for bit."""
+    """Return the share of the trainer's log-probabilities that equal the engine's bit for bit."""
     found = []
     for completion in (one for group in completions for one in group):
         ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
@@ -72,7 +72,7 @@ def share_equal(model, completions, temperature=1.0):
 
 
 def sampled(engine, lengths=LENGTHS, **params):
-    """Sample prompts together, then one alone, whose products have one row."""
+    """Sample prompts together, then one alone: its products have a single row."""
     params = {"max_tokens": 12, "logprobs": 0, "ignore_eos": True, "n": 2, "seed": 1, **params}
     return engine.sample(prompts_of(lengths), params) + engine.sample(
         prompts_of(lengths)[:1], params | {"n": 1}
@@ -85,7 +85,7 @@ def test_all_bits_are_equal(name, tmp_path):
     with SamplingEngine(path, **EXACT_ENGINE) as engine:
         completions = sampled(engine)
         others = sampled(engine, temperature=0.7)
-    # The test would not notice if every model had the engine's bits.
+    # The test would prove nothing if a plain model had the engine's bits.
     assert share_equal(load(path), completions) < 1.0
     model = vectorlm.exact(load(path))
     assert share_equal(model, completions) == share_equal(model, others, 0.7) == 1.0
@@ -104,7 +104,7 @@ def test_chunks_of_prompts_threads_and_updates_change_no_bit(num_threads, tmp_pa
                     for parameter in model.parameters():
                         parameter.mul_(1.01)
                 engine.update(model, step)
-                for _ in range(2):  # The second time, prompts are cached.
+                for _ in range(2):  # In the second iteration, prompts are cached.
                     assert share_equal(model, sampled(engine, (40, 40, 33, 5))) == 1.0
         finally:
             torch.set_num_threads(before)
@@ -156,7 +156,7 @@ def test_rows_of_a_product_do_not_depend_on_the_batch(size, num_threads):
         torch.set_num_threads(num_threads)
         for count in (*range(1, 20), 33, 70):
             assert torch.equal(exact.linear(x[:count], weight, bias), whole[:count])
-        # The engine multiplies several weights at a time.
+        # The engine multiplies several weights in one product.
         both = exact.linear(x, torch.cat([weight, weight[:24]]))
         assert torch.equal(both[:, :columns], exact.linear(x, weight))
     finally:
@@ -181,7 +181,7 @@ def test_the_gradient_is_as_near_to_float64_as_before(name, tmp_path):
     ids = torch.tensor([prompt[:9] for prompt in prompts_of((9, 9, 9))])
 
     def gradient(model):
-        # transformers' grouped products of experts do not take float64.
+        # transformers' grouped products of experts do not support float64.
         if "MoE" in name:
             model.set_experts_implementation("eager")
         logprobs = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, :-1]

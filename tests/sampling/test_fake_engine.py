@@ -96,7 +96,7 @@ def test_requests_wait_for_the_update_after_one_that_failed_and_then_go_on():
 
 
 def update_again(topology):
-    """Update twice with one step, after passes that change no weight and after an optimizer step; return warnings."""
+    """Update twice under one step, after passes without changes and after an optimizer step; return the warnings."""
     from torch.distributed.fsdp import fully_shard
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))

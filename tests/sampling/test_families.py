@@ -1,4 +1,4 @@
-"""A hot swap works for every family in the table, and a model that vLLM cannot run says so before training."""
+"""Hot swaps of every family in the table, and start errors of models that vLLM cannot run."""
 
 import tempfile
 
@@ -29,7 +29,7 @@ def swap(folder, receiver, dtype="float32"):
     """Update an engine twice, compare it with a fresh one, and send it a spoiled tensor and merged adapters.
 
     Returns:
-        What was seen after each update, the answers of both engines, what `spoil` returns, and the largest gap with
+        Results after each update, the answers of both engines, the results of `spoil`, and the largest gap with
         merged adapters.
     """
     import torch.distributed as dist
@@ -60,12 +60,12 @@ def swap(folder, receiver, dtype="float32"):
 
 
 def adapted_gap(engine, folder):
-    """Update the engine with a model with adapters, merged; return the largest gap to the same model unmerged."""
+    """Update the engine with a model with adapters, merged; return the largest gap to the unmerged model."""
     model = load_model(folder)
     linear = {
         name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is torch.nn.Linear
     }
-    # Refused by PEFT for models with Mamba layers, whose kernels read these weights themselves.
+    # PEFT refuses these in models with Mamba layers, whose kernels read the weights themselves.
     linear -= {"lm_head", "out_proj"}
     options: dict[str, object] = {"r": 2}
     if experts := [
@@ -74,7 +74,7 @@ def adapted_gap(engine, folder):
         options["target_parameters"] = sorted(
             {name.rpartition(".layers.")[2].partition(".")[2] for name in experts}
         )
-        linear -= {"gate_proj", "up_proj", "down_proj"}  # PEFT takes these for the fused experts.
+        linear -= {"gate_proj", "up_proj", "down_proj"}  # PEFT applies these names to the fused experts.
     model = add_lora(model, {**options, "target_modules": sorted(linear)}).eval()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -89,8 +89,8 @@ def train(folder):
     """Train the model of a folder for a few steps and export it.
 
     Returns:
-        Why its rows are padded (None if they are packed), whether the loss fell, and whether transformers reads the
-        exported model as it was.
+        The reason for padding its rows (None if they are packed), whether the loss fell, and whether transformers
+        reads the exported model without a difference.
     """
     model = load_model(folder)
     language_model = LanguageModel(model)
@@ -165,7 +165,7 @@ def test_after_each_update_the_engine_is_the_trainer_and_a_spoiled_tensor_is_nam
     assert is_exported, "transformers reads another model from the exported folder"
     for seen, (swapped, fresh), _, (spoiled, text), adapted in outcomes:
         assert swapped == fresh, "the engine is not the one that starts from these weights"
-        # In 16 bits both sides round at other places, and a router may choose another expert for it.
+        # In 16 bits, engine and trainer round at different places, and a router may then choose another expert.
         if dtype == "float32":
             assert all(equal for equal, _, _ in seen), "greedy completions differ"
             assert max(gap for _, gap, _ in seen) < FP32_GAP
@@ -229,5 +229,5 @@ def test_a_model_that_vllm_cannot_run_says_so_at_start(family, reason, tmp_path)
             ) as caught:
                 engine.wait_until_ready()
             lengths.append(len(caught.traceback))
-    # Cells of a notebook that raise it again add nothing to it.
+    # A notebook cell that raises the error again must not lengthen its traceback.
     assert lengths[1] == lengths[2] <= lengths[0]

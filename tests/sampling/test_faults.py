@@ -1,4 +1,4 @@
-"""A part of a run dies: the user sees which, and nothing is left behind."""
+"""Faults in a part of a run: the error names the part, and nothing is left behind."""
 
 import os
 import re
@@ -15,7 +15,7 @@ TINY_LLAMA = {"hidden_size": 64}
 
 
 class Run(WatchedRun):
-    """The script."""
+    """The process of fault_script.py."""
 
     def __init__(self, folder, what, world_size, scratch):
         super().__init__([str(SCRIPT), str(folder), what, str(world_size)], scratch)

@@ -1,4 +1,4 @@
-"""Two hundred swaps take no memory and no descriptors: what a run of thousands of steps depends on."""
+"""Two hundred swaps must not use up memory or file descriptors, because runs have thousands of steps."""
 
 import os
 from pathlib import Path
@@ -14,12 +14,12 @@ import vectorlm
 from vectorlm import SamplingEngine, Topology
 
 WARM_UP, SWAPS = 20, 200
-# The model has 1 MB here, and no process more than 700: a copy kept at every other swap would show.
+# The model has 1 MB and a process at most 700 MB: a copy leaked at every other swap would show.
 TOLERANCE = 0.02
 
 
 def memory_kb(pid):
-    """Return a process's memory with the shared arena (`Rss`), and what it has to itself (`Anonymous`)."""
+    """Return a process's memory with the shared arena (`Rss`) and without it (`Anonymous`), and its open files."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
     return {
@@ -29,7 +29,7 @@ def memory_kb(pid):
 
 
 def swap_and_weigh(folder, receiver, transport):
-    """Swap on every rank; return what this rank and what it started weighed after the warm-up and at the end."""
+    """Swap on every rank; return the memory of this rank and its processes after the warm-up and at the end."""
     from torch.distributed.fsdp import fully_shard
 
     topology = Topology.from_environment()

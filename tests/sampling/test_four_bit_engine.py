@@ -1,4 +1,4 @@
-"""An engine with a base in 4 bits computes with the trainer's numbers, and updates bring adapters alone."""
+"""An engine with a base in 4 bits: it computes with the trainer's numbers, and updates send only adapters."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def model_of(folder):
 
 
 def swap(folder, plain, options):
-    """Run on every rank: update twice, spoil an update; return what a test compares with a fresh engine."""
+    """Update twice on every rank, spoil an update; return its and a fresh engine's answers, gaps and sent bytes."""
     model = model_of(folder)
     references = [with_adapters(load_model(path)) for path in (folder, plain)]
     options = {**OPTIONS, **options}

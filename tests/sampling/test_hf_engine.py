@@ -1,4 +1,4 @@
-"""HFEngine where the contract does not look: its own limits; test_vllm_sampling.py has vLLM as its reference."""
+"""Limits of HFEngine that the contract does not cover; test_vllm_sampling.py compares it with vLLM."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(engine, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         expected = (model(torch.tensor([[2, 3]])).logits[0, -1].double() / 0.5).softmax(-1) * num_draws
-    # Chi-square with 47 degrees of freedom: above 90 once in 10,000 seeds; at temperature 1 it would be hundreds.
+    # Chi-square with 47 degrees of freedom exceeds 90 once in 10,000 seeds; at temperature 1 it would be hundreds.
     assert ((counts - expected) ** 2 / expected).sum() < 90
 
 
@@ -154,7 +154,7 @@ def test_buffers_that_a_model_computes_with_are_sent(tmp_path):
 
 @pytest.mark.parametrize("steps", [6, 8, 12])
 def test_a_batch_goes_on_from_an_interrupt_as_without_one(folder, monkeypatch, steps):
-    """In a notebook `result` may be called again after Ctrl-C, and the batch may hold other requests."""
+    """In a notebook, the user may call `result` again after Ctrl-C, and the batch may contain other requests."""
     monkeypatch.setattr(generation, "SLICE_TOKENS", 5)
     shape, left = generation._Sampler._shape, [steps]
 

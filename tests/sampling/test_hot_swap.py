@@ -1,8 +1,7 @@
-"""After each update vLLM is the trainer, whatever brings the weights and whatever they are.
+"""After each update, vLLM has the trainer's weights, with every transport and model.
 
-tests/sampling/weights/test_transports.py holds the transports to their rules without vLLM. Other receivers and heads
-are in test_families.py and test_engine.py, two engines that pull in test_several_ranks.py, adapters in
-test_lora_engine.py.
+tests/sampling/weights/test_transports.py tests the transports without vLLM. test_families.py and test_engine.py test
+other receivers and heads. test_several_ranks.py has two engines that pull, and test_lora_engine.py has adapters.
 """
 
 import os
@@ -28,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from vectorlm import HFEngine, SamplingEngine, exact
 from vectorlm.errors import ConfigError
 
-# bf16 keeps 8 bits: with logits of a few units, 0.1 is round-off, and a stale tensor shows as 1 and more.
+# bf16 has 8 bits: with logits of a few units, 0.1 is round-off, and a stale tensor makes a difference of 1 or more.
 BF16_GAP = 0.15
 
 TINY_LLAMA = {"tied": True, "hidden_size": 64, "num_key_value_heads": 2}
@@ -63,9 +62,9 @@ def test_after_each_update_the_engine_is_the_trainer(tmp_path, llama, engine_arg
     ("family", "world_size", "limit"),
     [
         ("GLM-4-MoE", 2, FP32_GAP),
-        # vLLM keeps the numbers of its activation in bf16; stale ones show as 0.3.
+        # vLLM stores the numbers of Apertus' activation in bf16; stale numbers would make a gap of 0.3.
         ("Apertus", 1, BF16_GAP),
-        # A router's buffer as GLM-4-MoE has.
+        # dots.llm1 has the same router buffer as GLM-4-MoE.
         pytest.param("dots.llm1", 2, FP32_GAP, marks=pytest.mark.long),
     ],
 )
@@ -116,7 +115,7 @@ def test_an_engine_that_cannot_pull_says_so_and_an_unknown_transport_is_refused_
 @pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["refuse", "keep"])
 def test_embeddings_of_images_do_not_outlive_the_weights_that_computed_them(folder, monkeypatch, in_flight):
-    """Two updates are made, whether or not requests are running."""
+    """The engine gets two updates, with and without running requests."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

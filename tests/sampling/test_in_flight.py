@@ -1,6 +1,6 @@
-"""Requests in flight: their handles, interrupts, and new weights while sequences are being written.
+"""Requests in flight: handles, interrupts, and updates of the weights while sequences are sampled.
 
-Of new weights: what each token was sampled with, and from which cache.
+The tests of updates check each token's weights and KV cache.
 """
 
 import gc
@@ -85,7 +85,7 @@ def test_a_batch_whose_result_was_read_is_let_go_of_in_silence(engine):
 
 
 def drop_on_one_rank(topology):
-    """Drop one of two batches on a rank alone; return what `poll` gives, and what becomes of the other rank's batch."""
+    """Drop one of two batches on one rank; return the text of the other batch, and of a later request."""
     found = {}
     for dropping in range(2):
         with (
@@ -119,7 +119,7 @@ def test_what_cannot_be_sent_is_the_callers_error_and_harms_nothing(engine):
 
 def test_an_interrupted_result_can_be_asked_for_again(engine):
     handle = engine.submit([[2, 3]] * 16, LONG_GREEDY)
-    # Nothing is finished before the interrupt, however busy the machine is.
+    # No request can finish before the interrupt, even on a busy machine.
     os.kill(engine._channel.pid, signal.SIGSTOP)
     try:
         interrupt(handle.result, after_s=0.1)
@@ -168,7 +168,7 @@ def test_tokens_are_of_the_weights_and_the_cache_that_their_version_says(engine,
 
 
 def test_a_new_request_finds_no_blocks_of_old_weights(engine, folder):
-    """Its prompt is that of a request which still runs on them."""
+    """The new request has the prompt of a request that still runs on the old blocks."""
     old, new = another(folder, 3), another(folder, 4)
     step = engine.version + 1
     engine.update(old, step)
@@ -202,7 +202,7 @@ def test_several_updates_leave_their_versions_in_order(engine, folder):
 
 
 def refuse_on_two_engines(topology):
-    """Return what `update` and `sleep` said to a batch beyond both engines' room, and to one of a single prompt."""
+    """Return the errors of `update` and `sleep` during a batch larger than both engines, and during a single prompt."""
     model, found = torch.nn.Linear(2, 2), []
     with SamplingEngine(
         "scripted",
@@ -218,7 +218,7 @@ def refuse_on_two_engines(topology):
             for count in (20, 1):
                 handle = engine.submit(["q"] * count)
                 if count > 1:
-                    engine._channel.advance()  # What was drawn is answered; what was not waits in no engine.
+                    engine._channel.advance()  # Only drawn prompts reach an engine, and they are answered.
                 with pytest.raises(EngineError) as caught:
                     call()
                 found.append((str(caught.value), {completions[0].text for completions in handle.result()}))

@@ -1,4 +1,4 @@
-"""The content of a picture crosses the connection to a sampler once, whatever happens to a command."""
+"""Sending images to a sampler: their content crosses the connection once, even if a command fails."""
 
 import pickle
 import random
@@ -16,7 +16,7 @@ def pictured(*contents):
 
 
 def crossed(ends, *commands):
-    """Return what arrives, and the bytes of each message."""
+    """Return the received commands, and the number of bytes of each message."""
     here, there = ends
     sent = here.encode(commands)
     return [there.decode(message) for message in sent], [len(pickle.dumps(message)) for message in sent]
@@ -31,7 +31,7 @@ def test_a_picture_crosses_a_connection_once(monkeypatch):
     assert 5000 < sizes[0] < 5500
     assert 6000 < sizes[1] < 6700
     assert sizes[2] < 600
-    # Both ends let go of the same pictures.
+    # Both ends drop the same images.
     monkeypatch.setattr(messages, "KEPT_PICTURE_BYTES", 10_000)
     for number in range(30):
         contents = [bytes([7 * number * place % 11]) * 3000 for place in range(1 + number % 3)]

@@ -1,4 +1,4 @@
-"""Requests of a rank's own thread to its engine: sent together, held during updates, answered or failed, taken back."""
+"""Requests of a rank's thread to its engine: sent together, paused during updates, answered, failed or cancelled."""
 
 import gc
 import os
@@ -65,7 +65,7 @@ def test_a_request_that_is_taken_back_keeps_nothing_busy():
         for future in [*futures, unsent]:
             engine.local.take_back(future)
         assert engine.local.num_in_flight == 0
-        # With requests in flight it would refuse.
+        # `sleep` would refuse if requests were in flight.
         engine.sleep()
 
 
@@ -96,7 +96,7 @@ def test_a_dead_engine_fails_what_was_asked_and_what_is_asked_later():
         engine.local.flush()
         with pytest.raises(EngineDied):
             text_of(later)
-        # Requests that could not be sent are not kept until the engine closes.
+        # Requests that could not be sent are freed before the engine closes.
         gone = weakref.ref(hear)
         del hear, later
         gc.collect()

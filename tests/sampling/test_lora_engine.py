@@ -1,4 +1,4 @@
-"""One engine with LoRA layers, no launcher: what an adapter swap replaces, what it proves and what it leaves alone."""
+"""A single engine with LoRA layers and no launcher: the weights that an adapter swap replaces, proves and keeps."""
 
 from itertools import pairwise
 
@@ -37,11 +37,11 @@ def next_step(engine):
 
 
 def prove_base(engine, model):
-    """Let the engine sum the base weights that it computes with, nothing being written, against the trainer's."""
+    """Let the engine compare the checksums of its base weights with the trainer's, without writing any."""
     engine._swap._ask_engines("test", BeginUpdate())
     sums = [checksum(tensor) for tensor in trainer_tensors(model).values()]
     engine._swap._ask_engines("test", FinishUpdate(engine.version, sums, ("base",)))
-    # That was an update without an adapter, so the next one must bring everything.
+    # The engine counts this as an update without an adapter: the next one must send everything.
     engine._swap.forget()
 
 

@@ -1,4 +1,4 @@
-"""Answers survive the way to the ranks in every field, and a rank may read a part of them."""
+"""Packing of answers for the ranks: every field survives, and a rank may read a part of them."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from vectorlm.types import Completion
 
 
 def outputs():
-    """Three prompts with two, one and no completions."""
+    """Return the outputs of three prompts with two, one and no completions."""
     scored = [{4: Logprob(-0.5, 1, "d"), 9: Logprob(-1.25, 2, None)}, {7: Logprob(-2.0, None, "é")}]
     first = [
         CompletionOutput(0, "dé", [4, 7], -2.5, scored, finish_reason="stop", stop_reason="x"),

@@ -10,7 +10,7 @@ def test_what_is_not_named_has_vllms_default():
     vllm = pytest.importorskip("vllm")
     theirs = vllm.SamplingParams()
     ours = read_parameters(None)
-    left_out = {"stop", "stop_token_ids"}  # vLLM has empty lists for none
+    left_out = {"stop", "stop_token_ids"}  # vLLM has empty lists in place of None.
     for name in set(NAMES) - left_out:
         assert getattr(ours, name) == getattr(theirs, name), name
 
@@ -32,7 +32,7 @@ WRONG_TYPES = [
 
 @pytest.mark.parametrize("given", WRONG_TYPES, ids=lambda given: next(iter(given)))
 def test_a_value_of_another_type_than_vllm_declares_is_refused(given):
-    """vLLM takes most of them, and some end its engine."""
+    """vLLM accepts most of these values, and some end its engine."""
     vllm = pytest.importorskip("vllm")
     from vectorlm.sampling.backends.vllm.shim import make_sampling_params
 

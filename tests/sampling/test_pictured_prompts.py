@@ -1,4 +1,4 @@
-"""The engine reads pictures as transformers does, before and after updates."""
+"""Prompts with images: the engine computes the same as transformers, before and after updates."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def engine(path):
 
 
 def gap(answers, chats, model, path):
-    """Return the largest difference of a log-probability from transformers' own, in float64 after the logits."""
+    """Return the largest difference of a log-probability from transformers', in float64 after the logits."""
     from transformers import AutoProcessor
 
     processor, found = AutoProcessor.from_pretrained(path), 0.0
@@ -70,7 +70,7 @@ def gap(answers, chats, model, path):
 
 
 def test_the_engine_computes_what_transformers_computes_after_every_update(engine, path):
-    """The pictures stay the same: without a new encoder cache the engine would answer with old features of them."""
+    """The images stay the same: if updates did not empty the encoder cache, the engine would use old features."""
     model, tokenizer = load_model(path).eval(), load_tokenizer(path)
     answers = engine.sample(CHATS, SAMPLED)
     assert gap(answers, CHATS, model, path) < GAP
@@ -88,7 +88,7 @@ def test_the_engine_computes_what_transformers_computes_after_every_update(engin
         assert gap(answers, CHATS, model, path) < GAP
         old = [gap([old], [asked], model, path) for old, asked in zip(before, CHATS, strict=True)]
         assert min(old[:3]) > 0.02, "the update changed little, so the gap proves little"
-        # Text does not read the vision model.
+        # A prompt of text alone does not use the vision model.
         assert (old[3] > 0.02) == (part == "")
     engine.update(load_model(path), version + 1)
 
@@ -100,7 +100,7 @@ def test_encoded_prompts_are_prompts(engine, path):
 
 
 def test_the_batch_of_rollouts_has_the_engines_log_probabilities(engine, path):
-    """The way of a run: completions, rollouts, expanded rows, packed passes."""
+    """The test follows a run: completions, rollouts, expanded rows, packed passes."""
     tokenizer = load_tokenizer(path)
     tokens, groups = image_tokens_of(tokenizer), []
     for asked, completions in zip(CHATS[:3], engine.sample(CHATS[:3], SAMPLED), strict=True):
@@ -138,7 +138,7 @@ def test_more_pictures_than_placeholders_are_refused(engine, path):
 
 
 def test_a_model_whose_weights_have_other_names_is_refused_with_them(tmp_path):
-    """LLaVA as transformers 5.19 saves it."""
+    """transformers 5.19 saves LLaVA with other names."""
     path = save_llava(tmp_path / "llava")
     with pytest.raises(EngineError) as raised, SamplingEngine(str(path), **ENGINE) as engine:
         engine.wait_until_ready()

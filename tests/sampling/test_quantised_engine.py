@@ -1,4 +1,4 @@
-"""An engine in 8 bits after an update is the one that starts from the same weights, and spoiled bytes are noticed."""
+"""An engine in 8 bits: an update makes it equal to an engine with these weights, and spoiled bytes are noticed."""
 
 import pytest
 from kit.families import FAMILIES, save_family

@@ -1,4 +1,4 @@
-"""The order of sleeping, waking, updating and sampling, without an engine."""
+"""Order of sleeping, waking, updating and sampling, without an engine."""
 
 import sys
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ WEIGHTS, KV_CACHE, BOTH = frozenset({"weights"}), frozenset({"kv_cache"}), froze
 
 
 class Memory:
-    """Counts what is on the device."""
+    """A device memory that tracks its mapped parts."""
 
     def __init__(self):
         self.mapped, self.calls, self.failure = set(BOTH), [], None
@@ -61,7 +61,7 @@ def test_sampling_is_refused_until_everything_is_awake_and_filled(rest):
     rest.wake_up(BOTH)
     assert "wake_up" not in refusal(rest)
     rest.wake_up(WEIGHTS)
-    assert "update()" in refusal(rest)  # an update that is not finished has filled nothing
+    assert "update()" in refusal(rest)  # The unfinished update has not filled the weights.
     rest.finish_update()
     rest.check_sampling()
 
@@ -106,7 +106,7 @@ def test_what_could_not_be_woken_sleeps_on_and_may_be_woken_again(rest, memory):
 
 
 class OlderVllmOnCuda:
-    """vLLM 0.26's rules for its two memory pools, as its executor and engine core keep them."""
+    """An engine with vLLM 0.26's rules for its two memory pools."""
 
     def __init__(self, sleep_mode=True):
         self.asleep, self.scheduling, self.lost = set(), True, set()
@@ -129,7 +129,7 @@ class OlderVllmOnCuda:
 
 
 class VllmOnCuda(OlderVllmOnCuda):
-    """The same of 0.32."""
+    """An engine with vLLM 0.32's rules for its two memory pools."""
 
     def is_refused(self):
         return "weights" in self.asleep

@@ -1,4 +1,4 @@
-"""The engine returns the experts that it chose for every token."""
+"""Routed experts: the engine returns its choice for every token."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from vectorlm.types import Completion
 ENGINE = {**TINY_ENGINE, "max_model_len": 128, "enable_return_routed_experts": True}
 SAMPLED = {"max_tokens": 24, "ignore_eos": True, "logprobs": 0, "seed": 1}
 STEPS = {"max_num_batched_tokens": 32, "enable_chunked_prefill": True, "kv_cache_memory_bytes": 1 << 20}
-"""Prompts are computed in chunks, and requests are preempted: the cache holds 512 tokens of Qwen3-MoE."""
+"""Sizes that split prompts into chunks and preempt requests: the cache has room for 512 tokens of Qwen3-MoE."""
 
 
 def whole(completion):
@@ -43,7 +43,7 @@ def rows_of(completions):
 
 
 def own_routes(model, completions):
-    """Return the experts that transformers chooses for the tokens of some completions, sorted."""
+    """Return the experts that transformers chooses for the tokens of completions, sorted."""
     language_model = LanguageModel(model, packs=False)
     with torch.no_grad():
         language_model.logprobs(rows_of(completions))
@@ -69,7 +69,7 @@ def test_every_token_has_the_experts_of_the_trainer(tmp_path):
         shared = prompts(1, 70)[0]
         first = engine.sample([shared, shared[:40], [3]], {**SAMPLED, "n": 3})
         check(model, first)
-        # The prompt, and a first turn, are in the prefix cache.
+        # The prefix cache contains the prompt and a first turn.
         again = engine.sample([shared, [*whole(first[1][0]), 5, 6]], SAMPLED)
         check(model, again)
         check(model, engine.sample(prompts(12, 30), {**SAMPLED, "max_tokens": 60}))
@@ -83,7 +83,7 @@ def test_tokens_keep_the_experts_of_the_weights_that_read_them_first(tmp_path):
     with SamplingEngine(tmp_path / "model", **long) as engine:
         starts = prompts(2, 40)
         completions, counts, _ = update_on_the_way(engine, old, new, "recompute", starts)
-        # The keys of all tokens are computed again, but not what the trainer is told about them.
+        # The engine computes the keys of all tokens again, but reports each token's first routes.
         both = zip(
             completions, counts, own_routes(old, completions), own_routes(new, completions), strict=True
         )
@@ -92,7 +92,7 @@ def test_tokens_keep_the_experts_of_the_weights_that_read_them_first(tmp_path):
             found = np.sort(completion.routes, axis=-1)
             np.testing.assert_array_equal(found[:num_read], first[:num_read])
             np.testing.assert_array_equal(found[num_read:], second[num_read:])
-        # New requests do not find the old weights' blocks.
+        # New requests do not reuse the old weights' blocks.
         check(new, engine.sample(starts, SAMPLED))
 
 
@@ -152,7 +152,7 @@ def test_vllm_s_own_routes_are_cut_to_the_tokens_it_read(length, kept):
 
 
 class Script:
-    """A model runner of one layer whose router chooses experts by position and weights."""
+    """A model runner with one layer, whose router chooses experts by position and weights."""
 
     def __init__(self):
         router = SimpleNamespace(top_k=2, global_num_experts=300, set_capture_fn=self.__setattr__)
@@ -198,14 +198,14 @@ def test_cached_blocks_of_the_same_step_and_recomputed_tokens_keep_their_first_r
     tokens = list(range(2 * BLOCK + 4))
     for name in "ab":
         script.begin(name, tokens)
-    # b finds the blocks that a computes in the same step, although b lies before a in the batch.
+    # b reuses the blocks that a computes in the same step, although b comes before a in the batch.
     script.step({"a": len(tokens), "b": 4}, "ab", order=["b", "a"], a=0, b=2 * BLOCK)
     script.version = 100
     capture.begin_generation()
-    # a is preempted, and computes everything again with other weights; then one token more.
+    # a is preempted and computes all its tokens again with other weights, and one more token.
     script.requests["a"].num_tokens += 1
     script.step({"a": len(tokens) + 1}, resumed="a", a=0)
-    # Draft tokens that were rejected are replaced.
+    # A later step replaces rejected draft tokens.
     script.step({"b": 3}, b=len(tokens))
     script.version = 200
     script.step({"b": 1}, b=len(tokens) + 1)
@@ -214,7 +214,7 @@ def test_cached_blocks_of_the_same_step_and_recomputed_tokens_keep_their_first_r
     assert a.dtype == np.uint16
     assert a[:, 0, 0].tolist() == [*range(len(tokens)), 100 + len(tokens)]
     assert b[:, 0, 0].tolist() == [*range(len(tokens)), 100 + len(tokens), 201 + len(tokens)]
-    # A cached block whose routes nobody knows leaves the whole completion without routes.
+    # A cached block with unknown routes makes the routes of the whole completion unknown.
     script.begin("d", tokens)
     script.step({"d": 4}, "d", d=2 * BLOCK)
     assert capture.take(["d"], True) == [None]

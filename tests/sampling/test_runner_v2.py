@@ -1,4 +1,4 @@
-"""vLLM's Model Runner V2, which CUDA runs by default; on CPU Triton's interpreter computes its kernels.
+"""vLLM's Model Runner V2, the default on CUDA; here Triton's interpreter computes its kernels on CPU.
 
 `VECTORLM_TRITON` is a folder with Triton's ordinary wheel. docs/dev/gpu.md has the command for more tests on V2.
 """
@@ -15,7 +15,7 @@ from test_families import swap
 from vectorlm import SamplingEngine
 from vectorlm.sampling.backends.vllm.extension import WeightExtension
 
-TINY_LLAMA = {"hidden_size": 64}  # On V2 the attention on CPU takes no heads of 16 numbers.
+TINY_LLAMA = {"hidden_size": 64}  # V2's attention on CPU does not support a head size of 16.
 INTERPRETER = Path(__file__).parents[1] / "kit/runner_v2"
 
 

@@ -1,4 +1,4 @@
-"""Which devices, cores and threads a sampler process gets."""
+"""Devices, cores and threads of a sampler process."""
 
 import os
 
@@ -58,7 +58,7 @@ def test_the_user_s_number_of_threads_wins_but_not_a_launcher_s():
     launched = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
     environment = sampler_environment(launched, "scratch", TWO_RANKS)
     assert environment["OMP_NUM_THREADS"] == "8"
-    # torchrun sets one thread for several ranks of a node alone.
+    # torchrun sets one thread only if a node has several ranks.
     for given in (launched | {"OMP_NUM_THREADS": "2"}, launched):
         topology = TWO_RANKS if given["OMP_NUM_THREADS"] == "2" else Topology()
         assert sampler_environment(given, "scratch", topology)["OMP_NUM_THREADS"] == given["OMP_NUM_THREADS"]
@@ -79,7 +79,7 @@ def test_threads_wait_in_short_loops_unless_the_user_says_otherwise():
     "of_process", [lambda given: sampler_environment(given, "scratch", TWO_RANKS), server_environment]
 )
 def test_vllm_keeps_its_ports_on_this_machine_unless_the_user_names_an_interface(of_process):
-    """Its store and gloo listen on the address that the host's name resolves to, and take anybody's word."""
+    """vLLM's store and gloo listen on the address of the host name, without authentication."""
     assert {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}.items() <= of_process({}).items()
     own = {"GLOO_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": "10.0.0.1"}
     assert own.items() <= of_process(own).items()

@@ -1,4 +1,4 @@
-"""Imports and calls of code that was written for VectorLM, on an engine without vLLM."""
+"""Imports and calls of code written for VectorLM, on an engine without vLLM."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Calls and answers of a scheduler, on a clock that only its backend moves."""
+"""Calls and answers of a scheduler; its clock moves only in the backend's steps."""
 
 from types import SimpleNamespace
 from typing import ClassVar
@@ -14,7 +14,7 @@ from vectorlm.types import Completion
 
 
 class Recording:
-    """A backend that notes its calls; a step takes a second, and finishes what `finished` names."""
+    """A backend that records its calls; a step takes a second and finishes the requests in `finished`."""
 
     version, vocab_size = -1, None
     adapters: ClassVar = {"policy": -1}

@@ -1,4 +1,4 @@
-"""A vLLM server that runs by itself, asked for scores, updated and sampled from over HTTP on loopback."""
+"""A vLLM server in a separate process: scores, updates and sampling over HTTP on loopback."""
 
 import json
 import os
@@ -71,12 +71,12 @@ def engine(server, folder):
 
 @pytest.fixture
 def teacher(server, monkeypatch):
-    """The address of the server, which takes no weights from whoever asks it for scores."""
+    """Return the address of the server, with the token for scores; a scoring client sends no weights."""
     monkeypatch.setenv("VECTORLM_TEACHER_TOKEN", TOKEN)
     return server[1]
 
 
-# While it holds the weights of `folder`.
+# This test runs while the server has the weights of `folder`.
 @pytest.mark.slow
 def test_a_server_scores_as_the_trainer_does(teacher, folder):
     found = ScoringServer(teacher).logprobs(ROWS)
@@ -87,7 +87,7 @@ def test_a_server_scores_as_the_trainer_does(teacher, folder):
     rows = Rows(ids, attention, attention.bool() & (torch.arange(4) > 0), (0, 1, 2))
     expected = LanguageModel(load_model(folder)).logprobs(rows)
     for index, row in enumerate(found):
-        # Two kernels in float32.
+        # Two float32 kernels round differently.
         torch.testing.assert_close(torch.tensor(row), expected[index, : len(row)].detach(), atol=1e-4, rtol=0)
 
 
@@ -132,7 +132,7 @@ def test_a_server_with_another_tokenizer_or_no_room_is_refused(teacher, folder, 
 
 @pytest.mark.slow
 def test_a_run_learns_from_a_server(teacher, folder, tmp_path):
-    """Its student is another model of the same tokenizer, and comes nearer."""
+    """The student is another model with the same tokenizer; its divergence falls."""
     files = save_files(tmp_path)
     more = [*distilling(teacher, folder)[1:], "rl.max_steps=12", "train_parameters.optimizer.lr=3.0e-3"]
     torch.manual_seed(5)
@@ -308,7 +308,7 @@ def test_a_server_forgets_embeddings_of_images_at_each_update(folder, tmp_path, 
 
 @pytest.mark.slow
 def test_reinforcement_learning_samples_from_a_server(server, folder, tmp_path, monkeypatch):
-    """With updates in flight; where the newest weights sampled, trainer and server agree on the probabilities."""
+    """Updates are in flight. For tokens of the newest weights, trainer and server agree on the probabilities."""
     monkeypatch.setenv("VECTORLM_SERVER_TOKEN", TOKEN)
     cores = os.sched_getaffinity(0)
     overrides = [
@@ -330,7 +330,7 @@ def test_reinforcement_learning_samples_from_a_server(server, folder, tmp_path, 
 
 @pytest.mark.slow
 def test_the_end_of_the_server_ends_requests_with_its_address_and_takes_its_engine_along(server, folder):
-    """Engine core and worker went on, with the memory of the device."""
+    """Before, engine core and worker kept running and kept the device's memory."""
     process, url = server
     with engine_of(server, folder) as engine:
         below = psutil.Process(process.pid).children(recursive=True)
@@ -424,7 +424,7 @@ def test_only_calls_of_the_channel_and_arenas_pass():
 def test_only_on_cpu_nothing_is_compiled(monkeypatch):
     assert server_environment({})["TORCHDYNAMO_DISABLE"] == "1"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    # vLLM's graphs on CUDA are made by the compiler.
+    # On CUDA the compiler makes vLLM's graphs.
     assert "TORCHDYNAMO_DISABLE" not in server_environment({})
 
 

@@ -1,4 +1,4 @@
-"""Two engines share the work of two ranks."""
+"""Two engines that share the work of two ranks."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def tokens(answers):
 
 
 def two_engines(folder, receiver):
-    """Swap into two engines, sample on both; return comparisons with transformers, and who sampled how much."""
+    """Swap into two engines and sample on both; return comparisons, equalities and this engine's number of chunks."""
     from torch.distributed.fsdp import fully_shard
 
     model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
@@ -29,7 +29,7 @@ def two_engines(folder, receiver):
     with SamplingEngine(
         folder, data_parallel_size=2, receiver=receiver, transport="pull", max_num_seqs=8, **TINY_ENGINE
     ) as engine:
-        # One prompt for each engine, no seed, and nothing drawn before.
+        # Each engine gets one prompt, without a seed and before any other draw.
         drawn = engine.sample([[2, 3]] * 2, {"temperature": 1.0, "max_tokens": 32, "ignore_eos": True})
         for step in range(2):
             perturb(model, reference, seed=step)
@@ -75,7 +75,7 @@ TINY_LLAMA = {"tied": True, "hidden_size": 64, "max_length": 256}
 
 
 def train_and_hand_over(folder, num_steps=3):
-    """Return, per step, whether greedy tokens agree, the largest log-prob gap, and the error outside the block."""
+    """Return, by step, whether greedy tokens agree, the largest log-prob gap, and the error after the hand-over."""
     model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
     for block in model.model.layers:
         fully_shard(block)
@@ -107,6 +107,6 @@ def test_two_ranks_train_hand_over_and_train_on(folder):
     for seen in results:
         for equal, gap, refusal in seen:
             assert equal
-            # AdamW divides by the root of tiny second moments, which magnifies what the order of a sum rounds off.
+            # AdamW divides by the root of tiny second moments, which magnifies the rounding of sums.
             assert gap < 1e-2
             assert "the engine is asleep (weights and kv_cache)" in refusal

@@ -1,4 +1,4 @@
-"""A PEFT model whose frozen base is the memory of its vLLM engine."""
+"""A PEFT model whose frozen base is in the memory of its vLLM engine."""
 
 import copy
 import os
@@ -30,7 +30,7 @@ def test_a_shared_base_trains_samples_and_is_guarded(engine, folder):
     apart = copy.deepcopy(model)
     shared = engine.share_base(model)
     base = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
-    # The engine pads the vocabulary, and fuses projections.
+    # The engine pads the vocabulary and fuses projections.
     assert {id(weight) for weight in shared.parameters} == {id(weight) for weight in base.values()}
     assert (shared.num_bytes, shared.num_private_bytes) == (sum(weight.nbytes for weight in base.values()), 0)
     assert all(map(torch.equal, step_of(model), step_of(apart)))
@@ -55,7 +55,7 @@ def test_a_shared_base_trains_samples_and_is_guarded(engine, folder):
     with pytest.raises(WeightMismatch, match="shares its base"):
         engine.update(apart, 4)
     engine.update(model, 5)
-    next(iter(base.values())).data[0] += 1.0  # Torch does not count writes through `data`.
+    next(iter(base.values())).data[0] += 1.0  # torch does not count writes through `data`.
     assert compare(engine, apart)[1] < FP32_GAP, "the trainer wrote into the engine"
     with torch.no_grad():
         next(iter(base.values())).mul_(2.0)

@@ -1,4 +1,4 @@
-"""A sampler process that freezes or dies, or is sent what it cannot read, is an error in time, on one rank and two."""
+"""Sampler processes that freeze, die or receive unreadable data: an error before the deadline, on one rank and two."""
 
 import os
 import pickle
@@ -21,12 +21,12 @@ from vectorlm.sampling.weights.module_source import ModuleSource
 
 ENDLESS = {"answers": "{0}".format, "num_steps": 10**9, "step_s": 0.02}
 STUCK = {"inference": f"{Path(__file__).parent}/odd_backends.py:NeverAnswers", "answers": "{0}".format}
-# Well above the second between two signs of life, for machines that are busy.
+# The limit is well above the second between two signs of life, for busy machines.
 PATIENCE_S = 4.0
 
 
 class Count(int):
-    """A type that the sampler process does not know."""
+    """A type that the sampler process cannot import."""
 
 
 def scripted(topology, **script):
@@ -52,7 +52,7 @@ WAITS = {"poll": poll, "drain": drain, "result": ask}
 
 
 def wait_in_vain(topology, waits, freezes=False, **script):
-    """Wait for an engine that is frozen, or never answers; return the errors and the seconds that they took."""
+    """Wait for a frozen engine or a backend that never answers; return the errors and their times in seconds."""
     seen = []
     for wait in waits:
         with scripted(topology, timeout_s=PATIENCE_S, **script) as engine:
@@ -77,7 +77,7 @@ def test_every_wait_for_a_frozen_engine_ends_at_the_deadline():
 
 
 @pytest.mark.slow
-# A process that is frozen ends every wait, above; what differs here is that it shows life.
+# The test above covers a frozen process. Here the process shows life, but its backend never answers.
 @pytest.mark.parametrize(("channel", "waits"), [("inline", list(WAITS)), ("process", ["result"])])
 def test_a_backend_that_never_answers_ends_every_wait(channel, waits):
     for seen in on_ranks(2, partial(wait_in_vain, channel=channel, **STUCK), waits):
@@ -87,7 +87,7 @@ def test_a_backend_that_never_answers_ends_every_wait(channel, waits):
 
 
 class KilledMeanwhile:
-    """A model whose last rank kills the engine after the update has begun, before anything is written."""
+    """A model whose last rank kills the engine after an update has begun and before it writes."""
 
     def __init__(self, model, topology, sampler):
         self._source, self._topology, self._sampler = ModuleSource(model, topology), topology, sampler
@@ -154,7 +154,7 @@ def test_ctrl_z_and_fg_do_not_count_as_the_engines_silence():
     process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "sampling\n"
     time.sleep(1)
-    # As Ctrl-Z does: the sampler, in a session of its own, works on.
+    # Ctrl-Z does the same: the sampler has a separate session and continues.
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(5)
     os.kill(process.pid, signal.SIGCONT)
@@ -163,7 +163,7 @@ def test_ctrl_z_and_fg_do_not_count_as_the_engines_silence():
 
 
 def fork_and_call(topology):
-    """Call the engine, and let go of it, in forks of the rank; return what they say, and that the engine goes on."""
+    """Use and drop the engine in forks of a rank; return their errors, and require the rank's engine to continue."""
     said = []
     with scripted(topology, **ENDLESS | {"num_steps": 1}) as engine:
         handle = engine.submit([[2, 3]])
@@ -195,7 +195,7 @@ def test_a_call_in_a_forked_process_is_an_error_at_once():
 
 
 def poll_for(topology, num_steps, timeout_s):
-    """Poll once; return the number of batches it found and the seconds it took."""
+    """Poll once; return the number of finished batches and the time in seconds."""
     with scripted(topology, answers="{0}".format, num_steps=num_steps, step_s=0.02) as engine:
         engine.wait_until_ready()
         handle = engine.submit([[2, 3]])

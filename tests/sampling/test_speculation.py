@@ -1,4 +1,4 @@
-"""Proposing tokens by n-grams changes neither the distribution nor what an update in flight promises."""
+"""Speculative decoding with n-grams: same distribution, and same guarantees of an update in flight."""
 
 import math
 
@@ -18,7 +18,7 @@ SHARPNESS = 16.0
 
 
 def surprise(counts, probabilities):
-    """Return how many standard deviations Pearson's chi-square is above its mean; rare tokens share one cell."""
+    """Return Pearson's chi-square in standard deviations above its mean; rare tokens share one cell."""
     expected = probabilities.double() * counts.sum()
     is_rare = expected < 10
     cells = [(counts[~is_rare], expected[~is_rare])]
@@ -30,7 +30,7 @@ def surprise(counts, probabilities):
 
 @pytest.fixture(scope="module")
 def sharp(engine, folder):
-    """The engine's model, whose distributions have a few likely tokens."""
+    """Return the engine's model, whose distributions have a few likely tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(SHARPNESS)
@@ -52,7 +52,7 @@ def test_accepted_tokens_have_the_distribution_of_the_model(engine, sharp):
     assert largest_gap(completions[:200], sharp) < FP32_GAP
     vocabulary = sharp.config.vocab_size
     tokens = torch.tensor([completion.token_ids for completion in completions])
-    # Probabilities of all beginnings of a completion, and the beginnings.
+    # Enumerate the beginnings of a completion with their probabilities.
     share, contexts = torch.ones(1), torch.zeros(1, 0, dtype=torch.long)
     for place in range(3):
         scores = sharp(torch.cat([torch.tensor(prompt).expand(len(contexts), -1), contexts], 1)).logits[:, -1]

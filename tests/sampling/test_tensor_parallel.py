@@ -1,4 +1,4 @@
-"""An engine of two workers: the same results, the same proof, and one clear end when a worker dies."""
+"""An engine of two workers: same results and checks, and a single error if a worker dies."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ from vectorlm.sampling.weights.model_size import read_model_size
 EIGHT_HEADS = SimpleNamespace(num_heads=8, num_parameters=0)
 
 
-# One key-value head, so both workers hold it; 48 rows of vocabulary, which vLLM rounds up to two times 32.
+# Both workers hold the only key-value head. The vocabulary has 48 rows, which vLLM pads to two times 32.
 TINY_LLAMA = {"hidden_size": 64}
 pytestmark = pytest.mark.filterwarnings("ignore:another engine of this process is open")
 ENGINE_ARGS = {"receiver": "live", "tensor_parallel_size": 2}
@@ -48,7 +48,7 @@ def test_a_change_in_one_workers_columns_is_caught(engine, models):
     step = engine.version + 1
 
     def spoil(sums, layout, tensors):
-        # The second worker holds the last columns.
+        # The second worker has the last columns.
         tensors["model.layers.1.mlp.down_proj.weight"].view(torch.int32)[3, -1] ^= 1
         return sums
 
@@ -59,7 +59,7 @@ def test_a_change_in_one_workers_columns_is_caught(engine, models):
     assert all(compare(engine, models[0])[0])
 
 
-# The last test of the shared engine: it does not survive.
+# This must be the last test with the shared engine, which does not survive it.
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_engine_with_its_name_and_nothing_is_left(engine):
     engine.wait_until_ready()

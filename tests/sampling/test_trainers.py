@@ -1,4 +1,4 @@
-"""The contract of trainers: ours keeps it, one that breaks a rule is caught, and an engine follows one."""
+"""The contract of trainers: our trainer keeps it, the checks catch broken trainers, and an engine follows a trainer."""
 
 import copy
 import dataclasses
@@ -77,7 +77,7 @@ def test_two_ranks_keep_the_contract(folder):
 
 
 class Forgets(ModuleTrainer):
-    """Leaves one tensor as it was."""
+    """A trainer that publishes zeros for one tensor."""
 
     def publish(self, layout, with_checksums):
         whole = super().publish(layout, with_checksums)
@@ -86,20 +86,20 @@ class Forgets(ModuleTrainer):
 
 
 class Counts(ModuleTrainer):
-    """Has the same version after every step."""
+    """A trainer with the same version after every step."""
 
     version = property(lambda self: 7, lambda self, value: None)
 
 
 class Renames(ModuleTrainer):
-    """Calls its tensors by other names after a step."""
+    """A trainer that renames its tensors after a step."""
 
     def manifest(self):
         return [dataclasses.replace(spec, name=f"{spec.name}{self.version}") for spec in super().manifest()]
 
 
 class Stands(ModuleTrainer):
-    """Learns nothing."""
+    """A trainer that learns nothing."""
 
     def step(self, batch):
         self.version += 1
@@ -107,7 +107,7 @@ class Stands(ModuleTrainer):
 
 
 class Drifts(ModuleTrainer):
-    """Changes a weight while it publishes."""
+    """A trainer that changes a weight while it publishes."""
 
     def publish(self, layout, with_checksums):
         sums = super().publish(layout, with_checksums)
@@ -117,7 +117,7 @@ class Drifts(ModuleTrainer):
 
 
 class Miscounts(ModuleTrainer):
-    """Returns wrong sums."""
+    """A trainer that returns wrong checksums."""
 
     def publish(self, layout, with_checksums):
         return [checksum + 1 for checksum in super().publish(layout, with_checksums)]

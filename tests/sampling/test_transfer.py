@@ -1,4 +1,4 @@
-"""Weights for vLLM's own server and for a `vllm.LLM`, from a trainer that uses nothing else of this library."""
+"""Weights for vLLM's server and for a `vllm.LLM`, from a trainer that uses nothing else of this library."""
 
 import itertools
 import json
@@ -61,7 +61,7 @@ def url(server):
 
 
 def moved(folder, seed):
-    """Return the model of `folder` with noise, so that each seed has other weights."""
+    """Return the model of `folder` with noise that depends on the seed."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -72,11 +72,11 @@ def moved(folder, seed):
 
 @torch.no_grad()
 def require_held(url, model):
-    """Compare the server's log-probabilities with the model's."""
+    """Check that the server's log-probabilities are the model's."""
     for row, found in zip(ROWS, ScoringServer(url).logprobs(ROWS), strict=True):
         logprobs = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
         expected = logprobs.gather(-1, torch.tensor(row)[1:, None])[:, 0]
-        # Two kernels in float32.
+        # Two float32 kernels round differently.
         torch.testing.assert_close(torch.tensor(found[1:]), expected, atol=1e-4, rtol=0)
 
 
@@ -87,7 +87,7 @@ def version_of(url):
 
 @contextmanager
 def asking(url):
-    """Send a request in another thread; yield a function that returns whether it is answered in time."""
+    """Send a request in another thread; yield a function that returns whether it is answered within some seconds."""
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(lambda: ScoringServer(url, timeout_s=60).logprobs(ROWS[:1]))
 
@@ -114,7 +114,7 @@ def test_an_update_sends_what_the_model_holds_at_that_moment(url, folder):
             assert 0 < report.load_s < report.total_s
             assert version_of(url) == str(step)
             require_held(url, model)
-        # Under the same step too, and without a warning.
+        # An update under the same step sends the weights too, without a warning.
         with torch.no_grad():
             model.lm_head.weight.mul_(0.5)
         assert not transfer.update(4).skipped
@@ -160,7 +160,7 @@ def test_a_refused_update_changes_neither_weights_nor_version(url, folder, tmp_p
             weight.copy_(kept)
         assert version_of(url) == "6"
         require_held(url, model)
-        # Whoever was refused has not taken the weights from their owner.
+        # A trainer whose update was refused has not taken over the weights.
         transfer.update(8)
         assert version_of(url) == "8"
 
@@ -224,14 +224,14 @@ def test_whoever_updates_last_owns_the_weights(url, folder):
     require_held(url, second)
     with WeightTransfer(first, url) as third:
         third.update(18)
-        # Its arena replaces theirs, and is computed with in place.
+        # The new arena replaces the earlier ones, and the server computes with it in place.
         assert third._swap._layouts["base"].num_copied_bytes == 0
     require_held(url, first)
 
 
 @pytest.mark.slow
 def test_every_update_empties_the_prefix_cache_also_under_requests(url, folder):
-    """The rows share a prefix of whole blocks with rows sampled from the weights before."""
+    """The requests share a prefix of whole blocks with requests before the update."""
     row = [2 + place % 40 for place in range(200)]
     model = moved(folder, 9)
     body = {"prompt": row, "max_tokens": 50, "ignore_eos": True, "temperature": 0}
@@ -334,7 +334,7 @@ def test_wrong_input_is_told_before_anything_is_sent(folder):
 
 
 def test_the_entry_point_imports_nothing_until_an_engine_uses_the_backend():
-    # vLLM calls it in every process, whatever the backend.
+    # vLLM calls the entry point in every process, with any backend.
     code = "import sys, vectorlm.sampling.backends.vllm.plugin; print({'torch', 'vllm', 'msgspec'} & {*sys.modules})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
     setup = Path(__file__).parents[2] / "setup.py"
@@ -366,7 +366,7 @@ def test_only_workers_of_the_backend_are_adapted(backend, worker, expected):
 
 
 class Engine:
-    """An engine that does as vLLM's worker does about updates that were begun."""
+    """A stand-in for vLLM's worker, with its rules for updates that have begun."""
 
     def __init__(self, is_active, is_whole):
         self.is_active, self.is_whole, self.made = is_active, is_whole, []

@@ -1,4 +1,4 @@
-"""An engine on each of two nodes; run as a script, this file is one rank of them."""
+"""An engine on each of two nodes; as a script, this file is a rank."""
 
 import json
 import os
@@ -23,7 +23,7 @@ BATCH = [[2 + index % 20, 3 + index % 7] for index in range(41)]
 
 
 def swap_on_nodes(folder):
-    """Swap into both engines and sample on both; return what this rank saw."""
+    """Swap into both engines and sample on both; return this rank's results."""
     topology = Topology.from_environment()
     load = {"pretrained_model_name_or_path": folder, "dtype": torch.float32}
     model, spread, reference = (AutoModelForCausalLM.from_pretrained(**load) for _ in range(3))

@@ -1,4 +1,4 @@
-"""``vectorlm verify``, and TRL's weight syncs: what is found in a real vLLM engine, and what is said of wrong input."""
+"""``vectorlm verify`` and TRL's weight syncs: findings in a real vLLM engine, and errors for wrong input."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def found(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# One engine of vLLM and TRL's own sync for all of them.
+# All cases share one vLLM engine and TRL's sync.
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUND)
 def test_what_vllm_holds_after_a_sync_is_told(found, case):

@@ -1,4 +1,4 @@
-"""A token's version is the weights that sampled it: judged by its log-probability under every version."""
+"""The versions of tokens: each must be the weights that sampled the token, which its log-probability shows."""
 
 import itertools
 import time
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from vectorlm import HFEngine
 
 TINY_LLAMA = {"hidden_size": 64, "max_length": 256}
-# Too few slots for a group, and too little memory for two long completions, so that vLLM preempts some.
+# With few slots for a group and little memory for two long completions, vLLM preempts some.
 ENGINE_ARGS = {"max_model_len": 256, "max_num_seqs": 3, "kv_cache_memory_bytes": 384 << 10}
 WAYS = ("keep", "recompute")
 NUM_MODELS = 5
@@ -19,9 +19,9 @@ PROMPTS = [[2, 3, 4], [5, 6, 7, 8, 9, 10, 11], [12]]
 
 
 def models_apart(folder, with_layers):
-    """Return models whose log-probabilities of a token lie apart.
+    """Return models with clearly different log-probabilities of a token.
 
-    Without `with_layers` they share all layers below the head, so that a KV cache of any of them is right for all.
+    Without `with_layers` they share all layers below the head, and a KV cache of any model is right for all.
     """
     models = []
     for seed in range(NUM_MODELS):
@@ -36,7 +36,7 @@ def models_apart(folder, with_layers):
 
 
 def wrong_labels(completion, models, first_step):
-    """Count the tokens whose log-probability is not of the version on their label; step s is of model s modulo 5."""
+    """Count the tokens whose log-probability does not belong to their version; step s has model s modulo 5."""
     found = torch.tensor(completion.sampler_logprobs, dtype=torch.float64)
     by_model = torch.stack([reference_logprobs(model, completion) for model in models])
     said = torch.tensor([(version - first_step) % NUM_MODELS for version in completion.versions])
@@ -46,21 +46,21 @@ def wrong_labels(completion, models, first_step):
 
 
 def check_labels(engine, folder, in_flight, *, pause_s=0.05, n=8, max_tokens=200, rounds=4):
-    """Update again and again while groups of completions of many lengths are sampled, and look at every token."""
+    """Update repeatedly while groups of completions of many lengths are sampled, and check every token."""
     models = models_apart(folder, with_layers=in_flight != "keep")
     first_step = engine.version + 1
     step = first_step - 1
     groups, ended_apart = [], 0
     for number in itertools.count():
         if number >= rounds and (ended_apart > 3 or number == 4 * rounds):
-            break  # on a busy machine few updates may have met a group
+            break  # On a busy machine few updates may have come during a group.
         params = {
             "n": n,
             "max_tokens": max_tokens,
             "temperature": 1.0,
             "seed": number,
             "ignore_eos": True,
-            # One token in fifty ends a completion, so that siblings end far apart.
+            # One token in fifty ends a completion, which makes siblings end at different times.
             "stop_token_ids": [number + 14],
             "logprobs": 0,
         }

@@ -1,4 +1,4 @@
-"""vLLM samples as HFEngine does, and its log-probabilities of cut distributions are the trainer's."""
+"""vLLM's sampling compared with HFEngine's, and log-probabilities of truncated distributions with the trainer's."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 
 
 @pytest.mark.slow
 def test_what_is_deterministic_is_the_same_of_the_transformers_engine(engine, folder):
-    """Greedy decoding shows penalty, limits, end tokens and texts, before any update."""
+    """Greedy decoding covers penalty, limits, end tokens and texts, before any update."""
     with HFEngine(folder) as transformers_engine:
         free = transformers_engine.sample(WRITTEN, GREEDY)
         stops = [free[0][0].text[6:10], free[1][0].text[8:11]]
@@ -48,7 +48,7 @@ def test_what_is_deterministic_is_the_same_of_the_transformers_engine(engine, fo
 
 @pytest.fixture(scope="module")
 def trained(engine, folder):
-    """The engine's model, with logits as far apart as those of a trained one."""
+    """Return the engine's model, with logits as far apart as a trained model's."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         model.lm_head.weight.mul_(25)
@@ -91,7 +91,7 @@ def test_the_engine_reports_what_the_trainer_computes(engine, trained, temperatu
 @pytest.mark.slow
 @torch.no_grad()
 def test_drafts_of_n_grams_change_no_probability(folder):
-    """Engines verify several tokens of a draft in one step; tokens are drawn from the same distribution."""
+    """An engine verifies several draft tokens in one step, and tokens have the same distribution."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     prompts = [[5, 6, 7, 8] * 4, [9, 10, 11] * 5, [3, 4, 5, 6, 7, 8, 3, 4, 5]]

@@ -1,4 +1,4 @@
-"""Checks of an engine that wakes: tensors that vLLM does not bring back, and log-probabilities of a fixed text."""
+"""Checks of an engine that wakes up: tensors that vLLM does not restore, and log-probabilities of a fixed text."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ class Slotted:
 
 
 def model_with_everything():
-    """Return a model, and by name the tensors that neither vLLM nor an update brings back."""
+    """Return a model, and by name the tensors that neither vLLM nor an update restores."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     layer = model[1]
     layer.register_buffer("mask", torch.ones(3), persistent=False)
@@ -94,7 +94,7 @@ def test_the_walk_ends_in_cycles_and_leaves_no_tensor_out():
 
 
 class Weights:
-    """The part of a receiver that a `SleepCheck` uses."""
+    """A stand-in for the part of a receiver that a `SleepCheck` uses."""
 
     now = "checkpoint"
 
@@ -103,7 +103,7 @@ class Weights:
 
 
 def checked(*scores):
-    """Return a check whose engine answers with these scores, and its weights."""
+    """Return a check whose engine gives these scores, and its weights."""
     answers, weights = iter(scores), Weights()
     return SleepCheck(lambda salt: np.array([[5.0, next(answers)]]), weights), weights
 
@@ -119,7 +119,7 @@ def test_log_probabilities_are_compared_once_and_only_with_the_same_weights():
     check, weights = checked(-1.0, -1.0, -2.0, -2.0, -2.0)
     sleep_and_update(check, weights, "step 0")
     sleep_and_update(check, weights, "step 0")
-    # A third score does not exist.
+    # A third score would raise, because the list has no more.
     sleep_and_update(check, weights, "step 0")
 
 
@@ -187,10 +187,10 @@ def saved(tmp_path_factory):
 
 
 def sleep_over(folder, receiver, planted="", moved=0.0, **engine_args):
-    """Let an engine sleep and take the same weights again; `moved` is added to them.
+    """Let an engine sleep and update it with the same weights plus `moved`.
 
     Returns:
-        The warnings, the errors in their order, and whether the answers are as before.
+        The warnings, the errors in order, and whether the answers are the same as before.
     """
     os.environ[PLANT] = planted
     model, errors, after = load_model(folder), [], None
@@ -265,7 +265,7 @@ def test_rank_0_is_warned_and_no_other_rank(world_size, saved):
 def test_a_tensor_that_is_lost_is_named_on_all_ranks_and_nothing_is_sampled_any_more(world_size, saved):
     for said, errors, _ in forked(sleep_over, saved("Gemma 3"), "live", "large", world_size=world_size):
         assert not said
-        # All calls after the first sleep.
+        # All calls after the first sleep fail.
         assert len(errors) == 7
         assert all(error.startswith("ChangedBySleep: ") for error in errors)
         assert all("'model.layers.1.mlp.down_proj.table'" in error for error in errors)
@@ -275,7 +275,7 @@ def test_a_tensor_that_is_lost_is_named_on_all_ranks_and_nothing_is_sampled_any_
 @pytest.mark.parametrize("world_size", ONE_OR_TWO)
 def test_a_change_that_no_tensor_shows_is_found_by_log_probabilities(world_size, saved):
     for _, errors, _ in forked(sleep_over, saved("Gemma 3"), "live", "number", world_size=world_size):
-        # The update and all calls after it.
+        # The update and all calls after it fail.
         assert len(errors) == 6
         assert all("sleep changed what the engine computes" in error for error in errors)
 
@@ -289,7 +289,7 @@ def test_an_update_with_other_weights_is_not_compared(saved):
 
 @pytest.mark.slow
 def test_workers_of_a_parallel_engine_compare_their_own(saved, monkeypatch):
-    # Workers import the class by the name of its module.
+    # Workers import the class by its module's name.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
     monkeypatch.setattr(sys.modules[__name__], "DISCARDING", "sleep_cases:Discarding")
     said, errors, is_as_before = sleep_over(saved("Llama"), "live", "small", tensor_parallel_size=2)

@@ -1,4 +1,4 @@
-"""A trainer of its own for test_transfer.py: `transfer_script.py CASE FOLDER URL`."""
+"""A separate trainer for test_transfer.py: `transfer_script.py CASE FOLDER URL`."""
 
 import json
 import os
@@ -123,12 +123,12 @@ def processes(folder, url):
 
 
 def llm(folder, size):
-    """Send to a `vllm.LLM` whose engine runs in `size` processes of vLLM's own, as by default."""
+    """Send to a `vllm.LLM` whose engine runs in `size` processes of vLLM, the default."""
     from vllm import LLM, SamplingParams
 
     os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     if size == "2":
-        # By itself vLLM wants a NUMA node for each worker.
+        # vLLM's default needs a NUMA node for each worker.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     engine = LLM(
         folder,

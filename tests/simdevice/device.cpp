@@ -1,7 +1,7 @@
-// A device with memory of its own, for tests on machines without one: "sim", torch's PrivateUse1.
+// A device with separate memory, for tests on machines without a GPU: "sim", torch's PrivateUse1.
 //
-// A device address is a host address with a bit set that no processor follows, so whoever touches device memory from the
-// host ends with SIGSEGV. Operators run on the CPU's kernels, and refuse tensors of both sides as CUDA does.
+// A device address is a host address with a bit set that makes it invalid for the processor: a host access to device
+// memory ends with SIGSEGV. Operators run on the CPU's kernels, and refuse to mix host and device tensors, as CUDA does.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -62,7 +62,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 const bool hooked = (at::RegisterPrivateUse1HooksInterface(new Hooks), true);
 
-// The CPU's view of a tensor, wherever it lies.
+// The CPU's view of a host or device tensor.
 at::Tensor here(const at::Tensor& tensor) {
   if (tensor.device().type() != SIM) return tensor;
   auto* start = near(const_cast<char*>(static_cast<const char*>(tensor.storage().data())));
@@ -117,7 +117,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (const auto& tensor : tensors) {
       if (!tensor.defined()) continue;
       far |= tensor.device().type() == SIM;
-      // A number may lie on the host.
+      // A tensor without dimensions may be on the host.
       close |= tensor.device().is_cpu() && tensor.dim() > 0;
     }
   }

@@ -1,4 +1,4 @@
-"""The device of device.cpp as torch.device("sim"): built by the compiler of this machine, at the first use."""
+"""The device of device.cpp as torch.device("sim"); this machine's compiler builds it at the first use."""
 
 import contextlib
 import shutil
@@ -15,13 +15,13 @@ BUILT = HERE.parents[1] / "build" / "simdevice"
 
 
 def why_not():
-    """Say what is missing to build it; None for nothing."""
+    """Return the tools that are missing to build the device; None if none is."""
     lacking = [name for name in ("g++", "ninja") if shutil.which(name) is None]
     return f"no {' and no '.join(lacking)}" if lacking else None
 
 
 class Nothing:
-    """A stream or an event of a device that does everything at once."""
+    """A stream or event of a device that does all work immediately."""
 
     def __init__(self, *arguments, **named):
         pass
@@ -31,13 +31,13 @@ class Nothing:
 
 
 def build():
-    """Compile device.cpp, unless that was done."""
+    """Compile device.cpp, unless it is already built."""
     BUILT.mkdir(parents=True, exist_ok=True)
     load("simdevice", [str(HERE / "device.cpp")], ["-O1"], build_directory=str(BUILT), is_python_module=False)
 
 
 def install():
-    """Give this process the device, and a process group of one rank, whose collectives copy."""
+    """Add the device to this process, with a process group of one rank whose collectives copy."""
     build()
     torch.utils.rename_privateuse1_backend("sim")
     device = types.ModuleType("torch.sim")

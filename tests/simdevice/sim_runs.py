@@ -1,4 +1,4 @@
-"""Train a little on the CPU, then on the simulated device: python sim_runs.py FOLDER. It prints lines of JSON."""
+"""Train a little on the CPU, then on the simulated device: python sim_runs.py FOLDER. Print lines of JSON."""
 
 import ctypes
 import json
@@ -53,7 +53,7 @@ RUNS = {
 
 
 def refuses():
-    """Say how the device refuses a host's tensor beside its own, and how a host ends that reads its memory."""
+    """Return the error of adding a host tensor, and the signal that ends a host that reads the device's memory."""
     tensor = torch.ones(3, device="sim")
     try:
         tensor + torch.ones(3)
@@ -67,7 +67,7 @@ def refuses():
 
 
 class Waits(TorchDispatchMode):
-    """Notes the operations of passes for which a host would wait for its device, and counts the passes."""
+    """A mode that records operations in passes that make the host wait for its device, and counts the passes."""
 
     READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
 
@@ -80,20 +80,20 @@ class Waits(TorchDispatchMode):
         result = func(*args, **kwargs)
         tensors = [x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
         devices, name = {x.device.type for x in tensors}, str(func)
-        # Numbers without dimensions travel with the launch of an operation.
+        # Tensors without dimensions travel with the launch of an operation.
         moves = len({x.device.type for x in tensors if x.ndim}) > 1
         is_blocking = not kwargs.get("non_blocking") and not (name == "aten.copy_.default" and any(args[2:]))
         reads = "sim" in devices and any(read in name for read in self.READS)
         if reads or (moves and is_blocking):
             frames = traceback.extract_stack()
-            # The trial before a run reads every module's output.
+            # The trial before a run reads every module's output on purpose.
             if all(frame.name != "require_quiet" for frame in frames):
                 ours = [f for f in frames[:-1] if f"{os.sep}vectorlm{os.sep}" in f.filename]
                 self.found.append(f"{name} in {ours[-1].name if ours else 'torch'}")
         return result
 
     def watch(self, owner, name):
-        """Look at all calls of a method."""
+        """Record all calls of a method."""
         inner = getattr(owner, name)
 
         def watched(*arguments, **named):
@@ -105,7 +105,7 @@ class Waits(TorchDispatchMode):
 
 
 def move_first():
-    """Move a model before it is sharded: torch lets `tensor.data = ...` change the device for its own devices alone."""
+    """Move a model before it is sharded: torch allows `tensor.data = ...` across devices only for its own devices."""
     shard_model = shard.shard_model
 
     def moved(model, topology, *arguments):
@@ -117,7 +117,7 @@ def move_first():
 
 
 def fine_tuned(device, folder):
-    """Return the losses of a run of fine-tuning."""
+    """Return the held-out loss of a fine-tuning run."""
     tiny_runs.shard_model = shard.shard_model
     loop = tiny_runs.build_loop(
         Topology(device=device), folder / "model", output=folder / f"sft-{device[:3]}", num_micro_batches=2
@@ -128,7 +128,7 @@ def fine_tuned(device, folder):
 
 
 def trained(device, folder, name):
-    """Return the metrics of a run of reinforcement learning, sampled by transformers on the CPU."""
+    """Return the metrics of a reinforcement learning run, sampled by transformers on the CPU."""
     algorithm, overrides = RUNS[name]
     overrides = [*overrides, "rl.max_steps=2", "rl.save_every=1"]
     config = config_of(folder, folder / f"{algorithm}-{device[:3]}", algorithm, overrides)
@@ -140,7 +140,7 @@ def trained(device, folder, name):
 
 
 def main():
-    """Print what each device says."""
+    """Print the results of each device."""
     folder = save_files(Path(sys.argv[1]))
     sim_device.install()
     move_first()

@@ -1,4 +1,4 @@
-"""Training on a device whose memory the host cannot touch: it never mixes the two, and says what the CPU says."""
+"""Training on a device with memory that the host cannot access: same results as on the CPU, without mixing devices."""
 
 import json
 import os
@@ -11,13 +11,13 @@ import pytest
 import sim_device
 
 REASON = sim_device.why_not()
-# It takes 40 s, and 15 more where the device is compiled.
+# The tests take 40 s, and 15 s more to compile the device.
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """The output of each run, by its name and device."""
+    """Return the results of the runs, by name and device."""
     script = Path(__file__).with_name("sim_runs.py")
     words = [sys.executable, script, tmp_path_factory.mktemp("sim")]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "MAX_JOBS": "1"}
@@ -35,7 +35,7 @@ def test_the_device_refuses_what_cuda_refuses(said):
     ("name", "metrics", "tolerance"),
     [
         ("fine-tuning", ["loss"], 1e-6),
-        # Eight bits of a number; attention by an operator that computes in float64.
+        # bfloat16 has eight bits, and the attention operator computes in float64.
         ("GRPO in 16 bits", ["reward/mean", "policy/loss", "policy/grad_norm", "policy/entropy"], 2e-2),
         ("PPO of adapters", ["reward/mean", "policy/loss", "critic/loss", "policy/grad_norm"], 1e-4),
     ],

@@ -1,4 +1,4 @@
-"""torch's flash kernel for rows of any length, written down row by row in float64, for devices that have none."""
+"""torch's flash kernel for rows of any length, reimplemented row by row in float64 for devices without the kernel."""
 
 from contextlib import contextmanager
 from itertools import pairwise
@@ -9,7 +9,7 @@ from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward
 
 @contextmanager
 def written_down(device_type, calls=None):
-    """Let torch's two operators compute as below on a kind of device; note the windows of all calls."""
+    """Replace torch's two operators on a kind of device by the functions below; note windows and dtypes in `calls`."""
     kernels = _varlen_attn._backend_fns, _varlen_attn_backward._backend_fns
     before = [dict(item) for item in kernels]
 
@@ -29,7 +29,7 @@ def written_down(device_type, calls=None):
 
 
 def forward(query, key, value, ends_q, ends_k, max_q, max_k, is_causal, scale, window, enable_gqa, *others):
-    """Return float [N, H, D], the log-sums [H, N], and what is no random state."""
+    """Return the output, float [N, H, D], the log-sums [H, N], and zeros as the random state."""
     assert others in ((), (None, None, None)), others
     check(query, key, value, ends_q, ends_k, max_q, max_k)
     assert is_causal == (list(window) == [-1, 0])
@@ -69,14 +69,14 @@ def backward(
 
 
 def rows(ends_q, ends_k):
-    """Yield the places of each row's queries and keys."""
+    """Yield the slices of each row's queries and keys."""
     pairs = [list(pairwise(item)) for item in (ends_q.tolist(), ends_k.tolist())]
     for mine, theirs in zip(*pairs, strict=True):
         yield slice(*mine), slice(*theirs)
 
 
 def scores_of(query, key, value, scale, window):
-    """Return float64 [H, q, k], -inf where nothing is seen; the factor; queries, keys, values of all heads."""
+    """Return float64 scores [H, q, k] (-inf if masked), the factor, and queries, keys and values of all heads."""
     repeats = query.shape[1] // key.shape[1]
     q = query.cpu().double().transpose(0, 1)
     k, v = (item.cpu().double().transpose(0, 1).repeat_interleave(repeats, 0) for item in (key, value))
@@ -90,7 +90,7 @@ def scores_of(query, key, value, scale, window):
 
 
 def check(query, key, value, ends_q, ends_k, max_q, max_k):
-    """Refuse what the kernel in torch's sources refuses, the dtype aside, or would read past."""
+    """Refuse arguments that torch's kernel refuses, except for the dtype, or for which it would read out of bounds."""
     assert {item.device for item in (query, key, value, ends_q, ends_k)} == {query.device}
     assert query.dtype == key.dtype == value.dtype
     assert query.shape[2] == key.shape[2] == value.shape[2] <= 256

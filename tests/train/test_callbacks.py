@@ -1,4 +1,4 @@
-"""Callbacks: what they may ask for, and that it happens from the right step on, on all ranks."""
+"""Callbacks: their requests take effect from the right step on, on all ranks."""
 
 import shutil
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_callbacks_log_save_stop_and_set_the_learning_rate_on_all_ranks(inputs, 
     rates = [row["train/learning_rate"] for row in rows[1:]]
     assert rates[2:] == [5e-4, 5e-4]
     assert 5e-4 not in rates[:2]
-    # The hook reads the rate of the step that follows.
+    # The hook reads the learning rate of the next step.
     assert rows[1]["own/rate"] == rates[1]
     assert lines(tmp_path / "run/saved.jsonl") == [[2, True], [4, True]]
     assert (tmp_path / "run/final-model").is_dir()
@@ -83,7 +83,7 @@ def test_a_stopped_run_is_finished_until_it_is_made_longer(inputs, tmp_path):
     assert find_resumption(config, 1).is_finished
     longer = make_config(inputs, tmp_path / "run", **settings, epochs=3)
     assert not find_resumption(longer, 1).is_finished
-    # Killed while the final model was written: the same command ends where the run was stopped.
+    # The run was killed while it wrote the final model: the same command ends at the step where the run was stopped.
     (tmp_path / "run/checkpoints/step-00000004/finished").unlink()
     shutil.rmtree(tmp_path / "run/final-model")
     on_ranks(1, train, config)

@@ -1,4 +1,4 @@
-"""Ranks that share a pass say what each of them would say alone; weights get shares of one gradient."""
+"""Context parallelism: ranks that share a pass compute the same as one rank, and share one gradient."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ SETTINGS, LORA = ModelSettings(), {"r": 4, "target_modules": ["q_proj", "down_pr
 
 @dataclass(frozen=True)
 class EveryThird:
-    """A grammar that leaves out a third of the vocabulary, but for the tokens that were chosen."""
+    """A grammar that excludes a third of the vocabulary, except for the chosen tokens."""
 
     def bitmasks(self, rows):
         targets = rows.targets
@@ -37,7 +37,7 @@ class EveryThird:
 
 
 def alone_and_together(topology, folders, size, settings=SETTINGS, lora=False, **language_model):
-    """Return for each model values and gradients of rows, as one rank computes them and as `size` ranks do."""
+    """Return, for each model, values and gradients of rows, computed by one rank and by `size` ranks."""
     topology = replace(topology, context_parallel=size)
     context, found = ContextGroup.of(topology), []
     for folder in folders:
@@ -53,9 +53,9 @@ def alone_and_together(topology, folders, size, settings=SETTINGS, lora=False, *
             assert computes.packs
             item.append(values_and_gradient(model, random_rows(), partial(computes, entropy="gradient")))
         *values, gradient = item[1]
-        # FSDP takes the mean over all ranks: of the whole gradient, or of shares of it.
+        # FSDP averages over all ranks: one rank has the whole gradient, several have shares of it.
         item[1] = (*values, {name: size * value for name, value in gradient.items()})
-        # The smallest pass: one token, of which all ranks but the first have none.
+        # The smallest pass has one token, which the first rank computes.
         nothing = Rows(torch.ones(1, 3).long(), torch.ones(1, 3).long(), torch.zeros(1, 3).bool(), (0,))
         computes(nothing).logprobs.sum().backward()
         found.append(item)

@@ -1,4 +1,4 @@
-"""A base in 4 bits (AWQ, GPTQ): its weights, what it cannot be used with, a run on it, and what the run saves."""
+"""A base in 4 bits (AWQ, GPTQ): its weights, unsupported settings, a run with it, and the saved files."""
 
 import json
 
@@ -28,7 +28,7 @@ def plain(tmp_path):
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_the_weights_are_the_nearest_of_sixteen(plain, tmp_path, method):
-    """A wrong order of numbers, a wrong zero point or a wrong scale would be further off."""
+    """With a wrong order of numbers, a wrong zero point or a wrong scale, the weights would be further off."""
     model = load_model(save_four_bit(plain, tmp_path / "model", method))
     expected, empty = load_model(plain), load_model(tmp_path / "model", is_empty=True)
     assert [*empty.state_dict()] == [*model.state_dict()] == [*expected.state_dict()]
@@ -40,7 +40,7 @@ def test_the_weights_are_the_nearest_of_sixteen(plain, tmp_path, method):
         groups, read = weight.view(len(weight), -1, 32), found.view(len(weight), -1, 32)
         largest = groups.abs().amax(-1, keepdim=True) / 7
         spread = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / 15
-        # An AWQ zero point is rounded too.
+        # AWQ's zero points are rounded too.
         step = spread if method == "awq" else largest / 2
         assert ((read - groups).abs() <= 1.05 * step).all(), name
         assert all(len(row.unique()) <= 16 for group in read for row in group)
@@ -69,7 +69,7 @@ def test_a_layout_that_is_not_read_is_refused_by_name(plain, tmp_path, method, o
 
 
 def test_only_files_that_the_index_names_are_read(plain, tmp_path):
-    """vLLM reads no others, and a file that is left over could hold other weights."""
+    """vLLM reads no other files, and a leftover file could have other weights."""
     folder = save_four_bit(plain, tmp_path / "model", "awq")
     expected, whole = load_model(folder).state_dict(), folder / "model.safetensors"
     tensors = load_file(whole)
@@ -97,7 +97,7 @@ def test_only_files_that_the_index_names_are_read(plain, tmp_path):
     + [("gptq", "g_idx")],
 )
 def test_a_damaged_layer_is_refused(plain, tmp_path, method, part):
-    """A tensor of another shape, a missing one, and groups in another order."""
+    """The damage is a tensor of another shape, a missing tensor, or groups in another order."""
     folder = save_four_bit(plain, tmp_path / "model", method)
     whole = load_file(folder / "model.safetensors")
     name = f"model.layers.0.self_attn.q_proj.{part}"
@@ -106,7 +106,7 @@ def test_a_damaged_layer_is_refused(plain, tmp_path, method, part):
         if broken is not None:
             tensors[name] = broken
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        # vLLM reads neither of GPTQ's zero points and groups, if groups are of adjacent inputs.
+        # vLLM ignores GPTQ's zero points, and its groups if they consist of adjacent inputs.
         if method == "gptq" and (part == "qzeros" or (part == "g_idx" and broken is None)):
             load_model(folder)
         else:
@@ -214,7 +214,7 @@ def test_a_run_saves_adapters_that_sample_and_merge(tmp_path, capsys, world_size
         "train_parameters.lora_peft_config={r: 8, target_modules: all-linear}",
         "train_parameters.optimizer.lr=1e-2",
         "rl.kl_coef=0.01",
-        "rl.keep_adapters={every: 1, last: 2}",  # The engine samples with its base, too.
+        "rl.keep_adapters={every: 1, last: 2}",  # The engine samples from its base, too.
     ]
     on_ranks(world_size, run, config_of(files, tmp_path / "run", overrides=overrides))
     gaps = [

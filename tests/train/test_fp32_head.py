@@ -1,4 +1,4 @@
-"""`fp32_head`: engine and trainer compute logits in float32 from hidden states in bfloat16."""
+"""`fp32_head`: engine and trainer compute float32 logits from hidden states in bfloat16."""
 
 import copy
 
@@ -20,7 +20,7 @@ SAMPLED = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.0, "seed": 3, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model whose logits are all near -150, where bfloat16 has integers only; softmax ignores what they share."""
+    """Return a model with all logits near -150, where bfloat16 has only integers; softmax ignores the common part."""
     folder = save_tiny_llama(tmp_path_factory.mktemp("fp32") / "model", hidden_size=64)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def row_of(completion):
 
 
 def gap(folder, fp32_head):
-    """Return the mean difference of the log-probabilities of vLLM and of the trainer, both in bfloat16."""
+    """Return the mean difference between vLLM's and the trainer's log-probabilities, both in bfloat16."""
     model = load_model(folder, dtype="bfloat16", fp32_head=fp32_head).eval()
     with SamplingEngine(folder, **VLLM, fp32_head=fp32_head) as engine:
         engine.update(model, 0)

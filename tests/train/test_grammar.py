@@ -1,4 +1,4 @@
-"""The trainer's log-probabilities are over the tokens that a grammar allowed, at each place of each turn."""
+"""Grammars in training: log-probabilities are over the tokens that the grammar allowed at each position."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from vectorlm.train.grammar import Grammar
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.types import PromptRecord
 
-# The end token of the tokenizer, and one that is a letter otherwise.
+# The tokenizer's end token, and an end token that is usually a letter.
 ENDS, VOCAB = {0, 2}, 48
 WORDS = ["bed", "bee", "cow", "be"]
 KINDS = [{"choice": WORDS}, {"regex": "be(d|e)?|cow"}, {"grammar": 'root ::= "be" ("d" | "e")? | "cow"'}]
@@ -31,7 +31,7 @@ def ids(tokenizer, text):
 
 
 def allowed(tokenizer, written):
-    """Find the allowed tokens by comparing with all words: an end token ends one."""
+    """Return the allowed tokens by comparison with all words; an end token ends a word."""
     text = "".join(tokenizer.convert_ids_to_tokens(written))
     if "</s>" in text:
         return set(range(VOCAB))
@@ -47,7 +47,7 @@ def rollout_of(prompt, tokens, mask, ends):
 
 
 def rows_of(tokenizer, turns, left_out=()):
-    """Lay out one rollout for each list of turns, a reply of two tokens between them."""
+    """Return rollouts and their batch: one rollout for each list of turns, with a reply of two tokens between turns."""
     rollouts = []
     for texts in turns:
         tokens, mask, ends = (), (), ()
@@ -104,7 +104,7 @@ def test_logprobs_and_entropies_equal_a_slow_loop_over_all_words(folder, tokeniz
                 scores = logits[1 + at, sorted(kept)]
                 kept = sorted(kept)
             logprobs = scores.log_softmax(-1)
-            # Results are float32.
+            # The results are float32.
             assert found.logprobs[row, 2 + at].item() == pytest.approx(
                 logprobs[kept.index(token)].item(), abs=1e-6
             )

@@ -1,4 +1,4 @@
-"""The order of a hand-over, and that it changes nothing in the training."""
+"""The hand-over of devices: its order, and unchanged results of training."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ from vectorlm.types import UpdateReport
 
 
 class ScribeEngine:
-    """Writes down what it is asked to do, and may fail at it."""
+    """An engine that records its calls and raises the given failures."""
 
     def __init__(self, failures=()):
         self.calls, self.failures = [], dict(failures)
@@ -41,7 +41,7 @@ class ScribeEngine:
 
 
 def stepped():
-    """One small layer, and an optimizer over it with its state made."""
+    """Return a small layer and its optimizer, whose state exists."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -179,7 +179,7 @@ def test_an_error_on_the_way_in_brings_everything_back_and_a_second_one_is_a_not
 
 
 def train(topology, folder, hand_over):
-    """Train three steps of two micro-batches, with a hand-over before, between and even inside them."""
+    """Train three steps of two micro-batches, with hand-overs before, between and during steps."""
     training = build_loop(topology, folder, num_micro_batches=2)
     stepper = training.optimizer_step
     greedy = {"temperature": 0.0, "max_tokens": 4}
@@ -203,7 +203,7 @@ def train(topology, folder, hand_over):
         sample(2 * number)
         for batch in micro_batches:
             training.objective.sum_loss(batch)[0].backward()
-            sample(2 * number + 1)  # gradients of half a step are there now
+            sample(2 * number + 1)  # the gradients of half a step exist now
         stepper.optimizer.step()
         stepper.optimizer.zero_grad()
         stepper.schedule.step()
@@ -250,7 +250,7 @@ def test_state_and_gradients_leave_and_return_as_the_same_objects_with_the_same_
     before = [tensor.clone() for tensor in held]
     offload = Offload(optimizer, "cpu")
     offload.move_out()
-    # 15 weights and 3 biases, each with two averages and a gradient, and one count of steps per tensor.
+    # 15 weights and 3 biases have two averages and a gradient each; a tensor also has a count of steps.
     assert offload.num_bytes == (18 * 3 + 2) * 4
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in held)
     assert layer.weight.untyped_storage().nbytes() == 60
@@ -275,7 +275,7 @@ def test_all_goes_into_one_block_that_is_kept_for_the_next_time(monkeypatch):
 
 
 class Order:
-    """In place of CUDA's streams: notes which stream each copy is queued on, and what waits for what."""
+    """A stand-in for CUDA's streams that records each copy's stream and all waits."""
 
     def __init__(self, monkeypatch):
         self.log, self.now = [], "main"

@@ -70,7 +70,7 @@ def test_attention_scores_that_the_model_caps_are_capped(load, tmp_path):
     folder = save_family(FAMILIES["Gemma 2"], tmp_path)
     assert load(folder).config._attn_implementation == "eager"
     if load is load_model:
-        # So loud that the cap of 50 matters; torch's own kernel leaves it out.
+        # The scores are large, which makes the cap of 50 matter; torch's kernel does not apply it.
         ours, uncapped = (
             load(folder),
             AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa"),

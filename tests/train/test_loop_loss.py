@@ -1,4 +1,4 @@
-"""The loss of fine-tuning: of a batch as the sum of its examples', packed and padded."""
+"""The loss of fine-tuning: a batch's loss is the sum of its examples' losses, packed and padded."""
 
 from dataclasses import replace
 from itertools import chain
@@ -19,13 +19,13 @@ def random_batch():
     attention_mask = (torch.arange(14) < torch.tensor([14, 3, 9, 1, 12])[:, None]).long()
     labels = torch.where(attention_mask.bool(), input_ids, -100)
     labels[0, :6], labels[2, 4] = -100, -100
-    # Labels need not be the tokens themselves.
+    # A label may differ from its token.
     labels[4, 7] = 11
     return Batch(input_ids, attention_mask, labels, torch.arange(5), torch.zeros_like(input_ids))
 
 
 def loss_and_gradient(optimizer_step, loss):
-    # Between forward and backward the model has whole weights, the optimizer their shards.
+    # Between forward and backward the model has whole weights, and the optimizer has their shards.
     optimizer_step.optimizer.zero_grad()
     loss.backward()
     return loss.detach(), [full(item.grad).clone() for item in optimizer_step.model.parameters()]
@@ -54,7 +54,7 @@ def test_the_loss_of_a_batch_is_the_sum_of_its_examples_by_themselves(folder, pa
     ((found, expected, nothing),) = on_ranks(1, losses, folder, packs)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
-    # All ranks make the same backward passes, so that a batch without targets has one too.
+    # All ranks make the same backward passes, also for a batch without targets.
     assert nothing[0] == 0
     assert all(gradient.eq(0).all() for gradient in nothing[1])
 
@@ -63,7 +63,7 @@ TEXTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13], [14, 15, 16, 17], [18, 19, 20, 21,
 
 
 def packed_losses(topology, folder, packs):
-    """Return the loss and gradient of packed rows, of their texts by themselves, and of texts that see each other."""
+    """Return loss and gradient of packed rows, of separate texts, and of rows whose texts see each other."""
     rows = [list(chain(*some)) for some in (TEXTS[:3], TEXTS[3:5], TEXTS[5:])]
     lengths = [[len(text) for text in some] for some in (TEXTS[:3], TEXTS[3:5], TEXTS[5:])]
     examples = [
@@ -112,7 +112,7 @@ def step_without_targets(topology, folder):
 
 
 def test_a_step_without_a_counted_token_leaves_the_weights_where_they_are(folder):
-    """AdamW's momentum and decay would move them; the schedule goes on."""
+    """AdamW's momentum and decay would move them; the schedule still advances."""
     for metrics, moved, num_steps_done, said in on_ranks(2, step_without_targets, folder):
         assert not moved
         assert "train/loss" not in metrics

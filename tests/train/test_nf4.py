@@ -1,4 +1,4 @@
-"""Adapters on a base in 4 bits: what the trainer computes, sends, saves and exports."""
+"""Adapters on a base in 4 bits (NF4): computed, sent, saved and exported numbers."""
 
 import json
 
@@ -53,7 +53,7 @@ def optimizer_of(model):
 
 
 def compare(topology, folder, path):
-    """Return losses and gradients beside those of a plain model with the same numbers, and what is sent."""
+    """Return losses and gradients of an NF4 model and an equal plain one, sent rows, and whether training resumes."""
     found = []
     for is_quantized in (True, False):
         model = build(topology, folder, is_quantized=is_quantized)
@@ -80,7 +80,7 @@ def compare(topology, folder, path):
 @needs_bitsandbytes
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_engine_is_sent_the_numbers_that_the_trainer_computes_with(tmp_path, world_size):
-    # 36 numbers a row: the 64 numbers of a scale go over its end.
+    # A row has 36 numbers, and a block of 64 numbers with one scale crosses its end.
     folder = save_tiny_llama(tmp_path / "model", hidden_size=36)
     plain = load_model(folder)
     rounded = load_model(folder)
@@ -92,7 +92,7 @@ def test_the_engine_is_sent_the_numbers_that_the_trainer_computes_with(tmp_path,
         assert shapes == {name: tuple(entry.shape) for name, entry in wanted.items()}
         for (loss, gradients), (loss_like, gradients_like) in zip(quantized, like, strict=True):
             assert loss == pytest.approx(loss_like, abs=1e-5)
-            # fp32 sums in another order, after a step of Adam.
+            # After a step of Adam, fp32 sums in another order differ by this much.
             torch.testing.assert_close(gradients, gradients_like, rtol=1e-3, atol=1e-5)
         for name, (first, rows) in sent.items():
             assert torch.equal(rows, wanted[name][first : first + len(rows)])
@@ -108,7 +108,7 @@ def test_the_engine_is_sent_the_numbers_that_the_trainer_computes_with(tmp_path,
 @needs_bitsandbytes
 @pytest.mark.slow
 def test_a_run_samples_from_its_own_numbers_and_exports_them_merged(tmp_path):
-    """With vLLM on two ranks: the gap is what fp32 rounds off, as with a base in fp32."""
+    """vLLM runs on two ranks: as with a base in fp32, the gap is fp32 round-off."""
     files = save_files(tmp_path)
     overrides = [
         "train_parameters.quantization=nf4",

@@ -1,4 +1,4 @@
-"""The arguments of AdamW, from the config to the step."""
+"""Arguments of AdamW, from the config to the step."""
 
 import inspect
 import json
@@ -37,7 +37,7 @@ OPTIMIZER = "train_parameters.optimizer"
 
 @pytest.fixture(scope="module")
 def plain(here):
-    """A run of two steps with torch's defaults."""
+    """Train two steps with torch's defaults; return the run's folder."""
     finetune(load_config("my.yaml", ["train_parameters.output_dir=plain"]))
     return "plain"
 
@@ -70,7 +70,7 @@ def test_the_defaults_are_torch_s_in_one_kernel():
     theirs = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters(), lr=1e-3).defaults
     assert mine == theirs | {"fused": True}
     assert optimizer_of(OptimizerSettings(lr=1e-3, amsgrad=True)).defaults["amsgrad"]
-    # Amsgrad keeps a third number for each weight.
+    # AMSGrad keeps a third number for each weight.
     assert state_bytes(OptimizerSettings(lr=1e-3, amsgrad=True), 4, 0.0) == 12
 
 

@@ -1,4 +1,4 @@
-"""Every optimizer that a run may name: its steps, what it keeps, and how a run with it goes on."""
+"""Every supported optimizer: its steps, the memory of its state, and resumption."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -49,7 +49,7 @@ def build(topology, settings, lora):
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
     if lora:
-        # 64 x 64 numbers: optimizers with blocks leave smaller tensors as they are.
+        # A matrix needs 64 x 64 numbers, because optimizers with blocks do not quantise smaller tensors.
         model = add_lora(model, {"r": 64, "target_modules": ["q_proj"]})
     shard_model(model, topology)
     optimizer = make_optimizer(settings, model, False)
@@ -76,7 +76,7 @@ def bytes_of(value):
     if isinstance(value, DTensor):
         value = local(value)
     if is_traceable_wrapper_subclass(value):
-        # The table of its codes is 1 kB for each tensor, whatever its size.
+        # The table of codes has 1 kB per tensor of any size.
         return sum(
             bytes_of(getattr(value, entry)) for entry in value.__tensor_flatten__()[0] if entry != "qmap"
         )
@@ -93,7 +93,7 @@ def checkpoint(topology, path, training, step, action):
 
 
 def go_on(topology, path, lora):
-    """Train six steps of each optimizer, and the last three of them again from a checkpoint."""
+    """Train six steps with each optimizer, and repeat the last three from a checkpoint."""
     found = {}
     for index, (name, settings) in enumerate(CASES.items()):
         if not is_here(name):
@@ -125,7 +125,7 @@ def go_on(topology, path, lora):
 
 
 def go_on_elsewhere(topology, path, lora):
-    """Train the last three steps from the checkpoint of another number of ranks."""
+    """Train the last three steps from a checkpoint of another number of ranks."""
     found = {}
     for index, (name, settings) in enumerate(CASES.items()):
         if is_here(name) and name not in IN_BLOCKS:
@@ -152,7 +152,7 @@ def test_an_optimizer_learns_keeps_what_is_planned_and_goes_on_bit_for_bit(alone
     assert found["is_same"]
     assert found["moved"] > 0
     if name != OWN:
-        # Norms and counts of steps are not planned, nor Adafactor's rows and columns.
+        # The plan excludes norms, counts of steps, and Adafactor's rows and columns.
         embeddings = 2 * 96 * 64
         outside = embeddings / (embeddings + 4 * 64 * 64 + 3 * 64 * 128)
         assert found["bytes"] == pytest.approx(state_bytes(CASES[name], 4, outside), rel=0.02, abs=0.2)
@@ -165,7 +165,7 @@ def test_two_ranks_go_on_bit_for_bit_and_another_number_of_ranks_goes_on(tmp_pat
     assert all(entry["is_same"] for rank in together for entry in rank.values())
     (elsewhere,) = on_ranks(1, go_on_elsewhere, tmp_path, lora)
     for name, weights in elsewhere.items():
-        # The sums of gradients round otherwise, and Adam's first steps divide by them; Muon computes in bfloat16.
+        # Sums of gradients round differently, and Adam's first steps divide by them; Muon computes in bfloat16.
         limit = 2e-3 if name == "muon" else 2e-4
         torch.testing.assert_close(weights, together[0][name]["weights"], rtol=0, atol=limit)
     if not lora:
@@ -222,7 +222,7 @@ def problems(tmp_path, monkeypatch):
         (["name=sgd", "momentum=-1"], "name", "Invalid momentum value"),
         (["name=adafactor", "eps=1e-3"], "eps", "Leave it out."),
         (["name=muon", "adjust_lr_fn=mine"], "name", "mine is not supported"),
-        # Its AdamW would take it, and the matrices would go the other way.
+        # Muon's AdamW would accept it, and the matrices would move in the other direction.
         (["name=muon", "maximize=true"], "maximize", "Leave it out."),
         (["name=broken.py:make"], "name", "not today"),
         (["name=broken.py:make", "fused=true"], "fused", "Leave it out."),
@@ -277,7 +277,7 @@ def test_muon_leaves_matrices_of_one_row_or_column_to_its_adamw():
 
 
 def are_multiplied(topology):
-    """Return whether a step multiplies gradients whose norm is above the bound, and below it."""
+    """Return whether a step multiplies gradients, with a norm above the bound and with one below it."""
     found = []
     for bound in (1e-3, 1e3):
         training = replace(build(topology, OptimizerSettings(name="sgd", lr=1.0), False), max_grad_norm=bound)

@@ -1,4 +1,4 @@
-"""Rows laid end to end: the layout by hand, values and gradients beside rows computed one by one in float64."""
+"""Packed rows: the layout by hand, and values and gradients compared with rows computed one by one in float64."""
 
 import itertools
 from collections import Counter
@@ -40,7 +40,7 @@ def make_rows(input_ids, lengths, asked, groups):
 
 
 def random_rows():
-    """Two groups with common beginnings, rows of many lengths, one row without a question, one alone."""
+    """Return two groups with common beginnings and rows of many lengths, one without asked tokens, and a single row."""
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(1, 48, (7, 30), generator=generator)
     input_ids[1:4, :12], input_ids[5, :3] = input_ids[0, :12], input_ids[4, :3]
@@ -59,12 +59,11 @@ def test_a_common_beginning_lies_once_and_the_last_tokens_not_at_all():
         (0, 0, 1),
     )
     packing = pack(rows)
-    # Beginnings first, then the rest of group 0, the longest first. Row 1 asks for its token 4: token 3 is the last
-    # that is computed.
+    # The beginnings come first, then the rest of group 0, longest first. Row 1 asks for token 4: token 3 is its last.
     assert packing.input_ids.tolist() == [[1, 2, 1, 2, 5, 6, 3]]
     assert packing.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 2]]
     assert packing.bundles == (Bundle(0, (2, 2)), Bundle(4, (2, 1), (0, 2)))
-    # Tokens 2 and 3 of row 0 are predicted from its tokens 1 and 2, token 4 of row 1 from token 3, and so on.
+    # Tokens 2 and 3 of row 0 are predicted from its tokens 1 and 2, and token 4 of row 1 from its token 3.
     assert packing.places.tolist() == [1, 6, 5, 3]
     assert rows.targets.tolist() == [3, 4, 7, 9]
 
@@ -87,7 +86,7 @@ def test_stretches_of_like_length_attend_together():
 
 @pytest.mark.parametrize("bundles", [[(600,), (40, 20)], [(220, 220, 220)]])
 def test_attention_keeps_for_the_backward_pass_no_more_than_what_it_read(bundles):
-    """Values are a part of what a fused projection made, as in Phi-3."""
+    """The values are a slice of a fused projection's output, as in Phi-3."""
     lengths = list(itertools.chain(*bundles))
     ids = torch.arange(3)[:, None].expand(3, 601).tolist()
     packing = pack(make_rows(ids, [n + 1 for n in lengths], list(enumerate(lengths)), range(3)))
@@ -103,12 +102,12 @@ def test_attention_keeps_for_the_backward_pass_no_more_than_what_it_read(bundles
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         found, _ = packed_attention(torch.nn.Module(), query, key, value, None, packing=packing)
     found.sum().backward()
-    # Queries, keys, values and what was attended to, of 600 and twice 40 tokens; log-sums; places.
+    # The bound has queries, keys, values and outputs of 600 and twice 40 tokens, log-sums and places.
     assert sum(kept.values()) <= 4 * (4 * 2 * 680 * 8) + 4 * 2 * 680 + 8 * 2 * 680
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name."""
+    """A mode that counts operations by name."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +119,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_no_bundle_makes_a_gradient_of_all_tokens():
-    """Two groups with a common beginning, whose rows attend in several bundles."""
+    """There are two groups with a common beginning, whose rows attend in several bundles."""
     beginnings = [[100 + group] * 30 for group in range(2)]
     lengths = [110, 100, 40, 35]
     rows = [[*beginnings[row // 4], *([row] * lengths[row % 4])] for row in range(8)]
@@ -136,11 +135,11 @@ def test_no_bundle_makes_a_gradient_of_all_tokens():
 
 
 def test_on_cuda_rows_of_16_bits_attend_in_one_call(monkeypatch):
-    """Shapes and dtypes, without a mask and without padding."""
+    """The test checks shapes and dtypes, without a mask and without padding."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention, "_mask", None)
     monkeypatch.setattr(attention, "_as_rows", None)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # FakeTensorMode does not know it.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)  # FakeTensorMode does not support it.
     layout = pack(random_rows())
     n = layout.input_ids.shape[1]
     with FakeTensorMode():
@@ -195,7 +194,7 @@ def test_gradients_of_the_operator_for_cuda_have_its_dtypes_and_are_those_of_pad
     assert windows == [((-1, 0), torch.bfloat16)]
     for mine, theirs in zip(*outcomes, strict=True):
         assert mine.dtype == torch.bfloat16
-        # Eight bits of a number, and sums over the rows of a group.
+        # bfloat16 has eight bits, and gradients are summed over the rows of a group.
         torch.testing.assert_close(mine, theirs, rtol=0.03, atol=0.03)
 
 
@@ -212,7 +211,7 @@ def values_and_gradient(model, rows, compute):
 
 
 def one_by_one(model):
-    """Return what computes each row by itself with transformers alone."""
+    """Return a function that computes each row separately with transformers."""
 
     def compute(rows):
         logprobs = torch.zeros(rows.input_ids.shape, dtype=torch.float64)
@@ -231,7 +230,7 @@ def one_by_one(model):
 
 @pytest.fixture
 def windows(monkeypatch):
-    """Attend by the operator for CUDA, written down in float64; the windows and dtypes of its calls."""
+    """Compute attention by the float64 version of CUDA's operator; yield the windows and dtypes of its calls."""
     calls = []
     monkeypatch.setattr(attention, "flash_takes", lambda query, value: True)
     with written_down("cpu", calls):
@@ -249,7 +248,7 @@ def test_every_family_is_packed_and_says_what_its_rows_say_one_by_one(name, tmp_
     [("Llama", {(-1, 0)}), ("Mistral", {(7, 0)}), ("Gemma 3", {(7, 0), (-1, 0)}), ("Gemma 2", set())],
 )
 def test_families_say_the_same_by_the_operator_for_cuda(name, seen, tmp_path, windows, monkeypatch):
-    """With windows, several queries for one key, factors of their own; scores with a cap attend as on CPU."""
+    """The families have windows, several queries per key, and scale factors; capped scores use the CPU's attention."""
     if seen:
         monkeypatch.setattr(attention, "_mask", None)
     assert_rows_say_the_same(name, tmp_path)
@@ -264,9 +263,9 @@ def assert_rows_say_the_same(name, tmp_path):
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager)
     with torch.no_grad():
-        # Random weights are so small that attention would hardly matter.
+        # With the small random weights, attention would hardly matter.
         for item in (*model.parameters(), *exact.parameters()):
-            # A state decays by the exponential of a vector's numbers.
+            # A state decays by the exponential of a vector's numbers, and these stay unchanged.
             item.mul_(3 if item.dim() > 1 or name not in RECURRENT else 1)
     rows = random_rows()
     computes = LanguageModel(model, TEMPERATURE)
@@ -350,7 +349,7 @@ def test_a_model_that_packing_would_change_is_padded_and_says_how_far_it_would_b
 
 
 def test_padded_rows_keep_the_cap_of_a_model_whose_attention_is_packed(tmp_path):
-    """Someone may call the model itself."""
+    """A user may call the model directly."""
     folder = save_family(FAMILIES["Gemma 2"], tmp_path)
     model, plain = load_model(folder).eval(), load_model(folder).eval()
     for item in (model, plain):
@@ -392,7 +391,7 @@ WAYS = [
     (ModelSettings(dtype="bfloat16", use_activation_checkpointing=True), True, WHOLE, 0.05),
     (ModelSettings(), True, Support(top_p=0.8, top_k=30, min_p=0.1), 1e-5),
 ]
-"""Settings, whether adapters are trained, what is cut from the distributions, and a tolerance."""
+"""Model settings, whether adapters are trained, the support of the distributions, and a tolerance."""
 
 
 def all_ways(topology, folder):
@@ -409,7 +408,7 @@ def test_sharded_models_say_the_same_packed_and_padded(folder, world_size):
 
 
 def both_ways_compiled(topology, folder, settings):
-    """Compute rows with compiled blocks, without inductor's kernels: to make them takes two minutes."""
+    """Compute rows with compiled blocks, but without inductor's kernels, whose compilation takes two minutes."""
     torch.compile = partial(torch.compile, backend="aot_eager")
     return both_ways(topology, folder, replace(settings, compile=True), True)
 

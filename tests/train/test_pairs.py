@@ -1,4 +1,4 @@
-"""The objectives of preference data: losses of a batch against slow loops, whatever its micro-batches and padding."""
+"""Losses of preference data, compared with slow loops, for any micro-batches and padding."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ ROWS = [
     ([10, 11, 12], [10, 13, 14, 15, 16], 0.0),
     ([20, 21, 22, 23], [20, 24, 25, 0], 1.0),
 ]
-"""Two texts of a row, whose first two tokens are the prompt, and its label."""
+"""Two texts of a row, whose first two tokens are the prompt, and the row's label."""
 REFERENCES = torch.tensor([[-3.0, -9.5], [-11.0, -15.0], [-8.0, -13.0]])
 SETTINGS = {
     "dpo": {"label_smoothing": 0.1},
@@ -52,7 +52,7 @@ def batch_of(places, num_rows):
 
 
 def losses(topology, folder):
-    """Return for each loss its sum over a step of one micro-batch, of two, and padded, with what is measured."""
+    """Return, for each loss, sum and measurements of a step: as one micro-batch and as two, packed and padded."""
     found = {}
     for name, given in SETTINGS.items():
         settings = PreferenceSettings(loss=name, **given)
@@ -74,7 +74,7 @@ def losses(topology, folder):
 
 
 def logprob(model, text):
-    """Add up what the model says of a text behind its prompt, in float64."""
+    """Return the model's log-probability of a text after its prompt, in float64."""
     with torch.no_grad():
         rows = torch.log_softmax(model(input_ids=torch.tensor([text])).logits[0].double(), dim=-1)
     return sum(rows[place - 1, text[place]].item() for place in range(2, len(text)))
@@ -85,7 +85,7 @@ def sigmoid(x):
 
 
 def expected_of(name, model):
-    """Write the losses of TRL's DPOTrainer, CPOTrainer, ORPOTrainer and KTOTrainer out, pair by pair."""
+    """Compute the losses of TRL's DPOTrainer, CPOTrainer, ORPOTrainer and KTOTrainer, pair by pair."""
     texts = [[logprob(model, text) for text in row[:2]] for row in ROWS]
     means = [
         [entry / (len(text) - 2) for entry, text in zip(two, row[:2], strict=True)]
@@ -148,7 +148,7 @@ def test_losses_are_those_of_a_slow_loop_however_a_step_is_split_and_laid_out(fo
 def test_by_hand_and_at_the_edge():
     one = PreferenceSettings(loss="kto", undesirable_weight=2.0)
     zeros = torch.zeros(2)
-    # At the reference a completion is a coin toss; sigmoid(0.1 x 10) = 0.731.
+    # A policy that equals the reference has probability 1/2; sigmoid(0.1 x 10) is 0.731.
     assert kto_loss(zeros, zeros, torch.tensor([True, False]), 0.0, one, 0.1).tolist() == [0.5, 1.0]
     found = kto_loss(zeros, zeros, torch.tensor([True, False]), 10.0, one, 0.1)
     assert found.tolist() == pytest.approx([0.7310586, 2 * 0.2689414])
@@ -164,7 +164,7 @@ SOLUTIONS = [
     ([27, 9, 10, 11, 27], [1, -100, -100, -100, 0]),
     ([12, 13, 27], [-100, -100, 1]),
 ]
-"""Tokens, and 1 or 0 at the end of each step; the second begins with the end of one."""
+"""Tokens, and a label 1 or 0 at the end of each step; the second row begins with the end of a step."""
 
 
 def steps_of(places, num_rows):
@@ -175,7 +175,7 @@ def steps_of(places, num_rows):
 
 
 def step_losses(topology, folder):
-    """Return the loss of steps and its gradient, with what is measured: of one micro-batch, of two, and padded."""
+    """Return loss, measurements and gradient of steps: as one micro-batch and as two, packed and padded."""
     found = []
     for packs in (True, False):
         for parts in ([[0, 1, 2]], [[2], [0, 1], []]):

@@ -57,7 +57,7 @@ def test_the_best_evaluation_and_the_end_of_a_run_that_stops_early_are_saved():
         if step >= 3:
             recorder.save_if_due(step, {}, dict)
     assert recorder.stopping.is_over
-    # The best, the fourth, and the last.
+    # These are the best step, step 4 by the interval, and the last step.
     assert sorted(checkpoints.saved) == [3, 4, 5]
     resumed = Recorder(
         num_steps=100, sink=None, checkpoints=checkpoints, resume_step=5, stopping=EarlyStopping(patience=2)
@@ -84,7 +84,7 @@ def test_a_run_that_fails_keeps_the_step_whose_evaluation_was_in_flight():
 
 
 class HandClock:
-    """A clock that moves when told to."""
+    """A clock that the test moves."""
 
     def __init__(self):
         self.now = 100.0
@@ -149,7 +149,7 @@ def test_the_untrained_model_and_other_metrics_do_not_count():
 def test_training_is_over_after_as_many_evaluations_in_a_row_that_are_not_better_by_the_margin():
     said = []
     stopping = EarlyStopping(say=said.append, patience=2, min_delta=0.5, keeps_best=True)
-    # 1.8 is not better than 2.0 by more than 0.5, 1.4 is; then two in a row are not.
+    # 1.8 is not better than 2.0 by more than 0.5, but 1.4 is. Then two evaluations in a row are not better enough.
     metrics = observe(stopping, [2.0, 1.8, 1.4, 1.0, 1.2])
     assert [item["eval/stopped_early"] for item in metrics] == [0.0, 0.0, 0.0, 0.0, 1.0]
     assert stopping.is_over
@@ -179,7 +179,7 @@ def test_a_resumed_run_that_follows_another_metric_starts_over_with_it():
     after.load_state_dict(before.state_dict())
     assert after.best_step is None
     assert len(said) == 1
-    # Beside -0.7, the best accuracy as it is kept, every loss would be too high.
+    # Compared with -0.7, the stored form of the best accuracy, every loss would be too high.
     observe(after, [2.0, 1.0, 1.5, 1.5], start=3)
     assert after.best_step == 4
     assert not after.is_over
@@ -196,7 +196,7 @@ def test_a_metric_that_a_resumed_run_does_not_log_is_refused_unless_it_was_logge
 
 
 def watch_on_rank(topology):
-    """Each rank sees another accuracy, as with a reward that draws at random."""
+    """Observe accuracies that differ by rank, as with a random reward; return the best step and `is_over`."""
     stopping = EarlyStopping("eval/accuracy", keeps_best=True, patience=1)
     falls = (0.5, 0.4) if topology.is_main else (0.4, 0.5)
     observe(stopping, falls, "eval/accuracy")

@@ -1,4 +1,4 @@
-"""A model with Python files of its own is trained, sampled from and exported with them, and refused without consent."""
+"""Models with their own Python files: trained, sampled from and exported with them, and refused without consent."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ REFUSED = "trust_remote_code"
 
 @pytest.fixture
 def files(tmp_path):
-    """The files of a tiny run, whose model is of a class that only its folder has."""
+    """Return the files of a tiny run whose model's class exists only in its folder."""
     save_files(tmp_path)
     (tmp_path / "model/configuration_own.py").write_text(CONFIG_CODE)
     (tmp_path / "model/modeling_own.py").write_text(MODEL_CODE)
@@ -97,7 +97,7 @@ def test_it_is_trained_and_the_final_model_has_its_files_and_loads_elsewhere(fil
     final = files / "run/final-model"
     for name in ("configuration_own.py", "modeling_own.py"):
         assert (final / name).read_text() == (files / "model" / name).read_text()
-    # Engine and trainer compute with the model's own class.
+    # Engine and trainer use the model's own class.
     gaps = [line["sampler/logprob_gap_max"] for line in lines(files / "run/metrics.jsonl")[1:]]
     assert max(gaps) < 1e-4
     start, end = (load_file(folder / "model.safetensors") for folder in (files / "model", final))
@@ -110,7 +110,7 @@ def test_it_is_trained_and_the_final_model_has_its_files_and_loads_elsewhere(fil
     )
     done = subprocess.run([sys.executable, "-c", code, moved], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "OwnForCausalLM", done.stderr
-    # The config's consent is the command's.
+    # The command uses the config's consent.
     command = [sys.executable, "-m", "vectorlm", "evaluate", "--model", moved, "--engine", "hf"]
     command += [files / "run.yaml", "--set", "trust_remote_code=true", "--limit", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -122,7 +122,7 @@ def test_vllm_computes_with_its_classes_after_every_swap(files):
     (files / "model/modeling_own.py").write_text(FOR_VLLM)
     path = files / "model/config.json"
     described = json.loads(path.read_text())
-    described["auto_map"]["AutoModel"] = "modeling_own.OwnModel"  # vLLM's own condition
+    described["auto_map"]["AutoModel"] = "modeling_own.OwnModel"  # vLLM requires this entry.
     path.write_text(json.dumps(described))
     overrides = [
         "trust_remote_code=true",

@@ -1,4 +1,4 @@
-"""Routers record their choices, use others, and balance their load."""
+"""Routers: record their choices, replay others, and balance the load."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ FURTHER += ("Qwen3.5-MoE", "Granite 4 hybrid MoE")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return the folder of a family's model, saved once."""
+    """Return a function that saves a family's model once and returns its folder."""
     folder = tmp_path_factory.mktemp("models")
 
     def path(name):
@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def rows():
-    """Three rows of one prompt and one alone, of different lengths."""
+    """Return three rows with one prompt and a single row, of different lengths."""
     ids = torch.randint(1, 48, (4, 12), generator=torch.Generator().manual_seed(0))
     ids[1:3, :6] = ids[0, :6]
     mask = (torch.arange(12) < torch.tensor([12, 9, 12, 7])[:, None]).long()
@@ -45,7 +45,7 @@ def rows():
 
 
 def learned(language_model, rows):
-    """Return log-probabilities and gradients of some rows."""
+    """Return log-probabilities and gradients of rows."""
     model = language_model.model
     model.zero_grad()
     logprobs = language_model.logprobs(rows)
@@ -63,7 +63,7 @@ def choices(language_model):
 
 
 def check_replay(folder, rows, packs, recomputes):
-    """Replay a model's own choices, then others."""
+    """Replay a model's own choices, then other choices; return the model's plain results."""
     model = load_model(folder)
     if recomputes:
         recompute(model, True, None)
@@ -79,10 +79,10 @@ def check_replay(folder, rows, packs, recomputes):
     logprobs, gradients = learned(language_model, replace(rows, routes=others, replayed=others))
     assert routers.differing_share() == 1
     assert (logprobs - plain[0]).abs().max() > 1e-4
-    # The routers learn from the shares of the experts that they were given.
+    # The routers have gradients from the shares of the given experts.
     of_routers = [x for name, x in gradients.items() if "gate.weight" in name or "router" in name]
     assert all(gradient.abs().sum() > 0 for gradient in of_routers)
-    # Without a replay the model chooses for itself again.
+    # Without replay, the model uses its own choices again.
     assert are_equal(learned(language_model, rows), plain)
     return plain
 
@@ -144,7 +144,7 @@ def test_two_models_with_adapters_of_one_policy_do_not_share_a_replay(saved, row
 
 
 def expected_balance(folder, rows, coef):
-    """Return transformers' loss of all rows, and the gradient of `coef` times it."""
+    """Return transformers' load-balancing loss of all rows, and the gradient of `coef` times it."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     loss = model(rows.input_ids, attention_mask=rows.attention_mask, output_router_logits=True).aux_loss
     (coef * loss).backward()
@@ -152,7 +152,7 @@ def expected_balance(folder, rows, coef):
 
 
 def balanced(folder, all_rows, packs, coef):
-    """Return the load-balancing loss of an optimizer step of several passes, and its gradient without others."""
+    """Return the load-balancing loss of an optimizer step with several passes, and its gradient alone."""
     language_model = LanguageModel(load_model(folder), packs=packs)
     model = language_model.model
     weigh_balance(language_model.routers, inner_model(model), coef)

@@ -1,4 +1,4 @@
-"""Recurrent layers in packed passes: no state goes from one row to another; kernels that read where rows start."""
+"""Recurrent layers in packed passes: no state crosses rows, and kernels that read row starts get all rows at a time."""
 
 from dataclasses import replace
 from functools import partial
@@ -56,7 +56,7 @@ def test_a_hybrid_of_linear_attention_says_what_its_rows_say_one_by_one(tmp_path
     ],
 )
 def test_no_row_changes_a_bit_of_another(name, tmp_path):
-    """Experts round differently if they get other tokens, so families with experts are left out."""
+    """Families with experts are excluded, because experts round differently if they get other tokens."""
     model, rows = load(name, tmp_path), random_rows()
     computes = LanguageModel(model, TEMPERATURE)
     assert computes.packs
@@ -64,7 +64,7 @@ def test_no_row_changes_a_bit_of_another(name, tmp_path):
     before = computes.logprobs(rows)
     for row in range(len(rows.input_ids)):
         changed = replace(rows, input_ids=rows.input_ids.clone())
-        # Behind the common beginnings, so that the layout stays the same.
+        # Changes after the common beginnings keep the layout.
         changed.input_ids[row, 12:] = (changed.input_ids[row, 12:] + 5) % 48
         found = computes.logprobs(changed)
         others = torch.arange(len(found)) != row
@@ -84,7 +84,7 @@ def test_the_trial_sees_a_state_that_leaks_although_values_hardly_change(
 
 
 def reading_numbers(compute):
-    """Return a convolution that, like the kernel of causal-conv1d, reads the number of each token's row."""
+    """Return a convolution that reads each token's row number, like causal-conv1d's kernel."""
 
     def convolve(x, weight, bias=None, activation=None, seq_idx=None, **_):
         run = partial(compute, weight=weight, bias=bias, activation=activation)
@@ -98,7 +98,7 @@ def reading_numbers(compute):
 
 
 def reading_borders(compute):
-    """Return a delta rule that, like the kernel of fla, reads where rows start."""
+    """Return a delta rule that reads the starts of rows, like fla's kernel."""
 
     def attend(*heads, g, beta, cu_seqlens=None, **options):
         if cu_seqlens is None:
@@ -160,7 +160,7 @@ def hybrids(topology, folders):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sharded_hybrids_say_the_same_packed_and_padded(world_size, tmp_path):
-    """Blocks are recomputed in the backward pass, after another pass has begun."""
+    """The backward pass recomputes blocks after another pass has begun."""
     folders = [save_family(family, tmp_path / name) for name, family in RECURRENT.items()]
     for found in on_ranks(world_size, hybrids, folders):
         for packed, padded in found:

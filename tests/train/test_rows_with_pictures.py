@@ -1,4 +1,4 @@
-"""Rows with pictures, packed and padded, beside the processor and the model of transformers."""
+"""Rows with images, packed and padded, compared with transformers' processor and model."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from vectorlm.train.packing import Rows, pack
 from vectorlm.types import PromptRecord
 
 RED, BLUE, WIDE = picture("r"), picture("b"), picture("g", (112, 56))
-# The rows of group 0 share a prompt with two pictures; two prompts of group 1 have equal tokens and other pictures.
+# Rows of group 0 share a prompt with two images. The two prompts of group 1 have equal tokens and different images.
 ROWS = [(0, [RED, WIDE]), (0, [RED, WIDE]), (0, [RED, WIDE]), (1, [RED]), (1, [BLUE]), (2, [])]
 
 
@@ -64,7 +64,7 @@ def rows(tokenizer):
 
 
 def transformers_values(model, path):
-    """Return the log-probabilities of the answers, row by row, by the processor and the model alone."""
+    """Return the log-probabilities of the answers, row by row, from transformers' processor and model."""
     from transformers import AutoProcessor
 
     processor, found = AutoProcessor.from_pretrained(path), []
@@ -99,7 +99,7 @@ def test_rows_with_pictures_are_computed_as_alone(path, tokenizer, rows, packs):
     policy = LanguageModel(model, packs=packs, image_tokens=image_tokens_of(tokenizer))
     assert (policy.why_padded is None) == packs
     found = policy.logprobs(rows)[rows.is_asked]
-    # Both are float32, and add in another order.
+    # Both are float32 and sum in different orders.
     assert (found - expected).abs().max() < 2e-6
     found_gradients = gradients(model, found)
     assert found_gradients.keys() == expected_gradients.keys()
@@ -119,7 +119,7 @@ def test_a_picture_of_a_group_is_computed_once(path, tokenizer, rows):
     embed.register_forward_hook(lambda module, args, output: patches.append(output.numel() // 64))
     with torch.no_grad():
         policy.logprobs(rows)
-    # Group 0 has two pictures for its three rows, group 1 has one for each of its two rows.
+    # Group 0 has two images for its three rows, and group 1 has one image for each of its two rows.
     tokens = image_tokens_of(tokenizer)
     merged = [
         tokens.expansion(placed.picture).count(tokens.image_token)
@@ -207,7 +207,7 @@ def test_parts_of_a_model_are_frozen(path, parts):
     vision = {name for name in every if ".vis" in name}
     projector = {name for name in every if ".connector." in name}
     expected = every - (vision if "vision" in parts else set())
-    # Qwen's projector is a part of its vision model.
+    # Qwen's projector is part of its vision model.
     expected -= projector if "projector" in parts else set()
     expected -= every - vision - projector if "language" in parts else set()
     assert trained == expected

@@ -27,7 +27,7 @@ TINY_LLAMA = {"tied": True}
 
 
 def gradient(model, rows):
-    """Mean loss and gradients by name for `rows`, by the rule that FSDP averages over ranks."""
+    """Return mean loss and gradients by name for `rows`; FSDP averages over ranks."""
     tokens = torch.arange(rows * 8).view(rows, 8) % 48
     loss = -token_logprobs(model(input_ids=tokens, use_cache=False).logits, tokens).sum() / (rows * 7)
     loss.backward()
@@ -50,7 +50,7 @@ def gradients_by_strategy(topology, folder):
 
 @pytest.fixture(scope="module", params=[1, 2], ids="{} ranks".format)
 def seen(request, folder):
-    """The results of this file's functions on every rank, by function."""
+    """Return the results of this file's functions on every rank, by function."""
     rows = on_ranks(request.param, look_at_all, folder)
     return {function: [row[place] for row in rows] for place, function in enumerate(LOOKS)}
 
@@ -66,7 +66,7 @@ def test_every_strategy_checkpointing_and_offload_leave_loss_gradients_and_names
         assert len(found) == 9
         for key, (loss, gradients) in found.items():
             assert loss == pytest.approx(expected_loss, rel=1e-6), key
-            # fp32 round-off of sums taken in another order
+            # The difference is fp32 round-off of sums in another order.
             torch.testing.assert_close(
                 gradients, expected, rtol=1e-5, atol=1e-7, msg=lambda text, key=key: f"{key} {text}"
             )
@@ -101,7 +101,7 @@ def test_hybrid_shards_within_a_node_and_leaves_loss_and_gradients_unchanged(fol
     for share, loss, gradients in on_ranks(4, hybrid, folder, num_nodes=2):
         assert share == 0.5
         assert loss == pytest.approx(expected_loss, rel=1e-6)
-        # fp32 round-off of sums taken in another order
+        # The difference is fp32 round-off of sums in another order.
         torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-7)
 
 
@@ -111,7 +111,7 @@ HALVES = [
     (ModelSettings(dtype="bfloat16"), True, torch.float32, torch.bfloat16),
     (ModelSettings(dtype="bfloat16", cpu_offload=True), True, torch.float32, torch.bfloat16),
 ]
-"""Settings, whether adapters are trained, and the dtypes of trained and of frozen weights."""
+"""Model settings, whether adapters are trained, and the dtypes of trained and of frozen weights."""
 
 
 def half_precision(topology, folder):
@@ -182,7 +182,7 @@ def filled_from_main(topology, folder):
 @pytest.mark.parametrize("has_own_head", [False, True])
 def test_ranks_that_start_empty_get_their_shards_from_rank_0(folder, tmp_path, has_own_head):
     if has_own_head:
-        # As some merges leave it: the config ties the head, and the file has another one.
+        # Some merges save this: the config ties the head, but the file has a different one.
         folder = shutil.copytree(folder, tmp_path / "merged")
         tensors = load_file(folder / "model.safetensors")
         tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
@@ -230,7 +230,7 @@ def test_a_small_model_stays_whole_between_passes(seen):
 
 
 class Copied(TorchDispatchMode):
-    """Counts the numbers that FSDP2 copies between shards and whole tensors."""
+    """A mode that counts the numbers that FSDP2 copies between shards and whole tensors."""
 
     def __init__(self):
         super().__init__()
@@ -243,7 +243,7 @@ class Copied(TorchDispatchMode):
 
 
 def train_in_bf16(topology, folder):
-    """Return what two steps of three passes find without a copy for the step and with one, and what a pass copies."""
+    """Return norms, weights and copied shares of two steps of three passes, without and with a bf16 copy per step."""
     found = []
     tokens = torch.randint(0, 48, (6, 12), generator=torch.Generator().manual_seed(0))
     for copies in (False, True):
@@ -267,7 +267,7 @@ def test_one_rank_in_bf16_copies_a_small_model_once_a_step_and_finds_the_same_bi
     assert apart[0] == once[0]
     assert all(torch.equal(a, b) for a, b in zip(apart[1], once[1], strict=True))
     assert min(apart[2]) > 3
-    # Passes between the first and the last.
+    # These are the passes between the first and the last.
     assert once[2][1] == once[2][4] == 0
 
 
@@ -306,7 +306,7 @@ LOOKS = gradients_by_strategy, placements, resharded, shards_between_passes, gra
 
 def test_what_is_computed_again_has_the_same_bits(seen):
     for found in seen[gradients_by_recomputation]:
-        # Of three blocks; every second one begins with the first.
+        # The model has three blocks; recomputing every second block begins with the first.
         assert [num_calls for num_calls, *_ in found] == [3, 6, 5, 6, 6]
         for _, *numbers in found[1:]:
             torch.testing.assert_close(numbers, list(found[0][1:]), rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Ranks that split a model compute what one rank computes: loss, gradients, steps, adapters, checkpoints."""
+"""Ranks that split a model, compared with one rank: loss, gradients, steps, adapters and checkpoints."""
 
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ NUM_ROWS, LENGTH, FIRST = 8, 12, 3
 
 
 def save(name, path, tied=False, **settings):
-    """Save a model of a family with two key-value heads, which two ranks can split."""
+    """Save a family's model with two key-value heads, which two ranks can split."""
     family = replace(ALL[name], settings={**ALL[name].settings, "num_key_value_heads": 2, **settings})
     return save_family(family, path / f"{name}{'-tied' * tied}{len(settings)}", tied=tied)
 
@@ -52,7 +52,7 @@ def whole(tensor):
 
 
 class Trainer:
-    """A model on this rank, which learns a few rows in two micro-batches a step."""
+    """A model on this rank that learns from a few rows in two micro-batches per step."""
 
     def __init__(self, topology, folder, settings, optimizer=None, lora=None):
         settings = ModelSettings(**settings)
@@ -97,7 +97,7 @@ class Trainer:
 
 
 def learn_all(topology, cases):
-    """Return by case what a step computes, and whether rows were padded."""
+    """Return by case the results of a step, and the reason if rows were padded."""
     found = {}
     for name, (folder, settings, more) in cases.items():
         trainer = Trainer(topology, folder, settings, **more)
@@ -106,7 +106,7 @@ def learn_all(topology, cases):
 
 
 def assert_like_one_rank(world_size, cases):
-    """Compare with one rank, for (folder, settings, arguments of `Trainer`) by name."""
+    """Compare with one rank; `cases` are (folder, settings, arguments of `Trainer`) by name."""
     cases = {name: case if len(case) == 3 else (*case, {}) for name, case in cases.items()}
     alone = on_ranks(1, learn_all, {name: (folder, {}, more) for name, (folder, _, more) in cases.items()})[0]
     for results in on_ranks(world_size, learn_all, cases):
@@ -117,7 +117,7 @@ def assert_like_one_rank(world_size, cases):
             assert why_padded == expected_reason, name
             assert gradients.keys() == expected.keys()
             for weight, gradient in gradients.items():
-                # fp32 round-off of sums taken in another order
+                # The difference is fp32 round-off of sums in another order.
                 largest = expected[weight].abs().max().item()
                 torch.testing.assert_close(
                     gradient, expected[weight], rtol=0, atol=1e-5 * largest + 1e-7, msg=f"{name} {weight}"
@@ -188,7 +188,7 @@ def learn_wrongly(topology, folder):
 
 @pytest.mark.slow
 def test_a_plan_that_forgets_a_weight_is_refused_before_the_weights_change(tmp_path):
-    """Apertus' activation has weights of its own between matrices that are split."""
+    """Apertus' activation has weights between split matrices."""
     for text, is_same in on_ranks(2, learn_wrongly, save("Apertus", tmp_path)):
         assert "train_parameters.tensor_parallel" in text
         assert "act_fn" in text
@@ -219,12 +219,12 @@ def test_optimizers_step_weights_of_several_meshes(tmp_path):
     for found in on_ranks(2, optimize, folder, {**TENSOR, **EXPERT}):
         for name, weights in found.items():
             for weight, value in weights.items():
-                # A small share of a step, as Adam divides round-off by the root of a small average.
+                # The bound is a small share of a step, because Adam divides round-off by the root of a small average.
                 assert (value - expected[name][weight]).abs().max() < 5e-5, (name, weight)
 
 
 def publish_all(topology, cases):
-    """Publish every model after a step; return by case what lies in the arena, the sums, and what should be there."""
+    """Publish every model after a step; return by case the arena's tensors, the checksums and the expected tensors."""
     found = {}
     for name, (folder, settings, lora, source_of) in cases.items():
         trainer = Trainer(topology, folder, settings, optimizer={"name": "sgd", "lr": 0.1}, lora=lora)
@@ -360,7 +360,7 @@ PAIRS = [
 
 
 def references(topology, folder, size):
-    """Return the reference log-probabilities of pairs, which ranks with the same rows compute together."""
+    """Return the reference log-probabilities of pairs; ranks with the same rows compute them together."""
     topology = replace(topology, model_parallel=size)
     loader = StepLoader(
         Dataset.from_list(PAIRS), Collator(0, -100, 16), topology, micro_batch_size=2, seed=0, shuffle=False

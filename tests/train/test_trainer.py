@@ -29,11 +29,11 @@ SPLITS = {
     ),
     "four": (4, [(APART, "FULL_SHARD", 2, 2), (ONCE, "FULL_SHARD", 2, 2)]),
 }
-"""Ranks; up to which size a model is gathered once, strategy, micro-batches, and ranks that share a pass."""
+"""Number of ranks; then the size up to which a model is gathered once, strategy, micro-batches, and ranks per pass."""
 
 
 def sum_loss(model, row):
-    """One row alone, without padding: an account of the loss that shares no code with the library."""
+    """Compute the loss of one row without padding or the library's code; return it and the number of tokens."""
     logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
     labels = torch.tensor(row["labels"][1:])
     kept = labels != -100
@@ -47,7 +47,7 @@ def mean_loss(model, chosen):
 
 @pytest.fixture(scope="module")
 def reference(folder):
-    """One process, plain transformers and torch: the losses, norms and weights that every split must give."""
+    """Train with plain transformers and torch in one process; return the losses, norms, evaluations and weights."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -67,7 +67,7 @@ def reference(folder):
         losses.append(loss.item())
         if number in (4, 6):
             evals[number] = mean_loss(model, held_out).item()
-    # Gradients are clipped, and the model learns.
+    # Some gradients are clipped, and the model learns.
     assert max(norms) > 0.5
     assert losses[-1] < losses[0]
     assert evals[6] < evals[0]
@@ -110,7 +110,7 @@ def test_every_split_of_the_global_batch_trains_like_one_plain_process(splits, f
             assert [line["train/grad_norm"] for line in lines[1:]] == pytest.approx(norms, rel=1e-4), split
             found_evals = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
             assert found_evals == pytest.approx(evals, rel=1e-5), split
-            # AdamW divides by the root of tiny second moments, which magnifies fp32 round-off
+            # AdamW divides by the root of tiny second moments, which magnifies fp32 round-off.
             torch.testing.assert_close(
                 weights, expected, rtol=1e-3, atol=1e-5, msg=lambda text, split=split: f"{split} {text}"
             )
@@ -138,7 +138,7 @@ def test_a_small_model_stays_whole_between_the_micro_batches_of_a_step(folder):
 
 @pytest.fixture(scope="module")
 def reported(folder):
-    """The first and third lines of one rank, and of two."""
+    """Return the first and third lines of a run on one rank, and of a run on two."""
     return on_ranks(1, lines_of_a_run, folder)[0], on_ranks(2, lines_of_a_run, folder)[0]
 
 
@@ -150,7 +150,7 @@ def test_a_step_reports_its_learning_rate_and_its_tokens(reported):
     num_tokens = sum(int(batch.attention_mask.sum()) for batch in steps[0])
     assert first["train/tokens_per_s"] * first["train/step_s"] == pytest.approx(num_tokens)
     assert num_tokens < GLOBAL_BATCH * 12
-    # The last step is short; the rows that fill it up are not seen.
+    # The last step is short, and its filler rows do not count.
     assert any((batch.ids < 0).any() for batch in steps[2])
     epoch = sum(int(batch.attention_mask[batch.ids >= 0].sum()) for step in steps for batch in step)
     assert (first["perf/tokens_seen"], third["perf/tokens_seen"]) == (num_tokens, epoch)
@@ -161,7 +161,7 @@ def test_a_step_reports_its_learning_rate_and_its_tokens(reported):
 
 
 def lines_of_a_run(topology, folder):
-    """Return the first and the third line of a run, whose operations per second are as by hand."""
+    """Return the first and the third line of a run; check the operations per second against a calculation by hand."""
     training = build_loop(topology, folder, device_peak_tflops=2.0)
     training.run()
     step = training.recorder.sink[1]
@@ -184,7 +184,7 @@ def meet_nan(topology, folder):
     batches = next(training.remaining_steps())
     my_ids = [index for batch in batches for index in batch.ids.tolist()]
     if topology.rank == topology.world_size - 1:
-        # Token 47 occurs nowhere else; its embedding is in the last rank's shard.
+        # Only this row has token 47, whose embedding is in the last rank's shard.
         batches[0].input_ids[1, 0] = 47
         local(training.optimizer_step.model.model.embed_tokens.weight).detach()[-1] = math.nan
     before = whole_weights(training.optimizer_step.model)

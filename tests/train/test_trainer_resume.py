@@ -17,7 +17,7 @@ def die(*_, **__):
 
 
 def train(topology, folder, output, death):
-    """Train from where `output` stands; `death` is (what, rank, step) or None."""
+    """Train from the state in `output`; `death` is (what, rank, step) or None."""
     import vectorlm.train.checkpoint.state as state
 
     training = build_loop(topology, folder, output=output, num_micro_batches=2)
@@ -31,7 +31,7 @@ def train(topology, folder, output, death):
         return optimize(micro_batches)
 
     def save_or_die(at, *args):
-        # Rank 0 dies with everything written but the name, another rank with its own part missing.
+        # Rank 0 dies after writing everything but the final name; another rank dies before it writes its part.
         if at == step and rank == 0:
             state.folder.finish = die
         elif at == step:

@@ -1,7 +1,7 @@
 """Run vLLM's Model Runner V2 in sampler processes without a GPU: Triton's interpreter computes its kernels.
 
 Python imports this file at its start if its folder is on PYTHONPATH. `VECTORLM_TRITON` is a folder with Triton's
-ordinary wheel, which must not be installed beside vLLM's CPU wheel.
+ordinary wheel, which must not be installed next to vLLM's CPU wheel.
 """
 
 import os
@@ -18,9 +18,9 @@ if any(argument.endswith(SAMPLERS) for argument in sys.orig_argv):
     import torch
     from triton.backends import backends
 
-    # vLLM's CPU wheel accepts a Triton with a backend for the CPU alone, which the ordinary wheel lacks.
+    # vLLM's CPU wheel accepts only a Triton with a backend for the CPU, which the ordinary wheel lacks.
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
-    # V2 orders its work by streams and events of CUDA; on the host it is in order.
+    # V2 orders its work with CUDA streams and events; work on the host is already in order.
     torch.Event = torch.cuda.Event = torch.cuda.Stream = torch.cuda.current_stream = torch.cuda.stream = (
         MagicMock()
     )

@@ -1,4 +1,4 @@
-"""Agents in workers: what they make is a rollout, the same as an environment makes, and they cannot hang a run."""
+"""Agents in workers: they produce the same rollouts as environments, and cannot hang a run."""
 
 import asyncio
 import re
@@ -114,7 +114,7 @@ async def side_by_side(url, key, row):
 def sample(
     tmp_path, name, group_size=3, timeout_s=20.0, code=AGENTS, answer=lambda text: " yes ", later_s=0.0
 ):
-    """Return the rollouts of one group, and the engine that was asked; all answers but the first take `later_s`."""
+    """Return the rollouts of one group, its engine and settings; answers after the first take `later_s` seconds."""
     (tmp_path / "agents.py").write_text(code)
 
     def say(text, index):
@@ -149,7 +149,7 @@ def test_an_agent_makes_a_rollout_and_gives_the_reward(tmp_path):
     seeds = [sampler._seed_of_turn(7, index, turn) for index in range(3) for turn in range(2)]
     assert len(set(seeds)) == 6
     assert sorted(params["seed"] for params in engine.params) == sorted(seeds)
-    # Corrections read them, whatever a run asks for.
+    # The correction needs log-probabilities, even if the run's parameters turn them off.
     assert {params["logprobs"] for params in [*engine.params, sampler._params]} == {0}
     for rollout in rollouts:
         assert rollout.text == " yes so? yes "
@@ -170,7 +170,7 @@ def test_an_agent_that_gives_no_reward_leaves_it_to_others(tmp_path):
         ("goes_on", False, 1.0),
         ("goes_on_too_long", True, 0.0),
         ("gives_up", True, 1.0),
-        # What is asked beside the refused request does not show that the agent goes on.
+        # A request that runs concurrently with the refused one does not show that the agent continues.
         ("side_by_side", True, 0.0),
     ],
 )
@@ -185,7 +185,7 @@ def test_without_room_for_a_further_turn_a_rollout_ends_and_not_the_run(tmp_path
     [
         ("raises", "KeyError: 'no tool'.*agents.py:19"),
         ("silent", "without an answer of the policy"),
-        # The client of Python alone would say "Bad Request".
+        # Python's HTTP client alone would report only "Bad Request".
         ("refused", "HTTP Error 400.*its request was refused: seed=3.*Change the request"),
         ("no_room", "prompt has 4000 tokens.*length of 4000.*Shorten the prompt"),
         ("hangs", "no request and no result within 1 s"),

@@ -1,4 +1,4 @@
-"""An agent in a loop of one's own: every rank gets its rollouts, of the weights that were loaded last."""
+"""Agents in a user's own loop: every rank gets its rollouts, sampled from the weights that were loaded last."""
 
 import pytest
 from kit.rank_processes import on_ranks

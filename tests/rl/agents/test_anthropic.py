@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: its own client has rollouts made, token by token."""
+"""Anthropic's Messages API: requests of Anthropic's client become rollouts, token by token."""
 
 import asyncio
 import json
@@ -91,7 +91,7 @@ def test_text_is_streamed_as_it_is_sampled_and_adds_up_to_the_answer():
         return texts, message, session.rollout(RECORD)
 
     read = asyncio.Event()
-    # The second token is sampled after the client has read the first one.
+    # The engine samples the second token after the client has read the first one.
     engine = Scripted(
         lambda text, index: "yes",
         may_go_on=lambda place: asyncio.wait_for(read.wait(), 20) if place else asyncio.sleep(0),

@@ -1,4 +1,4 @@
-"""The gateway: what agents ask over HTTP becomes rollouts, token by token, and broken clients do no harm."""
+"""The gateway: agents' HTTP requests become rollouts, token by token, and broken clients do no harm."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def chat(client, messages, **more):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_another_user_of_the_machine_cannot_reach_it_without_the_key():
     script = (
-        # Python's own modules may lie where the other user cannot read them.
+        # Import the modules first: the other user may not be able to read Python's folder.
         "import encodings.idna, os, sys, urllib.request, urllib.error\n"
         "os.setgid(65534), os.setuid(65534)\n"
         "url, pid = sys.argv[1:]\n"
@@ -86,7 +86,7 @@ def test_a_chat_is_a_rollout_with_the_tokens_that_were_sampled():
         said = first["choices"][0]["message"]
         assert said == {"role": "assistant", "content": " yes "}
         assert first["usage"] == {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14}
-        # A framework strips what the policy said, and adds fields: the tokens stay.
+        # A framework strips the policy's text and adds fields; the tokens stay.
         said = {"role": "assistant", "content": "yes", "refusal": None, "annotations": []}
         await chat(client, [*USER, said, {"role": "user", "content": [{"type": "text", "text": "So?"}]}])
         return session.rollout(RECORD)
@@ -205,7 +205,7 @@ def test_an_answer_is_sent_as_it_is_sampled_and_is_the_same_as_without(path, ask
 
     async def work(gateway, session, client):
         read = [asyncio.Event() for _ in "yes!"]
-        # The engine samples no further token before the client has read the last one.
+        # The engine samples the next token only after the client has read the last one.
         engine = Scripted(
             lambda text, index: "yes!",
             may_go_on=lambda place: asyncio.wait_for(
@@ -394,7 +394,7 @@ def test_a_field_that_is_not_taken_is_explained(asked):
 
 
 class WithoutTemplate(Letters):
-    """A tokenizer of a base model."""
+    """A base model's tokenizer without a chat template."""
 
     def apply_chat_template(self, messages, **how):
         raise ValueError("tokenizer.chat_template is not set")
@@ -455,7 +455,7 @@ def test_the_seed_and_the_parameters_are_the_run_s():
 
 
 class Ends(Scripted):
-    """Its text stops before a stop string and before the end token, which its tokens hold."""
+    """An engine whose texts end before the stop string and the end token, which are among its tokens."""
 
     def completion(self, prompt, text, index):
         whole = super().completion(prompt, text, index)
@@ -539,7 +539,7 @@ def test_200_sessions_beside_20_broken_clients(monkeypatch):
         return session.rollout(RECORD).text
 
     async def broken(gateway, session, kind):
-        """Send something that is not a request; return what comes back."""
+        """Send a malformed or interrupted request; return the response."""
         reader, writer = await asyncio.open_connection(*gateway._socket.getsockname())
         key = session.key if kind != "wrong key" else "wrong"
         body = json.dumps({"messages": USER, "stream": True}).encode()
@@ -593,7 +593,7 @@ def test_200_sessions_beside_20_broken_clients(monkeypatch):
             texts = await asyncio.gather(*(agent(gateway, number) for number in range(200)))
             answers = await strange_work
             await asyncio.sleep(0.3)
-            # What nobody waits for any more is not sampled on.
+            # The engine stops sampling for clients that have gone.
             gone = len(slow.given_up)
             session = session_of(gateway, engine)
             async with http(gateway, session) as client:

@@ -1,4 +1,4 @@
-"""Requests of agents with images become rollouts with their pictures."""
+"""Agents' requests with images become rollouts with their images."""
 
 import asyncio
 import base64
@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory):
 
 
 class Engine:
-    """Answers with `token_ids`; keeps what it was asked."""
+    """An engine that answers with `token_ids` and records its requests."""
 
     def __init__(self, token_ids):
         self.token_ids, self.asked = token_ids, []
@@ -72,7 +72,7 @@ def test_a_conversation_with_images_is_one_row_with_its_pictures(tokenizer, tmp_
         picture("r").save(file)
         first = user(file.as_uri())
         assert (await ask(client, first)).status_code == 200
-        # The next screen has the same name: the content of the first one stays.
+        # The next screen has the same file name; the rollout must keep the content of the first one.
         picture("b", (112, 56)).save(file)
         second = user(data_url(picture("b", (112, 56))), "so?")
         answer = await ask(client, user(data_url(picture("r"))), ANSWER, second)

@@ -1,4 +1,4 @@
-"""Nothing that a policy writes ends a run: random texts go through parsers, environments and the gateway."""
+"""Random texts of a policy do not end a run: they go through parsers, environments and the gateway."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from vectorlm.types import Completion, PromptRecord
 
 NUM_TEXTS = 300
 ASKED = [{"role": "user", "content": "Act."}]
-# As Mistral's: calls as JSON, and ids of nine letters and digits or an error.
+# As in Mistral's template: calls are JSON, and their ids must have nine letters and digits.
 TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]
 {%- if m.tool_calls %}{% for c in m.tool_calls %}
 {%- if not c.id is defined or c.id | length != 9 %}{{ raise_exception("ids have nine letters") }}{% endif %}
@@ -103,7 +103,7 @@ def environments():
 
 @contextlib.contextmanager
 def openenv():
-    """Serve a server as OpenEnv's own, which takes the field `message` alone and repeats it."""
+    """Run a server like OpenEnv's own that accepts only the field `message` and echoes it."""
 
     def session(socket):
         for text in socket:
@@ -140,7 +140,7 @@ def test_no_text_is_an_error_of_a_parser_or_an_environment():
         await player.reset(ASKED, columns)
         for text in texts:
             message, reply = await player.step(text)
-            # As a worker hands it on, a template renders it and a log keeps it.
+            # A worker pickles the message, a template renders it, and a log stores it.
             pickle.dumps((message, reply))
             json_text(message).encode()
             if not isinstance(reply.messages, str):
@@ -158,7 +158,7 @@ def test_no_text_is_an_error_of_a_parser_or_an_environment():
 
 
 def rollouts_of(make, tmp_path, engine, tokenizer, num_turns, max_model_len):
-    """Return the rollouts of two environments in workers."""
+    """Return the rollouts of two environments that run in workers."""
     (tmp_path / "acts.py").write_text(PYTHON)
     settings = CollectSettings(prompts=("q",), prompts_per_step=1, group_size=2, max_turns=num_turns)
 
@@ -178,7 +178,7 @@ def rollouts_of(make, tmp_path, engine, tokenizer, num_turns, max_model_len):
 
 
 class Writes(Scripted):
-    """Answers with the next text, in the tokens of a tokenizer."""
+    """An engine that answers with the next text, in a tokenizer's tokens."""
 
     def __init__(self, texts, tokenizer):
         super().__init__(lambda text, index: next(self._left))
@@ -204,7 +204,7 @@ def test_rollouts_go_on_in_workers_whatever_is_written(tmp_path):
 
 
 class Refuses:
-    """An engine whose context is full."""
+    """An engine with a full context."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -255,7 +255,7 @@ def test_the_gateway_answers_whatever_is_written(path):
                 for _ in range(5):
                     answer = (await ask(messages=ASKED, stream=True)).text
                     assert answer.endswith("[DONE]\n\n")
-                # The agent goes on from its answer, with what the call has brought.
+                # The agent continues from its answer, with the results of its calls.
                 asked = list(ASKED)
                 for _ in range(NUM_TEXTS // 10):
                     (choice,) = (await ask(messages=asked, tools=[SCHEMA])).json()["choices"]

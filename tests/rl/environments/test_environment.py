@@ -1,4 +1,4 @@
-"""Environments of every form, by themselves and in workers."""
+"""Environments of every form, called directly and in workers."""
 
 import asyncio
 import functools
@@ -25,13 +25,13 @@ from vectorlm.rl.environments.remote import EnvironmentWorkers, RemoteEnvironmen
 from vectorlm.runs.preflight.user_code import require_environment
 from vectorlm.types import PromptRecord
 
-# A worker need not import this file, and torch with it.
+# Pickling by value spares workers the import of this file and of torch.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ASKED = [{"role": "user", "content": "Guess."}]
 
 
 class Guess:
-    """A game, in this library's form."""
+    """A game in this library's form."""
 
     def reset(self, row):
         self.wanted = row["number"]
@@ -46,7 +46,7 @@ class Guess:
 
 
 class Echo:
-    """The shorthand."""
+    """An environment in the short form, `respond`."""
 
     def __init__(self, number):
         self.number = number
@@ -56,7 +56,7 @@ class Echo:
 
 
 class Counter:
-    """TRL's form."""
+    """An environment in TRL's form."""
 
     def reset(self, number, **row):
         self.total = number
@@ -122,7 +122,7 @@ def test_an_environment_of_trl_goes_on_after_an_image():
 
 
 class Files:
-    """Its tool must not be called by accident."""
+    """An environment with a tool that must not be called by accident."""
 
     def __init__(self):
         self.deleted = []
@@ -148,7 +148,7 @@ DELETE = '<tool_call>{"name": "delete", "arguments": {"path": "a"}}</tool_call>'
     ("text", "content", "deleted"),
     [
         (f"<think>Never {DELETE}</think>Done.", f"<think>Never {DELETE}</think>Done.", []),
-        # Its template has begun the thought.
+        # The chat template has begun the thought.
         (f"Never {DELETE}</think>Done.", f"Never {DELETE}</think>Done.", []),
         (f"<think>Never {DELETE}", f"<think>Never {DELETE}", []),
         (f"[THINK]{DELETE}[/THINK]No.", f"[THINK]{DELETE}[/THINK]No.", []),
@@ -219,7 +219,7 @@ def test_messages_may_be_calls_alone_or_parts_as_those_of_prompts():
 
 
 def play(kind, turns, timeout_s=20.0):
-    """Play in a worker; return what was asked first, the replies, and the reward of the end."""
+    """Play in a worker; return the first prompt, the replies, and the final reward."""
     record = PromptRecord(ASKED, {"number": 3})
 
     async def rollout():
@@ -239,7 +239,7 @@ def test_an_environment_in_a_worker_keeps_its_state_and_tells_its_tools():
     asked, replies, reward = play(Guess, ["5", "3"])
     assert asked[-1]["content"] == "From 1 to 9."
     assert [reply.done for _, reply in replies] == [False, True]
-    # The limit is for what the environment does, and not for the import of torch, which describes its tools.
+    # The limit applies to the environment's own work, not to the import of torch, which describes its tools.
     asked, replies, reward = play(Counter, ['{"name": "add", "arguments": {"by": 4}}', "7"], timeout_s=2.0)
     assert [tool["function"]["name"] for tool in asked["tools"]] == ["add"]
     assert replies[0][1].messages[0]["content"] == "7"
@@ -267,7 +267,7 @@ def take(a: int, b: int) -> int:
 
 
 class Chooses:
-    """Has tools from its row."""
+    """An environment whose row decides its tools."""
 
     def __init__(self, number):
         self.tools = {3: [add], 4: [take]}.get(number, [])
@@ -277,7 +277,7 @@ class Chooses:
 
 
 class ChoosesLate:
-    """Has them once it has begun; `respond` is for itself."""
+    """An environment that sets its tools in `reset`, and calls its own `respond`."""
 
     def reset(self, row):
         Chooses.__init__(self, row["number"])
@@ -309,7 +309,7 @@ def test_the_policy_is_told_of_the_tools_that_the_environment_of_its_rollout_has
         calls = [{"name": name, "arguments": {"a": 3, "b": 1}} for name in ("add", "take")]
         replies = [(await playing.step(json.dumps(call)))[1] for call in calls]
         await playing.close()
-        # Without any tool a call is a message like others.
+        # Without tools, a call is a normal message.
         return told, [reply.messages[0]["content"] for reply in replies if reply.messages]
 
     async def rollouts():
@@ -351,7 +351,7 @@ def test_tools_beside_a_prompt_without_a_template_are_refused_before_the_first_t
 
 
 def faulty(fault, method, is_async):
-    """Return an environment whose `method` has a fault."""
+    """Return an environment class whose `method` is faulty."""
 
     def fail(self, *arguments):
         return fault()
@@ -370,7 +370,7 @@ def faulty(fault, method, is_async):
 
 
 class Slow:
-    """Asynchronous: all of its kind are in one process; `sleep` says how long a turn takes."""
+    """An asynchronous environment, which runs in one process with its kind; a message is the seconds of a turn."""
 
     closed = 0
 
@@ -396,7 +396,7 @@ def test_asynchronous_environments_are_waited_for_in_one_process():
             host = EnvironmentWorkers(Slow, pool, 20.0)
             return await asyncio.gather(*(rollout(host) for _ in range(64)))
 
-    # One after the other they would take 51 s.
+    # One after another, the turns would take 51 s.
     assert len(set(asyncio.run(asyncio.wait_for(rollouts(), 25)))) == 1
 
 
@@ -511,7 +511,7 @@ def test_an_environment_that_cannot_be_made_is_named_with_the_prompt(fault, mess
 
 
 class Untyped:
-    """A tool without types."""
+    """An environment whose tool has no types."""
 
     def reset(self, **row):
         pass
@@ -521,7 +521,7 @@ class Untyped:
 
 
 class Misspelt:
-    """Methods beside this `reset` are no tools."""
+    """An environment with `reset(row)`, whose other methods are not tools."""
 
     def reset(self, row):
         pass
@@ -535,7 +535,7 @@ class Misspelt:
 
 
 def supplied(method):
-    """Return the method with an argument that its caller does not give."""
+    """Return the method with an argument that its caller does not pass."""
 
     @functools.wraps(method)
     def called(self, message):
@@ -545,7 +545,7 @@ def supplied(method):
 
 
 class HasMore:
-    """Methods that nobody calls may have the names of those that other forms have."""
+    """An environment with uncalled methods that have the names of other forms' methods."""
 
     def reset(self, row):
         pass

@@ -19,7 +19,7 @@ def example(name):
 def test_a_guess_earns_what_it_tells(name):
     game = example(f"guessing_game.py:{name}")(number=20)
     replies = [asyncio.run(game.step({"content": text})) for text in ("18", "50", "x", "26", "20")]
-    # Of 32 numbers the first guess leaves 23, the next two tell nothing, the fourth leaves 7.
+    # Of 32 numbers the first guess leaves 23. The next two exclude none, and the fourth leaves 7.
     points = [math.log2(32 / 23) / 5, 0.0, 0.0, math.log2(23 / 7) / 5, math.log2(7) / 5]
     if name == "RewardedLast":
         points = [None] * 4 + [pytest.approx(1.0)]
@@ -46,7 +46,7 @@ def test_the_calculator_has_a_tool_and_the_answer_is_in_the_last_message():
 
 
 def nim(sticks, answers=(), **more):
-    """Return a game, with what its opponent answers in place of an engine, and the requests to it."""
+    """Return a game whose opponent gives `answers` in place of an engine, and the list of its requests."""
     game, asked = example("nim.py:Nim")(sticks, more.pop("opponent", "self"), game=1, **more), []
     answers = iter(answers)
 
@@ -75,7 +75,7 @@ def test_who_takes_the_last_stick_wins_and_an_illegal_move_loses(moves, answers,
     assert [reply.done for reply in replies] == [False] * (len(moves) - 1) + [True]
     assert replies[-1].reward == replies[-1].metrics["acc"] == has_won
     assert all(request["model"] == "policy@10" for path, request in asked if path != "/models")
-    # The opponent sees its own game.
+    # The opponent sees the game from its own side.
     roles = [
         [message["role"] for message in request["messages"]] for path, request in asked if path != "/models"
     ]

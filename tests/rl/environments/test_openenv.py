@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, by its messages: a server that echoes, as OpenEnv 0.10's own server answers."""
+"""Environments of OpenEnv over its protocol, with an echo server that answers as OpenEnv 0.10 does."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ NAME = "vectorlm.rl.environments.openenv:OpenEnv"
 
 @contextlib.contextmanager
 def echoing():
-    """Serve sessions that echo, give the length as the reward, and end at "end"; yield the URL and all messages."""
+    """Serve sessions that echo, reward the length, and end at "end"; yield the URL and all messages."""
     seen = []
 
     def session(socket):
@@ -74,7 +74,7 @@ def test_an_episode_goes_over_the_socket_in_a_worker():
         assert json.loads(first.messages[0]["content"]) == {"echoed_message": "hello", "message_length": 5}
         assert (first.reward, first.done, last.reward, last.done) == (5, False, 3, True)
         assert [request["type"] for request in seen] == ["reset", "step", "step", "close"]
-        # The policy is told what is wrong with its action, and the episode goes on.
+        # The policy gets the error of its action, and the episode continues.
         deep = '{"message": ' + "[" * 1100
         _, replies = asyncio.run(episode(url, ['{"other": 1}', deep, '<think>{"other": 1}</think>end']))
         assert replies[0].messages == [{"role": "user", "content": "error: no such field (VALIDATION_ERROR)"}]

@@ -1,4 +1,4 @@
-"""Calls as models of several families write them, schemas, and what is answered to a call that fails."""
+"""Tool calls in the formats of several model families, schemas, and replies to calls that fail."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ WRITTEN = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
     [
         (f"<tool_call>\n{WRITTEN}\n</tool_call>", "", [ADD]),
         (f"I add.\n<tool_call>{WRITTEN}</tool_call>\n<tool_call>{WRITTEN}</tool_call>", "I add.", [ADD, ADD]),
-        # Stopped before its end.
+        # The text ends before the call does.
         (f"<tool_call>{WRITTEN}", "", [ADD]),
         ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
         (
@@ -40,7 +40,7 @@ WRITTEN = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
         ("The sum is 3.", "The sum is 3.", []),
         ('{"answer": 3}', '{"answer": 3}', []),
         ("", "", []),
-        # Answers in JSON that hold a name.
+        # Answers in JSON with the key `name` are not calls.
         *(
             (answer, answer, [])
             for answer in (
@@ -51,7 +51,7 @@ WRITTEN = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
             )
         ),
         ('[{"name": "stop", "type": "function"}]', "", [ToolCall("stop", {})]),
-        # One of its tools, with an argument in the wrong place: the tool says what it lacks.
+        # The name is a tool's, and the arguments are misplaced: the tool reports the missing ones.
         ('{"name": "add", "args": {"a": 1}}', "", [ToolCall("add", {})]),
     ],
 )
@@ -71,7 +71,7 @@ def test_calls_of_every_family_are_read(text, said, calls):
         ('{"name": "add", "arguments": {"a": ' + "1" * 4301 + "}}", "this call is not JSON"),
         (json.dumps({"name": "add", "arguments": '{"a": ' + "1" * 4301}), "the arguments are not JSON"),
         (json.dumps({"name": "add", "arguments": "[" * 1100}), "the arguments are not JSON"),
-        # It can be read, and no template or process could hand it on.
+        # The parser could read it, but no template or process could pass it on.
         ('{"name": "add", "arguments": ' + '{"a":' * 400 + "1" + "}" * 401, "this call is not JSON"),
         (
             '{"name": "add", "arguments": {"a": "\\ud800"}}',

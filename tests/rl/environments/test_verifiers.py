@@ -1,4 +1,4 @@
-"""Environments of verifiers 0.4, by its public API; left out where it is not installed."""
+"""Environments of verifiers 0.4 over its public API; skipped if it is not installed."""
 
 import asyncio
 import json
@@ -74,13 +74,13 @@ class Plain(vf.Harness[vf.HarnessConfig]):
 def taskset(tmp_path, monkeypatch):
     (tmp_path / "some_words.py").write_text(TASKSET)
     monkeypatch.syspath_prepend(str(tmp_path))
-    # Ranks and workers are processes of their own.
+    # Ranks and workers are separate processes.
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     return "some_words"
 
 
 def play(record, max_model_len=4000):
-    """Return the rollout of one task, with a policy that always says yes."""
+    """Return the rollout of one task; the policy always answers yes."""
     engine = Scripted(lambda text, index: " yes ")
 
     async def run():
@@ -126,7 +126,7 @@ def test_a_taskset_is_selected_from_and_what_is_wrong_with_it_is_said(taskset):
         read_prompts(PromptSettings(verifiers=taskset, size=3))
 
 
-# uv installs what verifiers' harness imports.
+# uv installs the modules that verifiers' harness imports.
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not there, which verifiers' harnesses need")
 def test_the_taskset_of_the_page_is_played_by_a_harness_of_verifiers(taskset, tmp_path):

@@ -60,7 +60,7 @@ def reward(text, *, first_letter):
 def test_an_evaluation_samples_with_the_models_weights_scores_first_answers_and_records_all(folder, tmp_path):
     model = load_model(folder)
     with torch.no_grad():
-        # All logits are equal, so that greedy decoding takes token 0, the end token.
+        # With equal logits, greedy decoding takes token 0, the end token.
         model.lm_head.weight.zero_()
     said = []
     path = tmp_path / "deep" / "samples.jsonl"
@@ -146,9 +146,9 @@ def test_a_threshold_decides_what_is_right_and_weights_what_the_reward_is(folder
         say=said.append,
     )
     metrics = evaluator.evaluate(1)
-    # A logged acc says by itself what is right.
+    # A logged `acc` alone decides which answers are right.
     assert metrics["eval/accuracy"] == 0.5
-    # A reward of None is left out of the sum.
+    # The sum ignores a reward of None.
     assert metrics["eval/reward"] == pytest.approx(2 * sum(given.values()) / 4 + 0.25 * 3 / 4)
     assert (metrics["eval/accuracy/size"], metrics["eval/reward/size"]) == (0.0, 0.25)
     assert said[0].startswith("step 1: 2/4 right")
@@ -174,7 +174,7 @@ def test_further_rewards_and_what_most_answers_say_are_logged(folder, tmp_path):
         at_k=(1, 3),
     )
     metrics = evaluator.evaluate(1)
-    # Of three of the four answers, two are one letter or the other.
+    # Among any three of the four answers, two equal answers win the vote.
     assert {name: value for name, value in metrics.items() if name.startswith("eval/")} == {
         "eval/accuracy": 0.5,
         "eval/reward": 0.5,

@@ -18,7 +18,7 @@ def results(rewards, votes=None):
 
 
 def test_a_question_counts_once_with_the_mean_of_its_answers():
-    # Means 0.5, 1 and 0: mean 0.5, standard deviation 0.5, three questions.
+    # The means are 0.5, 1 and 0: their mean is 0.5 and their standard deviation 0.5, over three questions.
     found = grade(results([[1.0, 0.0], [1.0, 1.0], [0.0]]))
     assert (found.mean, found.accuracy, found.num_questions, found.num_unscored) == (0.5, 0.5, 3, 0)
     assert found.mean_error == pytest.approx(0.5 / math.sqrt(3))
@@ -28,7 +28,7 @@ def test_only_a_reward_of_one_is_a_right_answer():
     found = grade(results([[0.1], [1.0], [2.0], [0.1]]))
     assert found.mean == pytest.approx(0.8)
     assert found.accuracy == 0.25
-    # One right of four: sqrt(p (1 - p) / (n - 1)).
+    # One answer of four is right: sqrt(p (1 - p) / (n - 1)).
     assert found.accuracy_error == pytest.approx(math.sqrt(0.25 * 0.75 / 3))
 
 
@@ -78,7 +78,7 @@ def test_pass_at_k_is_the_share_of_the_choices_of_k_answers_with_a_right_one():
 
 
 def votes_won(chosen):
-    """Return the share that a right answer has of the answers with the most votes; right is an answer's capital."""
+    """Return the share of right answers among those with the most votes; a right answer is a capital letter."""
     counts = Counter(vote for vote in chosen if vote is not None)
     most = [answer for answer, count in counts.items() if count == max(counts.values())]
     return sum(answer.isupper() for answer in most) / len(most) if most else 0.0
@@ -91,7 +91,7 @@ def test_maj_at_k_is_the_mean_over_the_choices_of_k_answers(votes):
     answers = [None if vote == "." else vote for vote in votes]
     rewards = [float(vote.isupper()) for vote in votes]
     ks = range(1, len(votes) + 1)
-    # A second question, so that one without any vote is graded too.
+    # The second question covers questions whose answers have no vote.
     found = grade(results([rewards, [1.0] * 9], [answers, ["Z"] * 9]), ks).majority_at
     assert list(found) == list(ks)
     for k in ks:
@@ -103,5 +103,5 @@ def test_without_an_answer_that_was_logged_nothing_is_voted_on_and_k_may_be_name
     found = grade(results([[1.0, 0.0, 0.0]]), (1, 3, 5))
     assert found.majority_at == {}
     assert found.pass_at == {1: pytest.approx(1 / 3), 3: 1.0}
-    # An answer without a reward does not vote.
+    # An answer without a reward has no vote.
     assert grade(results([[1.0, math.nan, math.nan]], [["a", "b", "b"]]), (1,)).majority_at == {1: 1.0}

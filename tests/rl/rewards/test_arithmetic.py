@@ -1,4 +1,4 @@
-"""The arithmetic expression."""
+"""The evaluator of arithmetic expressions."""
 
 from fractions import Fraction
 

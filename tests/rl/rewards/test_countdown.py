@@ -1,4 +1,4 @@
-"""The Countdown reward and its place in the registry."""
+"""The Countdown reward, and its entry in the registry."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_a_completion_earns_what_its_answer_is_worth(completion, reward):
 @pytest.mark.parametrize(
     ("answer", "numbers", "target", "reward"),
     [
-        # A number that is given twice must be used twice, and fractions are exact.
+        # A number that occurs twice must be used twice, and fractions are exact.
         ("4+4+2", [4, 2, 4], 10, 1.0),
         ("2*4+2", [4, 2, 4], 10, 0.1),
         ("(1/3)*9", [1, 3, 9], 3, 1.0),

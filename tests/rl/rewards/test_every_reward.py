@@ -1,4 +1,4 @@
-"""Checks of every reward that the package brings: what it is shown, that it never raises, and that runs take it."""
+"""Checks of every built-in reward: the text that it sees, no exceptions, and its use in a run."""
 
 import asyncio
 import functools
@@ -45,7 +45,7 @@ def judge():
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_limit():
-    """Completions that keep a reward busy take less of the tests' time."""
+    """Lower the CPU limit, for completions that would keep a reward busy."""
     patch = pytest.MonkeyPatch()
     patch.setattr(limited, "CPU_S", 0.25)
     yield
@@ -57,7 +57,7 @@ def completion_of(text):
 
 
 def played(environment, *said, is_chat=True):
-    """Return the rollout of a policy that says these texts, one in each turn."""
+    """Return the rollout of a policy that writes these texts, one per turn."""
     left = iter(said)
 
     async def ask(prompt, params, hear=None):
@@ -78,7 +78,7 @@ def played(environment, *said, is_chat=True):
 
 
 class Says:
-    """Replies to two turns: with messages of some role, or with a text, where the role is None."""
+    """An environment that replies to two turns: with messages of a role, or with a text if the role is None."""
 
     def __init__(self, role, content):
         self.role, self.content, self.num_turns = role, content, 0
@@ -91,7 +91,7 @@ class Says:
 
 
 class Looks(Says):
-    """Says the same by a tool, which the policy calls."""
+    """An environment that returns the content from a tool, which the policy calls."""
 
     def __init__(self, role, content):
         super().__init__(role, content)
@@ -107,7 +107,7 @@ class Looks(Says):
 
 CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 INDIFFERENT = ("judge", "length", "repetition")
-"""Rewards that do not rise with an answer that is right; for these the text that they see is compared too."""
+"""Rewards that do not prefer a right answer; the test also compares the texts that they see."""
 PLACES = [
     (Says, "assistant", True),
     (Says, None, False),
@@ -121,7 +121,7 @@ PLACES = [
 @pytest.mark.parametrize(("kind", "role", "is_chat"), PLACES)
 @pytest.mark.parametrize("name", registry.reward_names())
 def test_what_an_environment_says_changes_no_reward(judge, name, kind, role, is_chat):
-    """The environment says the answer in every form, or nothing."""
+    """The environment states the answer in every form, or states nothing."""
     said = [CALL, CALL, "no idea"] if kind is Looks else ["let me think", "so", "no idea"]
     found = []
     answer, other = run_reward(
@@ -168,7 +168,7 @@ def test_own_functions_see_the_turns_of_the_policy_in_a_text_a_list_and_tokens(k
 
 
 def test_an_agents_words_are_no_part_of_the_completion():
-    """Not its prompt, not an answer that it has begun or made up, not what it says between two answers."""
+    """These are the agent's prompt, a beginning or made-up answer, and its messages between two answers."""
     texts = iter(["one", "two"])
 
     async def ask(prompt, params, hear=None):
@@ -212,7 +212,7 @@ def test_a_single_turn_is_shown_as_it_is():
 
 
 SLOW = {"code": 30, "judge": 15, "math": 100, "reasoning_gym": 100, "ifeval": 100}
-"""Completions of rewards that ask another process; of all others 2,000."""
+"""Number of completions for rewards that use another process; all other rewards get 2,000."""
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_a_run_takes_every_reward_for_its_rollouts_and_its_evaluations(judge, tm
             "group_size": 2,
             "sampling_params": {"max_tokens": 16},
             "rewards": dict.fromkeys(names, 1.0),
-            "reward_workers": 0,  # They would import everything again.
+            "reward_workers": 0,  # Worker processes would import all modules again.
         },
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

@@ -1,4 +1,4 @@
-"""Reward functions in workers: what hangs, dies or prints without end costs its own completion alone."""
+"""Reward functions in workers: a completion that makes one hang, die or print without end fails alone."""
 
 import asyncio
 import errno
@@ -21,7 +21,7 @@ from vectorlm.ranks.workers.supervisor import MAX_LOG_BYTES
 from vectorlm.rl.rewards.function import RewardFunction
 from vectorlm.rl.rewards.runner import Scorable
 
-# A worker need not import this file, and pytest with it.
+# Pickling by value spares workers the import of this file and of pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 MARK = "VECTORLM_TEST_WORKERS"
 
@@ -32,7 +32,7 @@ def items(*texts):
 
 @pytest.fixture
 def pool(tmp_path, monkeypatch):
-    """A pool of which no process is left when it is closed, whatever its workers did."""
+    """Yield a pool, and require that no process remains after it closes, even if workers started some."""
     monkeypatch.setenv(MARK, str(tmp_path))
     with WorkerPool(2, tmp_path / "rewards.log") as pool:
         yield pool
@@ -41,7 +41,7 @@ def pool(tmp_path, monkeypatch):
 
 
 def marked(mark):
-    """Return the processes that were started with this mark, by any of them."""
+    """Return the processes with this mark in their environment, which children inherit."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -77,7 +77,7 @@ def catch_everything():
 
 
 def take_the_alarm():
-    """As math-verify does, which would end a limit by the same alarm."""
+    """Set the alarm that also enforces a limit, as math-verify does."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.alarm(3)
     signal.alarm(0)
@@ -152,7 +152,7 @@ def test_a_coroutine_that_hangs_or_dies_costs_its_own_completion(pool, fault, me
         return 1.0
 
     found = score(reward, pool, "a", "bad", "c")
-    # Alone it has the limit, and the second that ends the loop.
+    # Alone, the completion has the time limit plus the second that ends the loop.
     assert re.match(message.replace("0", "1", 1), found[1].error)
     assert [found[0].reward, found[2].reward] == [1.0, 1.0]
 
@@ -173,7 +173,7 @@ def test_a_coroutine_of_one_group_that_hangs_or_dies_costs_no_completion_of_anot
     assert good.reward == 1.0
     assert re.match(message.replace("0", "1", 1), bad.error)
     assert [result.reward for group in others for result in group] == [1.0] * 3
-    # Another worker has taken its place.
+    # Another worker replaces it.
     assert [result.reward for result in pool.submit(function.score_alone(items("f"))).result()] == [1.0]
 
 
@@ -325,7 +325,7 @@ def test_an_answer_in_between_is_enough(pool):
 
 
 def test_a_supervisor_that_could_not_start_says_so_and_is_tried_again(monkeypatch):
-    """Whoever asked for a worker heard of a broken pipe."""
+    """Before, the caller got a broken pipe instead of this error."""
     monkeypatch.setattr(subprocess, "Popen", mock.Mock(side_effect=OSError(errno.ENOMEM, "no memory")))
     with WorkerPool(1) as pool:
         with pytest.raises(OSError, match="no memory"):

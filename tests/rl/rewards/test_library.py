@@ -1,4 +1,4 @@
-"""The rewards that the package brings, each beside the library that it asks or a literal worked by hand."""
+"""The built-in rewards, compared with the library that they use or with values worked by hand."""
 
 import asyncio
 import json
@@ -63,7 +63,7 @@ def test_mathematics_compares_formulas_and_cannot_score_without_one(answer, comp
     if completion == "3 apples or 4":
         from math_verify import parse, verify
 
-        # What counts is what math-verify says.
+        # math-verify decides this case.
         reward = float(verify(parse("$3$"), parse(completion)))
     assert mathematics.math(completion, answer) == reward
 
@@ -180,7 +180,7 @@ def test_length_falls_off_beside_the_target():
 def test_repetition_is_the_share_of_repeated_n_grams():
     assert shape.repetition("a b c d") == 0.0
     assert shape.repetition("a b") == 0.0
-    # abc bca cab abc: one of four is a repetition.
+    # The n-grams are abc bca cab abc: one of four is a repetition.
     assert shape.repetition("a b c a b c", penalty=2.0) == pytest.approx(-0.5)
 
 
@@ -221,7 +221,7 @@ RIGHT, SHELL, DATA = (
 
 
 def test_code_may_reserve_memory_that_it_does_not_use_and_says_why_it_fails():
-    """NumPy, SciPy and torch reserve addresses, and memory for every thread."""
+    """NumPy, SciPy and torch reserve address space, and memory for every thread."""
     logged = {}
     reserves = "import mmap, os\nx = mmap.mmap(-1, 1 << 34, mmap.MAP_PRIVATE, mmap.PROT_READ)\n"
     one_thread = 'assert os.environ["OMP_NUM_THREADS"] == "1"'
@@ -277,7 +277,7 @@ def test_a_text_is_one_test_and_without_tests_code_cannot_be_scored(tests, rewar
     "tests", [[{"input": "2", "output": "5"}], '[{"input": "2", "output": "5"}]', ["", 1]]
 )
 def test_what_is_no_test_of_python_is_refused(tests):
-    """As an expression it would always pass."""
+    """Evaluated as an expression, it would always pass."""
     with pytest.raises(TypeError):
         code.code(CODE, tests)
 
@@ -308,7 +308,7 @@ def test_instructions_are_checked_as_the_harness_checks_them():
 
 @pytest.fixture
 def ask():
-    """Ask a judge that gives some answers, numbers being statuses, and keeps the questions in `ask.server.asked`."""
+    """Yield a function that asks a judge with given answers or statuses; `ask.server.asked` has the questions."""
     with judge_server() as server:
 
         def ask(*answers, retries=1, prompt="{completion}?", port=server.server_port, **more):
@@ -339,7 +339,7 @@ def test_a_request_that_a_judge_will_never_answer_fails(ask):
 
 
 def test_a_completion_that_alone_is_refused_cannot_be_scored(ask):
-    """It may be too long for the judge, or break its rules."""
+    """The completion may be too long for the judge, or break its rules."""
     assert ask(400, "5") is None
     assert len(ask.server.asked) == 2
     assert "{answer}" in ask.server.asked[0]

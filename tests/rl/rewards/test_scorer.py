@@ -1,4 +1,4 @@
-"""Rewards shared out over ranks, weighed and added up."""
+"""Scoring of rewards: shared among ranks, weighted and summed."""
 
 import asyncio
 import math
@@ -192,7 +192,7 @@ def score_on_rank(topology):
 
 
 def test_a_group_whose_reward_fails_ends_the_run_before_the_others_end():
-    """Each of them may hang as long."""
+    """The other calls may hang until their time limit."""
 
     def refuses(text):
         raise ArithmeticError("no")
@@ -205,7 +205,7 @@ def test_a_group_whose_reward_fails_ends_the_run_before_the_others_end():
 
 
 def score_early_on_rank(topology):
-    """Return what is made of two groups and their greedy completions, scored as they end and all at the end."""
+    """Return the scores of two groups with greedy completions, scored group by group and all at the end."""
 
     async def judged(text, log):
         log("judged", len(text))
@@ -248,7 +248,7 @@ def score_early_on_rank(topology):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_groups_that_are_scored_as_they_end_have_the_rewards_of_the_whole_step(world_size):
     for names, early, late in on_ranks(world_size, score_early_on_rank):
-        # A function of lists sees the groups of a step together.
+        # A function of lists sees the groups of a whole step.
         assert names == [["counted", "judged"]] * 2
         assert repr(early) == repr(late)
         lists = {1: 6, 2: 4}[world_size]
@@ -256,9 +256,9 @@ def test_groups_that_are_scored_as_they_end_have_the_rewards_of_the_whole_step(w
 
 
 def fail_on_the_last_rank(topology):
-    """Return what a reward that hangs, and one that leaves, come to where errors stop the run and are skipped."""
+    """Return the results of rewards that hang and that exit, with `on_error` set to skip and to stop."""
 
-    # Functions inside a function are sent by value: a worker need not import this file, and torch with it.
+    # Functions inside a function are pickled by value, which spares workers the import of this file and of torch.
     def hang(text):
         if text == "bad":
             re.match("(a+)+b", "a" * 40)
@@ -321,7 +321,7 @@ def score_two_groups_of_one_prompt(topology):
     ]
     groups = [*map(SampledGroup, asked_twice), group_of("d", "ee", "fff")]
     if not topology.is_main:
-        # As another rank receives them, a group at a time.
+        # Another rank receives groups one at a time.
         groups = [pickle.loads(pickle.dumps(group)) for group in groups]
     return [group.rewards.tolist() for group in scorer(topology).score(groups)]
 
@@ -338,7 +338,7 @@ def test_ranks_share_the_work_alike_though_two_groups_have_one_prompt():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_prompts_of_a_source_have_its_own_rewards_and_weights(world_size):
-    # "bad" makes the reward raise that its source lacks.
+    # The text "bad" makes `vowels` raise, and its source does not have that reward.
     first, second, third, fourth = on_ranks(world_size, score_by_source)[0]
     assert rewards_of([first, second, third, fourth]) == [2.0, 1.0, 2.0, 1 + 0.5 * 3]
     assert list(first.rewards_by_name) == ["length"]

@@ -1,4 +1,4 @@
-"""Reward functions as TRL's users write them, and their parameters wherever they stand."""
+"""Signatures of reward functions in TRL's form, and their parameters in every position."""
 
 import functools
 import json
@@ -156,7 +156,7 @@ def test_a_list_has_every_turn_of_a_chat_as_its_own_message(prompt, chat):
 
 
 def test_a_column_never_hides_the_completion():
-    """Datasets of prompts often hold a completion to learn from as well."""
+    """Datasets of prompts often have a column with a completion to learn from."""
     columns = {"completion": "from the dataset", "completions": "likewise", "prompt": "likewise"}
     items = [Scorable("4", "2 + 2", (1,), columns)]
 
@@ -186,7 +186,7 @@ def test_a_required_parameter_that_nothing_supplies_is_named(reward, missing):
 
 
 def test_verls_compute_score_is_called_as_verl_calls_it(tmp_path):
-    """The columns of verl's datasets, and its functions, as they are."""
+    """verl's dataset columns and functions work without changes."""
     row = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "2 + 2?"}],

@@ -1,4 +1,4 @@
-"""Actors: rollouts beside each engine, drawn from one queue, with environments that are waited for side by side."""
+"""Actors: rollouts on every engine, drawn from one queue, with environments that run concurrently."""
 
 import asyncio
 import functools
@@ -24,7 +24,7 @@ from vectorlm.rl.rollouts.sampler import GroupSampler, Task
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.types import PromptRecord, RewardResult
 
-# A worker need not import this file, and torch with it.
+# Pickling by value spares workers the import of this file and of torch.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -49,7 +49,7 @@ def tasks_of(count):
 
 
 def all_of(queue, numbers):
-    """Poll until every group is there; return the texts of each, by the groups' numbers."""
+    """Poll until every group has finished; return the texts of each group, in the order of `numbers`."""
     found = {}
     while len(found) < len(numbers):
         found |= queue.poll(10.0)
@@ -87,7 +87,7 @@ def test_every_rank_gets_every_group_whichever_engine_took_it(world_size, num_en
 
 
 class Slow:
-    """Takes its time with every reply; `breaks` says which question's raises, and `closed` who was closed."""
+    """An environment with slow replies; the question `breaks` makes it raise, and `closed` lists the closed ones."""
 
     def __init__(self, record, breaks=None, closed=None):
         self.record, self.breaks, self.closed = record, breaks, closed
@@ -192,13 +192,13 @@ def test_rollouts_that_wait_for_their_environment_are_made_up_for_by_others():
         metrics = queue.metrics()
         queue.close()
     assert metrics["rollout/in_flight_max"] == 16.0
-    # As many as there is room for, and some that come back from their environment meanwhile.
+    # The limit bounds requests, and rollouts that return from their environment add to them.
     assert 4.0 <= metrics["rollout/asking_max"] < 16.0
 
 
 @pytest.mark.parametrize("is_turn", [False, True])
 def test_a_group_is_scored_while_others_are_sampled(is_turn):
-    """The second prompt is not answered before the first one's group has been scored."""
+    """The engine does not answer the second prompt before the first prompt's group has been scored."""
     scored = threading.Event()
 
     def answer(prompt, version):
@@ -231,5 +231,5 @@ def test_a_closed_queue_leaves_no_thread():
         queue.poll(0.1)
         queue.close()
         assert threading.active_count() == before
-        # Nothing of it is left in the engine, which would refuse to sleep.
+        # `sleep` would refuse if the engine still had a request of the queue.
         engine.sleep()

@@ -1,4 +1,4 @@
-"""How many sequences ask an engine at once, beside an engine whose rate ends to grow somewhere."""
+"""The concurrency limit, with an engine whose rate stops growing at some number of sequences."""
 
 import random
 
@@ -10,7 +10,7 @@ TOKENS = 20
 
 
 def found(knee, most=10_000, noise=0.0, has_waiting=True, num_answers=60_000, first=64):
-    """Return the limits that were tried beside an engine that samples `knee` sequences in the time of one."""
+    """Return the limits after each answer of an engine whose rate grows up to `knee` sequences."""
     limit, now_s, dice, sizes = ConcurrencyLimit(first, most), 0.0, random.Random(3), []
     for _ in range(num_answers):
         limit.has_waiting = has_waiting

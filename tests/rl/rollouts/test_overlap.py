@@ -1,4 +1,4 @@
-"""Groups in flight while the ranks train: how old they may be, and what happens to late ones."""
+"""Groups in flight while the ranks train: their age limit, and the handling of late groups."""
 
 import io
 import random
@@ -21,7 +21,7 @@ PROMPTS, GROUP = 4, 2
 
 
 class Engine(Echo):
-    """Finishes groups in the order that `choose` says, which gets those in flight at each poll."""
+    """An engine that finishes groups in the order of `choose`, which gets the groups in flight at each poll."""
 
     def __init__(self, choose=list):
         super().__init__(None, choose)
@@ -118,7 +118,7 @@ def test_nothing_is_older_than_it_may_be_in_whatever_order_it_finishes(max_stale
 
 
 def stuck(prompt):
-    """Return an order in which the requests of one prompt never finish."""
+    """Return an order that never finishes the requests of one prompt."""
     return lambda in_flight: [group for group in in_flight if group.prompt != prompt]
 
 
@@ -134,7 +134,7 @@ def test_a_late_group_is_dropped_and_another_begun_in_its_place():
         found = source.collect(step, Timer())
         assert first_prompt() not in prompts_of(found)
         assert len(found) == PROMPTS
-        # Started at version 0: step 1 is the last that may train on it.
+        # The group began at version 0, and step 1 is the last step that may train on it.
         assert source.metrics(step)["queue/dropped"] == float(step == 1)
     assert not any(group.prompt == first_prompt() for group in engine.in_flight)
 
@@ -158,7 +158,7 @@ def test_a_late_group_may_be_trained_on_with_or_without_its_oldest_tokens(overdu
     assert source.oldest_version(4) == (None if overdue == "correct" else 3)
     if overdue == "correct":
         return
-    # Its first token is of version 0, its second of version 4.
+    # The first token has version 0, the second has version 4.
     assert [rollout.versions for rollout in found[0].rollouts] == [(0, 4)] * GROUP
     share = rollout_metrics(found, 4, 3)["staleness/masked_tokens"]
     assert share == GROUP / (2 * GROUP * PROMPTS)
@@ -167,7 +167,7 @@ def test_a_late_group_may_be_trained_on_with_or_without_its_oldest_tokens(overdu
     assert batch.valid.all()
     whole = make_batch(found, get_algorithm("grpo"))
     assert torch.equal(batch.token_rewards, whole.token_rewards)
-    # A completion of which nothing is left counts nowhere.
+    # A completion without remaining tokens counts nowhere.
     assert make_batch(found, get_algorithm("grpo"), oldest_version=5) is None
 
 
@@ -184,14 +184,14 @@ def test_a_run_that_resumes_samples_again_what_was_not_trained_on():
     for step in range(1, 6):
         resumed_engine.version = step
         trained.append(prompts_of(resumed.collect(step, Timer())))
-    # Behind those that had finished, whose weights are older.
+    # The prompt comes after the groups that had finished, which have older weights.
     assert first_prompt() in trained[2]
     flat = [prompt for batch in trained for prompt in batch]
     assert len(flat[:23]) == len(set(flat[:23])) == 23, "a prompt was sampled twice before all were sampled"
 
 
 class Draining(Engine):
-    """As with `update: drain`: no group goes on through an update."""
+    """An engine with `update: drain`: no group continues through an update."""
 
     def completion(self, prompt, params, index, group):
         whole = super().completion(prompt, params, index, group)
@@ -212,7 +212,7 @@ def test_where_updates_drain_a_run_that_resumes_is_the_same_whatever_finishes_fi
         source, engine = source_and_engine(seed)
         for step in range(8):
             if step == 4 and seed % 2:
-                # Through the file of a checkpoint, which takes plain values alone.
+                # Go through the file of a checkpoint, which accepts only plain values.
                 torch.save(source.state(), stream := io.BytesIO())
                 source, engine = source_and_engine(seed + 100)
                 source.load_state(torch.load(io.BytesIO(stream.getvalue()), weights_only=True))

@@ -1,4 +1,4 @@
-"""Rollouts written and read back, and the order in which they are trained on."""
+"""Reading stored rollouts, and the order of training on them."""
 
 import json
 from dataclasses import replace
@@ -41,7 +41,7 @@ def write(folder, *steps):
 
 def test_rollouts_come_back_as_they_were(tmp_path):
     groups = [[rollout(index, group) for index in range(3)] for group in range(4)]
-    # The second step has groups of the same numbers.
+    # The second step has groups with the same numbers.
     found = read_rollouts(write(tmp_path, groups, groups[:1]))
     expected = [[replace(mine, is_replayed=True) for mine in group] for group in [*groups, groups[0]]]
     assert found == expected
@@ -58,7 +58,7 @@ def test_the_further_rows_of_an_agent_come_back_too(tmp_path):
         branches=tuple(replace(mine, is_replayed=True, measured={}) for mine in branches),
     )
     assert other.branches == ()
-    # A file of an earlier version has none.
+    # Files of an earlier version have no branches.
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     branch = lines[0]["branches"][0]
     for line in lines:
@@ -133,7 +133,7 @@ def test_every_group_once_per_pass_and_any_place_to_go_on_from():
 
 
 def test_files_of_several_turns_without_the_policys_own_words_are_refused(tmp_path):
-    """Rewards would read the environment's words as the policy's."""
+    """Otherwise rewards would read the environment's words as the policy's."""
     path = write(tmp_path, [[rollout(0, 0)]])
     row = json.loads(path.read_text())
     del row["turn_texts"]

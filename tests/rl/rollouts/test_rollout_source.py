@@ -1,4 +1,4 @@
-"""Rollouts of a step: groups, seeds, dynamic sampling, penalties for length, turns with an environment."""
+"""Rollouts of a step: groups, seeds, dynamic sampling, length penalties and turns with an environment."""
 
 import itertools
 import random
@@ -33,7 +33,7 @@ def rewards_of(groups):
 
 
 def collect(script, reward, **more):
-    """Return the groups of a first step."""
+    """Return the groups of the first step."""
     return make_source(Echo(script), reward, **more).collect(0, Timer())
 
 
@@ -55,7 +55,7 @@ def test_every_prompt_has_a_seed_of_its_own_that_its_place_and_the_run_decide():
 
 
 def groups_of_rounds(prompts, stored, num_groups, max_rounds, share, is_dropped):
-    """Return the prompts of rounds, one after the other, and how many of each kind they took."""
+    """Return the prompts of successive rounds, and the number of fresh and of stored groups."""
     found, num_fresh, num_stored = [], 0, 0
     for _ in range(max_rounds):
         missing = num_groups - sum(not is_dropped(prompt) for prompt in found)
@@ -159,7 +159,7 @@ def test_rewards_that_a_penalty_makes_equal_but_for_rounding_are_equal():
 
 
 def _learns(group, spec):
-    """Return whether the functions of a row give a group an advantage."""
+    """Return whether an algorithm's advantages of a group are not all zero."""
     if spec.level != "token" or spec.chooses or spec.needs_parts or spec.needs_greedy or spec.needs_teacher:
         return False
     if spec.needs_critic or spec.needs_gradient_norms:
@@ -173,7 +173,7 @@ def test_dynamic_sampling_keeps_equal_sums_of_different_turns_only_where_turns_a
     number = itertools.count()
 
     class Turns:
-        """A point for the first turn, or for the second, by turns."""
+        """An environment that rewards the first turn in every second instance, and the second turn in the others."""
 
         def __init__(self):
             self.left = [1.0, None] if next(number) % 2 == 0 else [None, 1.0]
@@ -232,7 +232,7 @@ def test_what_was_cut_is_not_chosen_where_cut_completions_are_left_out():
 
 
 class Calculator:
-    """Answers sums, and ends when it is told so."""
+    """An environment that answers sums, and ends at "done"."""
 
     def __init__(self, index):
         self.index = index
@@ -242,7 +242,7 @@ class Calculator:
 
 
 def test_turns_with_an_environment_are_one_rollout_in_which_its_words_are_not_the_policys():
-    # The first of the group asks first.
+    # The first rollout of the group sends the first request.
     engine = Echo(lambda prompt, index: "1+1" if len(engine.calls) == 1 else "done")
     mine = make_source(
         engine,
@@ -267,7 +267,7 @@ def test_turns_with_an_environment_are_one_rollout_in_which_its_words_are_not_th
 
 
 class Guess:
-    """A game in a chat: a point for each guess that is nearer, and three for the number."""
+    """A chat game: one point for each guess that is nearer, three for the number."""
 
     def reset(self, row):
         self.wanted, self.gap = row["index"] % 3 + 5, 10
@@ -282,7 +282,7 @@ class Guess:
 
 
 def test_rewards_of_turns_reach_the_batch_and_the_tokens_are_the_chats():
-    # The first turn is asked as messages, the others as tokens.
+    # The first request contains messages, the later ones contain tokens.
     engine = Echo(lambda prompt, index: "4" if isinstance(prompt[0], dict) else "7")
     more = {"num_groups": 1, "make": Guess, "settings": {"max_turns": 3}}
     more["prompt"] = lambda index: [{"role": "user", "content": f"q{index}"}]
@@ -312,7 +312,7 @@ def test_rewards_of_turns_reach_the_batch_and_the_tokens_are_the_chats():
 
 
 class Mixed:
-    """Replies with a text and then with a message."""
+    """An environment that replies with a text and then with a message."""
 
     num = 0
 
@@ -322,7 +322,7 @@ class Mixed:
 
 
 def test_a_message_of_the_chat_is_what_one_turn_of_the_assistants_holds():
-    """The beginning in the prompt, the policy's text, and the text that an environment put between."""
+    """The message has the prompt's beginning of it, the policy's text, and the environment's text in between."""
 
     def said(script):
         begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "I say "}]
@@ -333,7 +333,7 @@ def test_a_message_of_the_chat_is_what_one_turn_of_the_assistants_holds():
 
     found = said(lambda prompt, index: "2+2" if isinstance(prompt[0], dict) else "ok")
     assert found == [("assistant", "I say 2+2=4;ok"), ("user", "no"), ("assistant", "ok")]
-    # There is no room for a third turn, nor for what the environment says before it.
+    # The context has no room for a third turn, nor for the environment's message before it.
     long = "x" * 60
     assert said(lambda prompt, index: long) == [("assistant", f"I say {long}=4;{long}")]
 
@@ -356,7 +356,7 @@ def test_a_conversation_ends_after_its_turns_where_it_is_cut_and_where_there_is_
 
     assert turns(lambda prompt, index: "more") == (3, 0.0)
     assert turns(lambda prompt, index: "cut…") == (1, 1.0)
-    # What an agent is told to be too long is too long here.
+    # A length that is too long for an agent is too long here.
     assert turns(lambda prompt, index: "x" * 60) == (2, 1.0)
 
 

@@ -119,7 +119,7 @@ def test_preprocess_without_its_section_says_what_is_missing(write_config, capsy
 
 
 def test_letters_that_a_console_does_not_have_are_escaped(write_complete):
-    """With any command; a run prints what its model writes."""
+    """This applies to every command, because a run prints its model's text."""
     words = ["check", write_complete(MINIMAL), "--set", "train_parameters.output_dir=läuft"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     command = [sys.executable, "-m", "vectorlm", *words]

@@ -17,7 +17,7 @@ from vectorlm.train.settings import EvaluationSettings, LoopSettings, ModelSetti
 
 
 def with_train_line(line):
-    """Put one more line at the end of `train_parameters`: line 8 of the minimal file."""
+    """Return a change that adds a line at the end of `train_parameters`, line 8 of the minimal file."""
     return ("dataset:\n", f"  {line}\ndataset:\n")
 
 

@@ -97,7 +97,7 @@ def test_an_override_replaces_the_setting_that_its_alias_names(write_config):
         ("train_parameters.epoch=3", "'train_parameters.epochs'"),
         ("epochs=3", "'train_parameters.epochs'"),
         ("train_parameter.epochs=3", "'train_parameters'"),
-        # The file is to blame.
+        # The error is in the file.
         ("model.name=x", "(my.yaml:2)"),
         ("wandb_config.a.b=1", "wandb_config.a=5"),
         ("model", "'--set model'"),

@@ -26,7 +26,7 @@ def test_a_text_that_looks_like_something_else_stays_text(write_config, note):
 
 @pytest.mark.parametrize("date", ["2026-11-27", "2026-11-27 10:00:00"])
 def test_a_date_is_text(write_config, date):
-    """JSON, and so a checkpoint, has no other form for it."""
+    """JSON has no type for dates, and checkpoints are saved as JSON."""
     path = write_config(f"{MINIMAL}wandb_config: {{name: {date}}}\n")
     assert load_config(path).wandb_config == {"name": date}
     assert load_config(path, [f"wandb_config={{name: {date}}}"]).wandb_config == {"name": date}

@@ -1,4 +1,4 @@
-"""Names of other libraries are answered with what they are called here."""
+"""Setting names of other libraries: the error gives our name."""
 
 import pytest
 from kit.config_texts import RL, refusal
@@ -22,14 +22,14 @@ def test_every_place_exists(place):
     elif parent == "engine" and name != "url":
         assert name in fields_of("engine/arg_utils.py", "EngineArgs")
     else:
-        # Arguments of wandb.init, and of the inference `server`.
+        # The first two are arguments of wandb.init, the last one of the inference `server`.
         assert place in ("wandb_config.name", "wandb_config.project", "engine.url")
 
 
 def test_no_name_is_answered_that_means_something_here():
     at_home = {path.rpartition(".")[2] for path in all_settings()}
     assert FOREIGN.keys() & at_home == {
-        # Right in one section; their notes say what differs where they are written in another.
+        # These names exist in one section; their notes explain the difference in another section.
         *(
             "assistant_only_loss",
             "beta",

@@ -1,4 +1,4 @@
-"""The settings of an algorithm: those of its row, and those of a row of one's own."""
+"""Settings of an algorithm, including the settings of a user's own algorithm."""
 
 import subprocess
 import sys
@@ -124,7 +124,7 @@ def test_an_algorithm_of_ones_own_declares_no_setting_called_name(load):
         ('margin="0.5"', [], "rl.algorithm.margin='0.5'"),
         ("margin=None", [], "rl.algorithm.margin=null"),
         ("dynamic_sampling=1", [], "rl.algorithm.dynamic_sampling=1"),
-        # Values of the config take the place of defaults.
+        # Values of the config replace defaults.
         ("margin=-1.0", ["rl.algorithm.margin=1.0"], None),
         ("margin=1", ["rl.algorithm.margin=null"], None),
     ],

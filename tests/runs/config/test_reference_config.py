@@ -1,4 +1,4 @@
-"""configs/config.yaml: every setting of fine-tuning, and the file of a command that names none."""
+"""configs/config.yaml: every setting of fine-tuning, and the default file of commands."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""VectorLM's own ten config files, with nothing replaced but paths, the model and step counts."""
+"""VectorLM's ten config files; the tests replace only paths, the model and step counts."""
 
 import json
 import math
@@ -18,12 +18,12 @@ FOLDER = Path(__file__).with_name("vectorlm_configs")
 NAMES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 SAMPLING = [name for name in NAMES if "sampler:" in (FOLDER / name).read_text()]
 ON_RANKS = {"hotswap-config-all-on.yaml": 2, "trice-config_gemma-all-on.yaml": 1}
-"""Those that start an engine, and on how many ranks; trice-config_gemma.yaml is the second without wandb's tags."""
+"""Number of ranks of the files that start an engine; trice-config_gemma.yaml is the second without wandb's tags."""
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder with a tiny model for sequences of 4,096 tokens, and two optimizer steps of rows."""
+    """Return a folder with a tiny model for sequences of 4,096 tokens, and rows for two optimizer steps."""
     folder = tmp_path_factory.mktemp("vectorlm")
     save_tiny_llama(folder / "model", max_length=4096, hidden_size=64)
     Dataset.from_list(rows(40)).save_to_disk(folder / "train")
@@ -42,7 +42,7 @@ def here(workplace, monkeypatch):
 
 
 def settings_for(name, output):
-    """Return the replacements of a file, as the arguments of the command line."""
+    """Return command-line arguments that replace values of a file."""
     text = (FOLDER / name).read_text()
     replaced = {"model": "model", "train_parameters.output_dir": output, "train_parameters.epochs": 1}
     replaced |= {"dataset.train_ds": "train", "dataset.eval_ds": "eval", "train_parameters.logging_steps": 1}
@@ -64,7 +64,7 @@ def test_each_file_passes_the_check(here, name, capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_as_it_is_says_what_has_to_be_filled_in(here, name):
-    """A path of its own in each, or what VectorLM's command line filled in."""
+    """The file lacks a path, or a value that VectorLM's command line set."""
     text, path = (FOLDER / name).read_text(), str(FOLDER / name)
     wanted = ["model"] if "\nmodel:" not in text else []
     wanted += ["train_parameters.max_seq_len"] if "max_seq_len" not in text else []

@@ -1,4 +1,4 @@
-"""A run small enough to work out by hand."""
+"""A run that is small enough for calculations by hand."""
 
 from vectorlm.runs.preflight.memory_plan import GIB, Demand, EngineDemand
 from vectorlm.sampling.weights.model_size import ModelSize

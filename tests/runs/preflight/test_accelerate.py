@@ -1,4 +1,4 @@
-"""Environment variables of accelerate become settings, or contradict a config."""
+"""Accelerate's environment variables: they become settings, or contradict a config."""
 
 import pytest
 from kit.config_texts import MINIMAL

@@ -1,4 +1,4 @@
-"""Images that cannot be read, and settings that do not work with images, are found before models are loaded."""
+"""Unreadable images, and settings that do not work with images: errors before any model is loaded."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_image_tokens_count(folder, files):
     found = check(folder, files, ["large.png"]).prompts[""][0]
     (image,) = [part["image"] for part in found.prompt[0]["content"] if part["type"] == "image"]
     length = len(tokenizer.apply_chat_template(found.prompt, add_generation_prompt=True)["input_ids"])
-    whole = length - 1 + len(tokens.expansion(image)) + 8  # 8 is max_tokens
+    whole = length - 1 + len(tokens.expansion(image)) + 8  # The answer has max_tokens=8.
     limits = [f"train_parameters.max_seq_len={whole - 1}", f"engine.max_model_len={whole - 1}"]
     with pytest.raises(DatasetError, match="prompt 1 of"):
         check(folder, files, ["small.png", "large.png"], *limits)

@@ -1,4 +1,4 @@
-"""Prompts that cannot be encoded, or leave no room for an answer, are found before models are loaded."""
+"""Prompts that cannot be encoded, or leave no room for an answer: errors before any model is loaded."""
 
 import json
 import pickle
@@ -42,7 +42,7 @@ def files(tmp_path):
 
 
 def ask(files, setting, prompts, template):
-    """Check a run whose prompts of one setting are these, with a tokenizer that has this chat template."""
+    """Check a run that has these prompts in one setting, and a tokenizer with this chat template."""
     return check(files, setting, [{"prompt": prompt} for prompt in prompts], template)
 
 
@@ -115,7 +115,7 @@ def test_columns_that_rewards_do_not_get_are_noted_and_answers_that_cannot_be_so
         notes(f"{RL}={files / 'asked.jsonl'}", "rl.sampling_params.max_tokens=64")
 
 
-# Each letter is a token; 64 tokens have room for 56 and 8 of the answer.
+# Each letter is a token; of 64 tokens, the prompt has 56 and the answer 8.
 LONG = [
     {"prompt": letter * count, "wanted": "a"} for letter, count in (("a", 3), ("b", 60), ("c", 56), ("d", 57))
 ]
@@ -160,7 +160,7 @@ def test_a_chat_that_is_too_long_is_cut(files, setting):
 
 
 class LongTasks(Tasks):
-    """Tasks that are made on demand, of which some are too long."""
+    """A data set that makes tasks on demand, some of them too long."""
 
     def __getitem__(self, index):
         return PromptRecord(LONG[index]["prompt"], {"wanted": "a"})
@@ -303,7 +303,7 @@ REFUSED, NOTED, FINE = "environment's tools, add", "does not render the tools", 
         ("AddsAlways", TEMPLATE, {"prompt": [{"role": "user", "content": "Call add."}]}, NOTED),
         ("AddsAlways", TELLS, {"prompt": "add"}, REFUSED),
         ("AddsAlways", TELLS, {"prompt": [5, 6]}, REFUSED),
-        # What an object makes of itself is not seen.
+        # The check cannot see tools that an instance sets itself.
         ("Adds", TEMPLATE, {"prompt": CHAT}, FINE),
         (None, TEMPLATE, {"prompt": CHAT}, FINE),
         (None, TEMPLATE, {"prompt": CHAT, "tools": ROW_TOOLS}, NOTED),
@@ -330,7 +330,7 @@ def test_tools_that_the_policy_is_not_told_of_are_refused_or_noted(
 
 
 def calling(call, result="{{ m.content }}"):
-    """A chat template with its form of calls, as `c`, and of their results."""
+    """Return a chat template with these forms of a call, `c`, and of its result."""
     return (
         "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
         "{% for c in m.tool_calls %}"
@@ -371,7 +371,7 @@ AGENT = "def asks(url, key, row):\n    return 1.0\n"
 def test_a_call_and_its_result_are_rendered_before_the_run(files, environment, template, refusal, note):
     (files / "tools.py").write_text(TOOLS + "\nclass Plain:\n    def step(self, message):\n        pass\n")
     (files / "agent.py").write_text(AGENT)
-    # The other one cannot write the marks of calls.
+    # The model's default tokenizer cannot encode the marks of calls.
     letter_tokenizer().save_pretrained(files / "model")
     config = files / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 128}))
@@ -417,7 +417,7 @@ def test_a_template_without_an_end_is_noted_once_and_for_chats_alone(files, sett
 
 
 class CountingTokenizer:
-    """A tokenizer that counts what it encodes."""
+    """A tokenizer that counts its encodings."""
 
     def __init__(self, tokenizer):
         self._tokenizer, self.num_encoded = tokenizer, 0
@@ -460,7 +460,7 @@ def test_only_prompts_that_may_be_too_long_are_encoded():
     "text", ["plain words", "\ufdfa" * 20, "日本語のテキスト", "e\u0301" * 9, "\U0001f600"]
 )
 def test_no_tokenizer_exceeds_the_bound(text):
-    """A byte-level tokenizer that normalises first is the worst case."""
+    """The worst case is a byte-level tokenizer that normalises first."""
     tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(ByteLevel.alphabet())}, []))
     tokenizer.normalizer = NFKC()
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)

@@ -1,4 +1,4 @@
-"""Reward functions of a config whose parameters its prompts cannot fill; evaluation that is left out."""
+"""Reward functions with parameters that the prompts cannot fill, and runs without evaluation."""
 
 import json
 from dataclasses import asdict

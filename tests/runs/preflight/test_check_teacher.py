@@ -1,4 +1,4 @@
-"""Teachers that are refused before anything starts: wrong settings, another tokenizer, a server that cannot score."""
+"""Teachers that the check refuses: wrong settings, another tokenizer, a server that cannot score."""
 
 import json
 import shutil
@@ -105,7 +105,7 @@ def test_a_teacher_that_reads_less_is_refused(here):
     Path("teacher/config.json").write_text(json.dumps(description | {"max_position_embeddings": 32}))
     assert "rl.teacher.model='teacher'" in (text := refusal())
     assert "32" in text
-    # As the family of GPT-2 calls it.
+    # GPT-2's family uses this name.
     del description["max_position_embeddings"]
     Path("teacher/config.json").write_text(json.dumps(description | {"n_positions": 16}))
     assert "16" in refusal()

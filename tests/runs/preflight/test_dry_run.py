@@ -1,4 +1,4 @@
-"""Exports that would fail at the end of a run are refused before its start; those that pass are merged and sampled."""
+"""Trial exports before a run: they refuse a run whose export would fail at the end; other exports merge and sample."""
 
 import json
 import shutil
@@ -72,7 +72,7 @@ def test_adapters_that_pass_are_exported_merged_and_sampled(inputs, tmp_path, ca
     start = base(tokens).logits
     expected = peft.PeftModel.from_pretrained(base, alone)(tokens).logits
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final-model-merged")(tokens).logits
-    # fp32 round-off: W x + B A x and (W + B A) x
+    # The difference is fp32 round-off: W x + B A x against (W + B A) x.
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
     assert (merged - start).abs().max() > 1e-3
 
@@ -135,7 +135,7 @@ def run_tied(topology, config):
 def test_every_rank_hears_of_it(inputs, tmp_path):
     tied = save_tiny_llama(tmp_path / "model", tied=True)
     config = make_config(inputs, tmp_path / "run", lora_peft_config={"modules_to_save": ["lm_head"]})
-    # A run was killed while it tried its export.
+    # A run was killed during its trial export.
     (tmp_path / "run" / ".dry-run-abc" / "final-model").mkdir(parents=True)
     on_ranks(2, run_tied, replace(config, model=str(tied)))
     assert list((tmp_path / "run").iterdir()) == []

@@ -1,4 +1,4 @@
-"""From a YAML file to a plan, and what `vectorlm check` and a run make of it."""
+"""From a YAML file to a memory plan, and the use of the plan by `vectorlm check` and runs."""
 
 import json
 import pickle
@@ -108,10 +108,10 @@ def test_the_training_settings_arrive(path):
 
 def test_the_engines_settings_arrive(path):
     plain = demand(path).engine
-    # A checkpoint in fp32 becomes bf16 where vLLM may choose.
+    # If vLLM may choose the dtype, it loads a checkpoint in fp32 as bf16.
     assert (plain.bytes_per_weight, plain.kv_cache_bytes, plain.device_share) == (2, None, 0.35)
     assert (plain.max_model_len, plain.sleep, plain.offload_optimizer) == (32, "none", False)
-    # vLLM's own sizes of a step on a device below 70 GiB.
+    # These are vLLM's sizes of a step on a device below 70 GiB.
     assert (plain.num_engines, plain.step_tokens, plain.step_sequences) == (4, 8192, 256)
     given = (
         "engine={max_model_len: 32, max_num_seqs: 64, max_num_batched_tokens: 512, tensor_parallel_size: 2}"
@@ -133,7 +133,7 @@ def test_the_engines_settings_arrive(path):
     on_cpu = demand(path, "engine.receiver=packed", is_cpu=True).engine
     assert on_cpu.is_packed
     assert on_cpu.kv_cache_bytes == 512 << 20
-    assert not demand(path, is_cpu=True).engine.is_packed  # `auto`, and too small to pay
+    assert not demand(path, is_cpu=True).engine.is_packed  # `auto`: packing does not pay
 
 
 RL = "rl={algorithm: grpo, max_steps: 1, prompts: [a], prompts_per_step: 2, group_size: 4, rewards: {r: 1}}"
@@ -214,7 +214,7 @@ def test_a_server_holds_its_own_memory_and_workers_on_cpu_add_up(path):
 @pytest.mark.parametrize(
     ("overrides", "num_sequences"),
     [
-        # Two prompts of at most 16 tokens with four completions, all of them of 16 tokens at most.
+        # There are two prompts with four completions each; prompts and completions have at most 16 tokens.
         ((), 8),
         (("rl.sampling_params={max_tokens: 4}",), 4),  # 2 x (16 + 3 x 4) tokens
         (("rl.sampling_params={max_tokens: 4}", "train_parameters.pack_rows=false"), 8),
@@ -248,7 +248,7 @@ def test_a_plan_that_does_not_fit_can_be_ignored(path, capsys):
 def test_a_run_that_ignores_its_plan_starts(path, monkeypatch, capsys, ignore):
     monkeypatch.setattr("vectorlm.runs.preflight.memory.host_memory_bytes", lambda: GIB // 8)
     config = load_config(path, [f"ignore_memory_plan={ignore}", "train_parameters.sampler=null"])
-    # What the ranks receive.
+    # Ranks receive the config in pickled form.
     config = pickle.loads(pickle.dumps(config))
     with pytest.raises(KeyboardInterrupt if ignore else ConfigError) as caught, open_run(config, Topology()):
         raise KeyboardInterrupt
@@ -265,7 +265,7 @@ def test_check_prints_the_plan_of_this_machine_or_of_a_device_that_is_elsewhere(
 
 
 def refused_on_rank(topology, folder):
-    """Return how often this rank looked at a config that every rank refuses."""
+    """Return how many times this rank checked a config that every rank refuses."""
     calls = []
 
     def counted(*args):

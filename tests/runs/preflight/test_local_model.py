@@ -1,4 +1,4 @@
-"""Models named as the Hugging Face Hub names them, and sequences as long as the model's own."""
+"""Models with names of the Hugging Face Hub, and sequences of the model's own maximal length."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def cache(write_config, tmp_path, monkeypatch):
-    """An empty cache beside the config, and no way to the Hub."""
+    """Return an empty cache near the config, without access to the Hub."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf/hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "hf/hub"
@@ -85,7 +85,7 @@ ADAPTERS = {
 
 
 def adapters_on(base, **options):
-    """Describe adapters on a model, in a folder beside the config, and return the change that makes them the model."""
+    """Write a description of adapters on a model; return the config change that makes them the model."""
     Path("trained").mkdir(exist_ok=True)
     described = {**ADAPTERS, "base_model_name_or_path": str(base), **options}
     Path("trained/adapter_config.json").write_text(json.dumps(described))
@@ -210,7 +210,7 @@ def test_online_a_model_is_downloaded_without_the_files_of_other_libraries(
     assert with_download(config).model == str(cache / "models--acme--tiny/snapshots/5f1c")
     assert "*.safetensors" in asked[0]
     assert "*.gguf" not in asked[0]
-    # What is complete is not asked for again, though the Hub may have a newer revision.
+    # A complete snapshot is not requested again, even if the Hub has a newer revision.
     with_download(load_config("my.yaml"))
     assert len(asked) == 1
 
@@ -295,7 +295,7 @@ def test_a_download_that_fails_says_why(cache, write_config, monkeypatch):
 
 @pytest.mark.slow
 def test_the_commands_take_a_name_from_the_cache_of_HF_HOME(model, write_config, tmp_path):
-    """In processes of their own: the library reads HF_HOME when it is imported."""
+    """The commands run in separate processes, because the library reads HF_HOME at import."""
     snapshot = lay_out(tmp_path / "hf/hub", model)
     for split in ("train", "eval"):
         Dataset.from_list(rows(4)).save_to_disk(f"data/{split}")
@@ -321,7 +321,7 @@ def test_minus_one_is_the_model_s_own_length(write_config, model):
     config = resolve_model(load_config(path))
     assert config.train_parameters.max_seq_len == 64
     assert config.notes == ("max_seq_len: -1 is the model's own length, 64 tokens",)
-    # Until the model is there nobody knows.
+    # The length is unknown until the model exists.
     assert resolve_model(load_config(path, ["model=./absent"])).train_parameters.max_seq_len == -1
 
 

@@ -1,4 +1,4 @@
-"""The plan beside what torch allocates in whole optimizer steps of small models, on one rank and two."""
+"""The memory plan compared with torch's allocations in whole optimizer steps of small models, on one rank and two."""
 
 from dataclasses import replace
 
@@ -62,11 +62,11 @@ WAYS = {
         (0, ("sharding_strategy=NO_SHARD",)),
     ),
 }
-"""By ranks: up to how many bytes a model is gathered once, and changes of train_parameters."""
+"""By number of ranks: the size up to which a model is gathered once, in bytes, and changes of train_parameters."""
 
 
 def most_held(topology, folder, train, has_pictures=False):
-    """Return the most bytes beside the weights that two optimizer steps of two passes each hold at a time."""
+    """Return the peak number of bytes, beyond the weights, of two optimizer steps with two passes each."""
     topology = replace(topology, context_parallel=train.model.context_parallel)
 
     def load(is_empty):
@@ -85,7 +85,7 @@ def most_held(topology, folder, train, has_pictures=False):
     def rows_of(step):
         if tokens is not None:
             return pictured_rows(tokens, train.max_seq_len + 1, step)
-        # The last token of a row is not computed.
+        # A pass does not compute the last token of a row.
         ids = torch.randint(48, (2, train.max_seq_len + 1), generator=torch.Generator().manual_seed(0))
         return Rows(ids, torch.ones_like(ids), torch.ones_like(ids).cumsum(1) > 1, (0, 1))
 
@@ -100,7 +100,7 @@ def most_held(topology, folder, train, has_pictures=False):
 
 
 def pictured_rows(tokens, length, step):
-    """Return two rows of pictures with a token before each; `step` makes other pictures."""
+    """Return two rows of images, each after one token; `step` selects the images."""
     ids, images = [], []
     num = length // (1 + len(tokens.expansion(picture_of(picture("r", (128, 128))))))
     for row in range(2):
@@ -121,7 +121,7 @@ def measure(topology, cases):
 
 
 def planned(config, world_size):
-    """Return what the plan says of one rank, without its weights."""
+    """Return the planned bytes of one rank without its weights."""
     names = ("gradients", "optimizer state", "gathered weights", "activations", "images")
     rows = [row.training for row in plan_of_config(config, world_size).rows if row.name in names]
     return sum(rows) // world_size

@@ -39,9 +39,9 @@ def test_one_device_worked_out_by_hand():
         "weights": (2000, 2000),
         "gradients": (2000, 0),
         "optimizer state": (4000, 4000),
-        # In fp32: 400 outside the blocks and two blocks of 300; the gradients of the 400.
+        # In fp32: 400 parameters outside the blocks, two blocks of 300, and the gradients of the 400.
         "gathered weights": (4 * 1000 + 4 * 400, 0),
-        # 15 tokens; a block keeps 4 (48 + 24 + 8 + 64) bytes of each, the output layer takes 12 x 32.
+        # There are 15 tokens. A block keeps 4 (48 + 24 + 8 + 64) bytes of each; the output layer needs 12 x 32.
         "activations": (15 * (2 * 576 + 384), 0),
         "engine weights": (2000, 2000),
         "KV cache": (4096, 4096),
@@ -53,7 +53,7 @@ def test_a_shared_base_is_the_engines_and_not_the_trainers():
     adapters = replace(DEMAND, num_trainable=100)
     apart, shared = rows(adapters), rows(replace(adapters, shares_base=True, num_frozen_copies=1))
     assert (apart["weights"], shared["weights"]) == ((2000, 2000), (200, 200))
-    # Adapters in fp32, and their gradients.
+    # The adapters are in fp32, and their gradients too.
     assert shared["gathered weights"] == (8 * 100, 0)
     assert shared["frozen models"] == (2000, 2000), "a reward model is not shared"
     same = ("gradients", "optimizer state", "activations", "engine weights", "KV cache", "processes")
@@ -104,15 +104,15 @@ def test_replicas_hold_everything_and_adapters_little():
     adapted = rows(replace(DEMAND, num_trainable=100))
     assert [adapted[name][0] for name in ("weights", "gradients", "optimizer state")] == [2000, 200, 400]
     assert adapted["gathered weights"] == (4 * 1000 + 160, 0)
-    # Frozen norms do not keep what they multiply.
+    # Frozen norms do not save their inputs.
     assert adapted["activations"] == (15 * (2 * (576 - 2 * 4 * 8) + 384), 0)
 
 
 def test_the_plan_holds_the_blocks_in_4_bits_on_each_rank():
-    """600 of 1,000 weights lie in blocks; 64 of them take 33 bytes and a 64th of four bytes."""
+    """The blocks have 600 of 1,000 weights; 64 weights need 33 bytes and a 64th of four bytes."""
     demand = replace(DEMAND, is_quantized=True, num_trainable=100)
     assert sharded_bytes(demand) == (4 * 400 // 2 + int(600 * (0.5 + (1 + 4 / 256) / 64)), 4 * 100 // 2)
-    # What is outside the blocks, a matrix of 8 x 16 numbers twice, and whole gradients.
+    # Gathered are the weights outside the blocks, a matrix of 8 x 16 numbers twice, and whole gradients.
     assert gathered_bytes(demand) == 4 * 400 + 8 * 8 * 16 + 4 * 100
     assert rows(replace(demand, num_frozen_copies=1))["frozen models"] == (2000, 2000)
 
@@ -136,7 +136,7 @@ def test_what_is_offloaded_is_on_the_host():
     on_device = {row.name for row in plan.rows}
     assert on_device == {"gathered weights", "activations", "engine weights", "KV cache", "processes"}
     host = {row.name: (row.loading, row.running) for row in plan.host}
-    # Two ranks read the whole model; then they share it: weights, and gradients with two averages; the critic's too.
+    # Two ranks read the whole model; then they share its weights, gradients with two averages, and the critic.
     assert host["the model as it is read"] == (2 * 4000, 0)
     assert host["weights for the engine"] == (0, 2000)
     assert host["offloaded"] == (0, 2 * (4 * 2000 + 4 * 2000 + 2000))
@@ -153,7 +153,7 @@ def test_the_host_has_a_process_for_each_worker_of_each_engine():
 
 def test_the_largest_step_of_an_engine_leaves_less_for_its_kv_cache():
     stepping = with_engine(step_tokens=5, step_sequences=3, kv_cache_bytes=None, tensor_parallel=2)
-    # 2 bytes of four hidden states and of half of three times the feed-forward; 12 bytes for each word.
+    # A step needs 2 bytes for each number of four hidden states and 3/2 feed-forwards, and 12 bytes for each logit.
     step = 2 * 5 * (4 * 8 + 3 * 16 // 2) + 12 * 3 * 32
     assert rows(stepping)["engine step"] == (step, step)
     assert rows(replace(stepping, engine=replace(stepping.engine, sleep="kv_cache")))["engine step"] == (
@@ -183,7 +183,7 @@ def test_logits_exist_in_chunks_and_whole_where_rows_are_padded():
     assert activation_bytes(long) == 15000 * 2 * 576 + 2048 * 384
     assert activation_bytes(replace(long, packs=False)) == 15000 * (2 * 576 + 4 * 32) + 2048 * 384
     assert activation_bytes(replace(long, logit_bytes=21)) == 15000 * 2 * 576 + 2048 * 672
-    # A chunk of logits in fp32 takes 256 MiB.
+    # A chunk of logits in fp32 has 256 MiB.
     large = replace(long, model=replace(MODEL, vocab_size=1 << 17))
     assert activation_bytes(large) == 15000 * 2 * 576 + 3 * (256 << 20)
 
@@ -197,30 +197,30 @@ def test_new_weights_take_what_their_transport_stages_on_the_host(staged, expect
 @pytest.mark.parametrize(
     ("what", "per_token"),
     [
-        # Of two blocks the input of each.
+        # Each of two blocks keeps its input.
         (True, 2 * 4 * 8),
         (2, 4 * 8),
-        # The output of attention, and sums of its two heads.
+        # Each block also keeps the output of attention, and sums of its two heads.
         ("keep_attention", 2 * 4 * 8 + 2 * (4 * 8 + 4 * 2)),
         ("offload", 0),
     ],
 )
 def test_recomputation_keeps_the_input_of_each_block_and_one_block_or_the_logits(what, per_token):
     demand = replace(DEMAND, recomputes=what)
-    # That block, and two gradients of its feed-forward; the second block of two is kept, and gone before the first.
+    # The recomputed block, with two gradients of its feed-forward. The kept second block is freed before the first.
     again = 576 + (max(2 * 4 * 16, 12 * 32) if what == 2 else 2 * 4 * 16)
     assert activation_bytes(demand) == 15 * (per_token + again)
     more = replace(demand, model=replace(MODEL, vocab_size=64))
     assert activation_bytes(more) == 15 * (per_token + 576 * (what == 2) + 12 * 64)
     host = {row.name: row.running for row in plan_memory(demand).host}
-    # Of two ranks.
+    # The number is for two ranks.
     assert host.get("activations", 0) == (2 * 15 * 2 * 4 * 8 if what == "offload" else 0)
     on_cpu = activation_bytes(replace(demand, is_cpu=True))
     assert on_cpu == activation_bytes(replace(DEMAND, recomputes=True)) or what != "offload"
 
 
 def test_ranks_that_share_a_pass_have_a_share_of_its_tokens_and_a_key_head_each():
-    # Eight of 15 tokens; keys of 8 numbers, not 4, as of the two heads that ask.
+    # A rank has eight of 15 tokens. Keys have 8 numbers instead of 4, as many as the two query heads.
     shared = replace(DEMAND, context_parallel=2)
     assert activation_bytes(shared) == 8 * (2 * 4 * (6 * 8 + 3 * 8 + 2 * 8 + 4 * 16) + 384)
 
@@ -230,7 +230,7 @@ def test_the_kv_cache_is_what_is_left_of_the_engines_share():
     assert kv_cache_bytes(demand, demand.engine) == 2 * GIB - 2000 - GIB
     small = with_engine(kv_cache_bytes=None, device_share=0.2)
     assert kv_cache_bytes(small, small.engine) == 0
-    # Keys and values of two blocks, four numbers each, in bf16, for ten tokens.
+    # Keys and values of two blocks have four numbers each, in bf16, for ten tokens.
     assert sequence_kv_bytes(DEMAND, ENGINE) == 2 * 2 * 4 * 2 * 10
     parallel = replace(ENGINE, tensor_parallel=2)
     assert sequence_kv_bytes(DEMAND, parallel) == 160
@@ -244,7 +244,7 @@ def test_the_table_adds_up():
     rows = [line.rsplit(maxsplit=2) for line in table.splitlines() if line[-1].isdigit()]
     numbers = [[float(number) for number in row[-2:]] for row in rows]
     device, host = numbers[:9], numbers[9:]
-    # Outside the blocks 1.75 - 1.6 G: 4 x (0.15 + 0.1), and as much again as gradients of 0.15.
+    # Outside the blocks are 1.75 - 1.6 G: 4 x (0.15 + 0.1), and their gradients of 4 x 0.15.
     assert device[3] == [1.6, 0.0]
     assert (device[-1], host[-1]) == ([17.6, 9.0], [23.3, 26.8])
     for part in (device, host):
@@ -288,7 +288,7 @@ def test_adapters_are_counted_as_peft_makes_them(folder, loaded):
 
 
 def held_bytes(topology, model_dir):
-    """Count what this rank's shards hold after a step: weights, gradients, and AdamW's averages."""
+    """Return the bytes of this rank's shards after a step: weights, gradients, and AdamW's two averages."""
     loop = build_loop(topology, model_dir)
     step = loop.optimizer_step
     loop.objective.sum_loss(next(loop.remaining_steps())[0])[0].backward()
@@ -317,7 +317,7 @@ def test_shards_weigh_what_the_plan_says(folder):
 
 
 def saved_bytes(num_layers, dtype):
-    """Weigh what autograd keeps of a forward pass, weights excepted."""
+    """Return the bytes that autograd saves in a forward pass, without the weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -339,7 +339,7 @@ def saved_bytes(num_layers, dtype):
             kept[storage.data_ptr()] = storage
         return tensor
 
-    # The last token of a row is not computed.
+    # A pass does not compute the last token of a row.
     ids = torch.ones(2, 65, dtype=torch.int64)
     rows = Rows(ids, ids, ids.bool() & (torch.arange(65) > 0), (0, 1))
     computes = LanguageModel(model)
@@ -368,9 +368,9 @@ def test_the_activation_formula_is_what_autograd_keeps(dtype):
         )
 
     two, four = saved_bytes(2, dtype), saved_bytes(4, dtype)
-    # The norms' row of factors and the attention's log-sums are left out of the formula.
+    # The formula ignores the norms' row of factors and the attention's log-sums.
     assert formula(4) - formula(2) == pytest.approx(four - two, rel=0.01)
-    # Of the logits, of which there is one chunk here, autograd keeps less than exists at a time.
+    # Autograd saves less of the single chunk of logits than exists at its peak.
     assert four < formula(4) < 1.1 * four
 
 

@@ -1,4 +1,4 @@
-"""Which settings of a config for fine-tuning are refused before anything starts; test_messages.py has the texts."""
+"""Settings of fine-tuning configs that the check refuses; test_messages.py has the texts."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def passes(path, *overrides, world_size=1, num_nodes=1):
 
 
 def refused(path, *overrides, **more):
-    """Return the keys of the settings that are refused, in order."""
+    """Return the keys of the refused settings, in order."""
     with pytest.raises(ConfigError) as caught:
         passes(path, *overrides, **more)
     return [KEY.match(line)[0] for line in str(caught.value).split("  - ")[-num_of(caught.value) :]]
@@ -250,17 +250,17 @@ ENGINE_DTYPE = "engine.dtype={}"
 @pytest.mark.parametrize(
     ("overrides", "is_cuda", "named", "is_said"),
     [
-        # The engine's dtype, if left out, is the trainer's on CPU.
+        # On CPU, the engine's dtype defaults to the trainer's.
         ([RL], False, "engine in", False),
         ([RL, ENGINE_DTYPE.format("bfloat16")], False, "engine in bfloat16", True),
         ([RL, ENGINE_DTYPE.format("float32")], False, "engine in", False),
         ([RL], True, "engine in", False),
         ([RL, ENGINE_DTYPE.format("float16")], True, "engine in float16", True),
-        # Steps that bfloat16 rounds away.
+        # bfloat16 rounds these steps away.
         ([f"{ADAM}.lr=1e-6"], False, "lr 1e-06", False),
         ([f"{ADAM}.lr=1e-6", LORA + "={r: 4}"], False, "lr 1e-06", False),
         ([f"{ADAM}.lr=1e-6", BF16], False, "lr 1e-06 cannot move weights above 0.00051", True),
-        # An average of squared gradients that bfloat16 keeps from falling.
+        # bfloat16 keeps this average of squared gradients from falling.
         ([BF16], False, "betas[1]=0.999", True),
         ([BF16, f"{ADAM}.betas=[0.9, 0.95]"], False, "betas[1]", False),
         ([BF16, f"{ADAM}.name=sgd", f"{ADAM}.momentum=0.9"], False, "betas[1]", False),
@@ -511,7 +511,7 @@ def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monke
         ([SAMPLER], False),
         ([SAMPLER, "evaluation.rewards='mine.py:score'"], False),
         ([SAMPLER, f"{TRAIN}.best_metric=eval/pass_at_4"], False),
-        # Without held-out questions an environment plays none.
+        # Without held-out questions an environment has no evaluation.
         (["rl.environment=mine.py:Game"], True),
         (["rl.environment=mine.py:Game", SAMPLER], False),
         ([SOURCES.format("{prompts: [a], environment: 'mine.py:Game'}"), SAMPLER], True),
@@ -577,10 +577,10 @@ def test_what_becomes_of_the_rows_at_this_length_is_noted(complete):
     def numbers(*overrides, **more):
         return [re.findall(r"\d+", note) for note in passes(complete, *overrides, **more).config.notes]
 
-    # Rows, texts, tokens and counted ones; steps, and those of an epoch; rows without a counted token.
+    # The notes have rows, texts, tokens and counted tokens; steps in all and per epoch; rows without a counted token.
     assert numbers(*sizes, world_size=2) == [["3", "3", "15", "5"], ["8", "2"], ["1", "3", "128"]]
     more = [*sizes, f"{TRAIN}.max_seq_len=3", f"{TRAIN}.gradient_accumulation_steps=2"]
-    cut = ["3", "3", "6", "3"]  # Rows beyond the limit of 3, and what is cut off them.
+    cut = ["3", "3", "6", "3"]  # Rows beyond the limit of 3, and the tokens cut off them.
     assert numbers(*more) == [["3", "3", "15", "2"], ["8", "2"], cut, ["2", "3", "3"]]
 
 

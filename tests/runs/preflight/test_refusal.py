@@ -1,4 +1,4 @@
-"""Plans that cannot fit, and what is said of them."""
+"""Memory plans that cannot fit, and their messages."""
 
 import re
 import sys
@@ -38,7 +38,7 @@ def test_a_plan_that_fits_has_no_shortage():
 
 
 def test_training_and_sampling_that_do_not_fit_say_what_takes_most():
-    # weights 2, gradients 2, optimizer 4, gathered 4 (2/32 + 2/32) + 4 x 2/32, engine 2 + 4, processes 2 GiB
+    # In GiB: weights 2, gradients 2, optimizer 4, gathered 4 (2/32 + 2/32) + 4 x 2/32, engine 2 + 4, processes 2.
     assert shortage(replace(LARGE, device_bytes=16 * GIB)) == (
         "training needs 16.8 GiB (an estimate; most of it: optimizer state 4.00 GiB, KV cache 4.00 GiB, "
         "weights 2.00 GiB) and the device has 16.0 GiB."
@@ -63,7 +63,7 @@ def test_a_host_that_is_too_small_says_what_fills_it():
 
 def test_the_kv_cache_must_hold_one_sequence():
     demand = replace(LARGE, engine=replace(ENGINE, kv_cache_bytes=1 << 20, max_model_len=4096))
-    # Keys and values of 30 blocks x 4 numbers x 2 bytes x 4096 tokens are 1.875 MiB.
+    # Keys and values of 30 blocks x 4 numbers x 2 bytes x 4096 tokens need 1.875 MiB.
     assert shortage(replace(demand, device_bytes=20 * GIB)) == (
         "one sequence of max_model_len=4096 tokens needs 1.88 MiB, and the engine's KV cache has 1.00 MiB."
     )
@@ -134,7 +134,7 @@ NAMED = re.compile(r"(--world_size) (\d+)|((?:train_parameters|engine|dataset|rl
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Make a model of half a billion parameters that is a description alone, with what runs on it read."""
+    """Make a model of half a billion parameters without weights, and the files that its runs read."""
     folder = tmp_path_factory.mktemp("large")
     save_tiny_llama(folder / "model")
     sizes.make_folder(folder / "model", "Qwen2.5-0.5B")

@@ -1,4 +1,4 @@
-"""Messages about checkpoints in output_dir before anything is started."""
+"""Messages about checkpoints in output_dir, before a run starts."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ SAMPLER = "train_parameters.sampler={sample_frequency: 2, prompts: p.jsonl}"
 
 @pytest.fixture
 def path(write_complete):
-    """A config whose files exist, and whose run has a checkpoint of step 6 by one rank."""
+    """Return a config whose files exist and whose run has a checkpoint of step 6, saved by one rank."""
     Path("models/tiny/model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     for split in ("train", "eval"):
         Path("data", split, "state.json").write_text(json.dumps({"_fingerprint": "abc"}))

@@ -1,4 +1,4 @@
-"""The page of what fits, and the configs for GPUs, against models that are shapes alone."""
+"""The page of model sizes that fit, and the configs for GPUs, checked with models without weights."""
 
 import shlex
 import sys
@@ -33,9 +33,9 @@ def page(tmp_path_factory):
 
 @pytest.fixture
 def checkout(models, tmp_path, monkeypatch):
-    """Make a folder in which the commands of the page find what they name."""
+    """Make a folder with the files that the page's commands use."""
     monkeypatch.chdir(tmp_path)
-    # What plans are for need not be installed here.
+    # A plan does not need the package installed.
     monkeypatch.setattr(preflight_settings, "is_installed", lambda name: True)
     Path("configs").symlink_to(ROOT / "configs")
     Path("models").symlink_to(models)

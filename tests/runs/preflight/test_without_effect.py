@@ -1,4 +1,4 @@
-"""Settings that are read only if another has a value: refused elsewhere, unless the file turns the other off itself."""
+"""Settings without effect unless another has a value: an error, except if the file itself turns the other one off."""
 
 import pytest
 from kit.config_texts import RL

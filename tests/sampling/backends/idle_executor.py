@@ -1,6 +1,6 @@
-"""vLLM's own engine, scheduler and output processor over an executor that computes nothing, as they work on CUDA.
+"""vLLM's engine, scheduler and output processor as on CUDA, with an executor that computes nothing.
 
-vllm 0.32. It answers every step with the same token, knows which memory is mapped, and refuses to step without it.
+For vllm 0.32. The executor answers every step with the same token, tracks mapped memory, and needs it for a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLES = {
 
 
 class Later(Future):
-    """A step on the device, which ends when somebody asks for its result."""
+    """A step on the device, which ends when its result is requested."""
 
     def __init__(self, work):
         super().__init__()

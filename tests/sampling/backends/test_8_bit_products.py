@@ -1,4 +1,4 @@
-"""Products of 8-bit weights in vLLM: correct here, refused where they saturate, and checked after an update."""
+"""Products of 8-bit weights in vLLM: correct on this machine, refused if they saturate, and checked after an update."""
 
 import os
 import platform
@@ -31,7 +31,7 @@ def layer(request):
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(quantise(rows, scales, torch.int8).t(), requires_grad=False)
     layer.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
-    # Its constructor needs an engine's configuration.
+    # The constructor needs an engine's configuration.
     layer.params_dtype, layer.quant_method = request.param, Int8Linear.__new__(Int8Linear)
     renew_products(layer)
     return layer
@@ -44,7 +44,7 @@ def test_products_are_those_of_8_bit_numbers(layer):
     rows = (x.double() / largest).round() * largest
     exact = rows @ (layer.weight.double() * layer.weight_scale[:, 0].double()) + bias.double()
     found = layer.quant_method.apply(layer, x, bias)
-    # The result is rounded to 8 bits.
+    # The layer rounds its result to 8 bits.
     torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-6)
 
 

@@ -24,7 +24,7 @@ from vectorlm.sampling.backends.vllm.shim import rotate_every_head
 
 
 class Layer(torch.nn.Module):
-    """A linear layer as vLLM's CPU backend has it: `cpu_linear` may hold other weights than `weight`."""
+    """A linear layer of vLLM's CPU backend: `cpu_linear` may hold other weights than `weight`."""
 
     def __init__(self, weight):
         super().__init__()
@@ -34,7 +34,7 @@ class Layer(torch.nn.Module):
 
 
 class VocabParallelEmbedding(Layer):
-    """vLLM's embedding table goes by this name."""
+    """A layer with the class name of vLLM's embedding table."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,7 +76,7 @@ def test_an_embedding_table_is_packed_only_where_it_is_the_head():
 
 
 class MLAAttention(torch.nn.Module):
-    """As vLLM's latent attention, it keeps the transposed projection too."""
+    """A layer that keeps the transposed projection too, as vLLM's latent attention does."""
 
     def __init__(self, drops=False):
         super().__init__()
@@ -138,7 +138,7 @@ TOKENS, HIDDEN, EXPERTS, CHOICES = 7, 64, 5, 2
 
 
 class ExpertLayer(torch.nn.Module):
-    """A layer of experts as vLLM's CPU backend has it, with `columns` between its two matrices."""
+    """A layer of experts of vLLM's CPU backend; `columns` is the size between its two matrices."""
 
     def __init__(self, columns, dtype=torch.float32):
         super().__init__()
@@ -158,7 +158,7 @@ def routed():
 
 
 def slowly(x, w13, w2, chosen, shares, bias13=None, bias2=None):
-    """Do token after token, expert after expert, in float64."""
+    """Compute token by token and expert by expert, in float64."""
     columns = w2.shape[2]
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, row in enumerate(x.double()):
@@ -241,7 +241,7 @@ def ops():
 
     current_platform.import_kernels()
     use_norm_kernel()
-    use_norm_kernel()  # Each engine in a process calls it.
+    use_norm_kernel()  # Each engine in a process calls this function.
     return ir.ops
 
 
@@ -254,7 +254,7 @@ def float64_norm(x, weight, epsilon):
 def test_norms_are_right(ops, size):
     x, residual, weight = torch.randn(5, size), torch.randn(5, size), torch.randn(size)
     assert ops.rms_norm.dispatch(x, weight, 1e-5).provider == "vectorlm_cpu"
-    # Rounding of fp32 numbers around 1.
+    # fp32 numbers around 1 round by this much.
     torch.testing.assert_close(
         ops.rms_norm(x, weight, 1e-5).double(), float64_norm(x, weight, 1e-5), atol=2e-6, rtol=2e-6
     )

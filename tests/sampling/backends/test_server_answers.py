@@ -1,6 +1,6 @@
-"""A server that answers nonsense, or nothing, is an error that says so, within the deadline.
+"""Servers that answer nonsense or nothing: a clear error before the deadline.
 
-One that samples, and one that scores tokens for distillation.
+The tests cover sampling servers, and servers that score tokens for distillation.
 """
 
 import json
@@ -34,7 +34,7 @@ ANSWERS = {"vectorlm_settings": SETTINGS, "vectorlm_begin": False, "vectorlm_pre
 PATIENCE_S = 1.0
 RESTS_S = 0.3
 FATAL_PROMPT = [2, 61]
-"""From this prompt on, the server is mute."""
+"""After a request with this prompt, the server does not answer."""
 ROWS = [[2, 3, 4, 5], [6, 7], [8, 9, 10]]
 CHOICE = {
     "index": 0,
@@ -47,7 +47,7 @@ CHOICE = {
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers as vLLM does, but for what a test has put in `server.odd` by path."""
+    """A handler that answers as vLLM does, except for the answers in `server.odd`, by path."""
 
     def do_GET(self):
         self.answer(f"vllm:iteration_tokens_total_count{{}} {self.server.num_steps}", "text/plain")
@@ -73,7 +73,7 @@ class Answers(BaseHTTPRequestHandler):
         self.answer(text)
 
     def score(self, index, row):
-        """Score each token by its place in its row."""
+        """Score each token by its position in its row."""
         scores = [{str(token): {"logprob": self.server.factor * place}} for place, token in enumerate(row)]
         return {"index": index, "prompt_logprobs": [None, *scores[1:]]}
 
@@ -89,11 +89,11 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, *args):
-        """Stay silent."""
+        """Print nothing."""
 
 
 class HangsUp(Answers):
-    """Keeps connections, and hangs up, without an answer, on a request that comes over one that rested."""
+    """A handler that closes an idle connection without an answer when the next request arrives on it."""
 
     protocol_version = "HTTP/1.1"
     heard_at = float("inf")
@@ -142,7 +142,7 @@ def test_an_answer_as_vllm_gives_it_is_taken(server):
 
 @pytest.mark.parametrize(("longest", "limits"), [(None, [None, 2, 70]), (64, [62, 2, 62]), (4, [2, 2, 2])])
 def test_a_server_with_more_room_than_the_run_is_held_to_the_run_s(server, longest, limits):
-    """The trainer has no room beyond it, and the server's `--max-model-len` may be larger."""
+    """The trainer has no room for longer rows, and the server's `--max-model-len` may be larger."""
     with closing(connect(server, max_model_len=longest)) as backend:
         for index, asked in enumerate((None, 2, 70)):
             backend.submit(f"0-{index}", [2, 3], {"max_tokens": asked})
@@ -223,7 +223,7 @@ def test_a_server_that_falls_silent_later_is_an_error_in_time(server, path):
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/pause?mode=keep&clear_cache=false"])
 def test_a_server_that_ends_and_keeps_its_requests_is_named_before_it_has_been_silent_for_long(server, path):
     def end():
-        # As uvicorn does once it is told to end: it listens no more, and waits for what is in flight.
+        # When uvicorn is told to end, it stops listening and waits for requests in flight.
         server.shutdown()
         server.server_close()
 
@@ -259,7 +259,7 @@ def test_a_connection_that_is_lost_while_requests_are_in_flight_is_survived(serv
 def test_a_request_that_a_living_server_has_lost_is_an_error_in_time(server):
     server.odd["/inference/v1/generate"] = None
     with closing(connect(server)) as backend:
-        # As long as it computes, for whomever, an answer may come.
+        # While the server computes for any client, an answer may still arrive.
         backend.submit("0-0", [2, 3], {"max_tokens": 2})
         deadline = time.monotonic() + 3 * PATIENCE_S
         while time.monotonic() < deadline:

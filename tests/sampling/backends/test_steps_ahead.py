@@ -1,4 +1,4 @@
-"""Sleeping and waiting on vLLM's real scheduler, with and without steps that are begun ahead of time as on CUDA."""
+"""Sleeping and waiting on vLLM's own scheduler, with and without steps scheduled ahead as on CUDA."""
 
 import pytest
 from idle_executor import TOKEN, VARIABLES, idle_engine

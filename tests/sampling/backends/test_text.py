@@ -1,4 +1,4 @@
-"""Texts that are decoded once are those that vLLM decodes token by token."""
+"""Texts decoded in one call, compared with vLLM's token-by-token decoding."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ SPECIAL = [AddedToken(name, special=True) for name in ("<s>", "</s>", "<|user|>"
 
 
 def by_bytes():
-    """GPT-2's and Qwen's kind: tokens are bytes, and a character may take several."""
+    """Return a tokenizer like GPT-2's and Qwen's: tokens are bytes, and a character may need several."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def by_bytes():
 
 
 def by_pieces():
-    """Llama-2's kind: a space begins a word, the first of a text is stripped, and bytes stand for what is unknown."""
+    """Return a tokenizer like Llama-2's: a space begins a word, the first is stripped, unknown characters are bytes."""
     made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     made.decoder = decoders.Sequence(
@@ -40,7 +40,7 @@ def by_pieces():
 
 
 def by_words():
-    """BERT's kind."""
+    """Return a tokenizer like BERT's."""
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece()

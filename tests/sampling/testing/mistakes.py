@@ -1,4 +1,4 @@
-"""Backends that are right but for one mistake each, as somebody might make it."""
+"""Backends with one realistic mistake each."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from vectorlm.sampling.backends.transformers import Transformers
 
 
 class _ChangesAnswers(Transformers):
-    """Changes each completion by `change`."""
+    """A backend that changes each completion by `change`."""
 
     def poll(self):
         return [
@@ -71,7 +71,7 @@ class LoadCopiesNothing(Transformers):
 
 
 class LoadComputesOnce(Transformers):
-    """Computes on a weight when the checkpoint is read, and not when an update comes."""
+    """A backend that computes on a weight when it reads the checkpoint, but not after an update."""
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -91,7 +91,7 @@ class CacheKeptThroughRecompute(Transformers):
 
 
 class PromptsKeptOverAnUpdate(_ChangesAnswers):
-    """It reuses the log-probability of the next token after its weights have changed."""
+    """A backend that reuses the log-probability of the next token after its weights have changed."""
 
     def change(self, completion):
         if not completion.sampler_logprobs:
@@ -109,7 +109,7 @@ class CancelDoesNothing(Transformers):
 
 
 class CancelForgetsTheNames(Scripted):
-    """It answers no cancelled request, and works on all of them."""
+    """A backend that answers no cancelled request, but computes all of them."""
 
     def cancel(self, names):
         vars(self).setdefault("cancelled", set()).update(names)

@@ -1,4 +1,4 @@
-"""The suite against engines that break one rule, by a change of ours or by a backend of mistakes.py."""
+"""The contract's suite against engines that break one rule, by a patch or by a backend of mistakes.py."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -36,7 +36,7 @@ def forget(*args, **kwargs):
 
 
 def each_output(change, backend=Scripted):
-    """Break every output of the backend."""
+    """Return a patch that changes every output of the backend."""
     honest = backend.poll
 
     def poll(self):
@@ -153,7 +153,7 @@ MODEL_BROKEN = [
 ]
 
 
-# Other answers that the scheduler refuses are in tests/sampling/test_answers.py.
+# tests/sampling/test_answers.py covers other answers that the scheduler refuses.
 MISTAKES = {
     "OneCompletionTooFew": "n_completions_come_for_each_prompt",
     "VersionsOfTheFuture": "before_any_update_the_version_is_minus_one",
@@ -180,7 +180,7 @@ MISTAKES = {
 def fails(engine, folder, name):
     subject = EngineUnderTest(engine, folder, fresh=HFEngine)
     if name != CHECKS[0].__name__:
-        # Several checks need a version that the engine holds.
+        # Several checks need a version of the engine.
         subject.engine.update(subject.models(20)[0], 0)
     with pytest.raises(AssertionError, match=name):
         run_checks(subject, [NAMED[name]])

@@ -1,4 +1,4 @@
-"""One suite for every backend on every channel; tests/sampling/test_server.py holds the server to it."""
+"""The contract's suite for every backend on every channel; tests/sampling/test_server.py runs it against the server."""
 
 import contextlib
 from functools import cache, partial
@@ -11,13 +11,13 @@ from vectorlm import FakeEngine, HFEngine, SamplingEngine, Topology
 from vectorlm.sampling.testing import CHECKS, MODEL_CHECKS, EngineUnderTest, run_checks
 
 SCRIPT = "step {1}: {0}".format
-"""Takes a prompt and a version; unlike a function of this file, it can be sent to a sampler process."""
+"""Function of a prompt and a version; unlike a function of this file, it can be sent to a sampler process."""
 
 
 SCRIPTED = {
     "inference": "vectorlm.sampling.backends.scripted:Scripted",
     "answers": SCRIPT,
-    # Slow enough that many requests are still in flight while a check looks at them.
+    # The engine is slow, which keeps many requests in flight while a check looks at them.
     "num_steps": 3,
     "step_s": 0.02,
     "max_num_seqs": 4,
@@ -26,7 +26,7 @@ ENGINES = {
     "vllm_process": partial(SamplingEngine, **TINY_ENGINE),
     "transformers_inline": HFEngine,
     "scripted_process": partial(SamplingEngine, **SCRIPTED),
-    # Three steps a batch: one that is finished at once could not show how it is waited for.
+    # A batch needs three steps, because a batch that finishes immediately could not show how to wait for it.
     "scripted_inline": lambda path, topology=None: FakeEngine(SCRIPT, topology=topology, num_steps=3),
 }
 
@@ -35,7 +35,7 @@ def checks_of(kind):
     return [check for check in CHECKS if not (kind.startswith("scripted") and check in MODEL_CHECKS)]
 
 
-# Each of the others has its backend or its channel.
+# The other engines have the same backend or the same channel.
 SLOW = {"scripted_process": pytest.mark.slow}
 CASES = [
     pytest.param(kind, check, marks=SLOW.get(kind, ()), id=f"{kind}-{check.__name__}")
@@ -49,13 +49,13 @@ TINY_LLAMA = {"tied": True, "hidden_size": 64}
 
 @pytest.fixture(scope="module")
 def subject_of(folder):
-    """Start each engine once, when the first of its checks comes."""
+    """Start each engine once, at its first check."""
     with contextlib.ExitStack() as stack:
         yield cache(lambda kind: under_test(stack.enter_context(ENGINES[kind](folder)), folder, kind))
 
 
 def under_test(engine, path, kind, topology=None):
-    # A scripted engine answers with the version of its weights, and holds none.
+    # A scripted engine has no weights and answers with their version.
     fresh = None if kind.startswith("scripted") else partial(ENGINES[kind], topology=topology)
     return EngineUnderTest(engine, path, topology=topology or Topology.from_environment(), fresh=fresh)
 
@@ -70,8 +70,8 @@ def keep_the_contract(topology, kind, path):
         run_checks(under_test(engine, path, kind, topology), checks_of(kind))
 
 
-# docs/howto/own_backend.md takes `transformers_inline` through it on two ranks. Which backend a sampler process has
-# makes no difference to them.
+# The tests of docs/howto/own_backend.md run `transformers_inline` on two ranks. For the ranks, the backend of a
+# sampler process makes no difference.
 @pytest.mark.parametrize(
     "kind",
     [

@@ -1,4 +1,4 @@
-"""`EngineReceiver` over workers in this process, and what ranks would send it."""
+"""An `EngineReceiver` over workers in this process, and a sender that replaces the ranks."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from vectorlm.sampling.weights.receive import EngineReceiver
 
 
 def receivers_of(*models):
-    """Return the receivers of an engine with one worker for each of `models`, which are plain and on CPU."""
+    """Return the receivers of an engine with one worker for each of `models`, plain modules on CPU."""
     extensions = [WeightExtension() for _ in models]
     for extension, model in zip(extensions, models, strict=True):
         extension.model_runner = SimpleNamespace(
@@ -23,7 +23,7 @@ def receivers_of(*models):
 
 
 def send(layout):
-    """Fill the arena as the ranks would; return what was sent, and the checksums as the ranks count them."""
+    """Fill the arena as ranks do; return the sent tensors and the ranks' checksums."""
     arena = Arena.open(layout.path, layout.num_bytes)
     sent = {slot.name: torch.randn(slot.shape) for slot in layout.slots}
     for slot in layout.slots:

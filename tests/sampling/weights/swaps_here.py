@@ -1,4 +1,4 @@
-"""Hot swaps without vLLM: a trainer's model, and an engine whose workers and scheduler live in the rank's process."""
+"""Hot swaps without vLLM: a trainer's model, and an engine with workers and scheduler in the rank's process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vectorlm.sampling.settings import EngineSettings
 
 TRANSPORTS = ("push", "bucketed", "pull")
 SMALL_BUCKET = 128
-"""Less than half of `Model`: its tables fill rounds of their own."""
+"""Less than half the size of `Model`, whose tables then fill a round each."""
 
 
 class Model(nn.Module):
-    """The trained model. Seven rows and six columns do not divide evenly among two ranks, or two workers."""
+    """A model to train; its seven rows and six columns do not divide evenly among two ranks or two workers."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -29,7 +29,7 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 7, bias=False)
         if tied:
             self.head.weight = self.table.weight
-        # A number that engines load, a count, and what engines make themselves.
+        # One number that engines load, one count, and one buffer that engines make themselves.
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
         self.register_buffer("mask", torch.ones(2, 5).tril().bool())
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 class Worker(nn.Module):
-    """The tensors of one worker: gate and up fused by rows, down by columns and transposed, the rest whole."""
+    """The tensors of a worker: gate and up fused by rows, down by columns and transposed, the others whole."""
 
     def __init__(self, index, count, tied, dtype):
         super().__init__()
@@ -87,7 +87,7 @@ class Engine:
     version = -1
 
     def __init__(self, num_workers=1, tied=False, dtype=torch.float32, make=None):
-        """Build a `Worker` for each of `num_workers`, or the models that `make` returns."""
+        """Build `num_workers` instances of `Worker`, or use the models that `make` returns."""
         self.make = make or (
             lambda: [Worker(index, num_workers, tied, dtype) for index in range(num_workers)]
         )
@@ -114,7 +114,7 @@ class Engine:
     def wake_up(self, parts): ...
 
     def differs_from(self, model, tolerance=0.0):
-        """Name the parameters that are not what the workers' own loader makes of the weights of `model`."""
+        """Return the names of parameters that differ from the workers' own loading of `model`."""
         expected = self.make()
         for worker in expected:
             tensors = {**dict(model.named_parameters()), "scale": model.scale, "steps": model.steps}
@@ -130,7 +130,7 @@ class Engine:
 
 
 def swap_of(topology, transport, engines_per_node=1, lora_mode="merged", **engine_args):
-    """Return this rank's side of a hot swap, and its engine if it owns one."""
+    """Return this rank's hot swap, and its engine if it owns one."""
     engine_ranks = EngineRanks(topology, Collectives(topology, 60.0), engines_per_node)
     engine = Engine(**engine_args) if engine_ranks.owns_an_engine else None
     settings = EngineSettings(lora_mode=lora_mode, transport=transport, timeout_s=60.0)
@@ -138,7 +138,7 @@ def swap_of(topology, transport, engines_per_node=1, lora_mode="merged", **engin
 
 
 def move(model, reference, seed):
-    """Give both the same new weights, sharded or not."""
+    """Give both models the same new weights, sharded or not."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     generator = torch.Generator().manual_seed(seed)

@@ -61,7 +61,7 @@ def test_an_arena_gives_its_file_back_once(tmp_path):
     assert descriptors_of(arena) == before
     assert arena.view(slot).tolist() == [2.0] * 4
     arena.close()
-    # The number is somebody else's by now.
+    # The descriptor's number now belongs to another file.
     number, other = int(Path(arena.path).name), os.open(tmp_path, os.O_RDONLY)
     os.dup2(other, number)
     del arena
@@ -85,7 +85,7 @@ def test_an_arena_is_mapped_once_unless_another_takes_its_path():
 
 
 class Cudart:
-    """Registered host memory, by address, as CUDA keeps it."""
+    """A stand-in for CUDA's runtime that keeps registered host memory by address."""
 
     def __init__(self):
         self.registered = {}
@@ -111,7 +111,7 @@ def test_host_memory_is_registered_with_cuda_once_and_for_as_long_as_it_lives(mo
     assert sorted(cudart.registered.values()) == [100, 256, 256]
     arena.close()
     assert sorted(cudart.registered.values()) == [100, 256]
-    # The receiver is dropped without a word, as after an error.
+    # An error would drop the receiver without closing it.
     del same, block
     gc.collect()
     assert cudart.registered == {}

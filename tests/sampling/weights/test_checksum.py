@@ -5,10 +5,10 @@ from vectorlm.sampling.weights.inspection import checksum, checksums, row_sums, 
 
 
 def test_a_hand_worked_sum():
-    # Two int32 values make one 64-bit word, the second one its upper half; the rows weigh 1 and 3.
+    # Two int32 values make one 64-bit word, with the second in its upper half; the rows have the weights 1 and 3.
     rows = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     assert checksum(rows) == (1 + 2 * 2**32) * 1 + (3 + 4 * 2**32) * 3
-    # An odd row is read in its own words.
+    # A row of odd length is read in int32 words.
     assert (
         checksum(torch.tensor([[1, 2, 4], [3, 4, 5]], dtype=torch.int32)) == (1 + 2 + 4) * 1 + (3 + 4 + 5) * 3
     )

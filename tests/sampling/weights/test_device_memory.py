@@ -1,4 +1,4 @@
-"""Handles of device memory, on a driver that is made of this process's memory. Nothing here ran on a device."""
+"""Handles of device memory, with a driver simulated in this process's memory; no test uses a device."""
 
 import ctypes
 import gc
@@ -28,7 +28,7 @@ INVALID_VALUE, MAP_FAILED = 1, 205
 
 
 class Driver:
-    """CUDA's driver for handles; an allocation is one of these tensors, and is mapped where it lies."""
+    """CUDA's driver for handles, whose allocations are tensors that are mapped at their own address."""
 
     def __init__(self, *allocations):
         self.starts = {allocation.data_ptr(): allocation.nbytes for allocation in allocations}
@@ -67,7 +67,7 @@ class Driver:
 
 @pytest.fixture
 def install(monkeypatch):
-    """Make a driver with these allocations the machine's, whose one device is the host."""
+    """Return a function that installs a driver with these allocations; its only device is the host."""
 
     def install(*allocations):
         driver = Driver(*allocations)
@@ -117,7 +117,7 @@ ENDS = ("close", "again", "missing rows", "refused")
 
 @hypothesis.given(strategies.lists(strategies.sampled_from(ENDS), max_size=6))
 def test_all_that_was_opened_is_closed_in_every_order_of_ends(install, ends):
-    """A receiver opens what ranks export again and again, and some of it cannot be opened."""
+    """A receiver opens exported rows repeatedly, and cannot open some of them."""
     whole = torch.randn(16, 4)
     driver = install(whole)
     halves = [Export(name, (row, 0), DeviceHandle.of(whole[first : first + 4])) for name, row, first in [
@@ -146,11 +146,11 @@ def test_all_that_was_opened_is_closed_in_every_order_of_ends(install, ends):
 
 
 def test_no_copy_of_a_pull_crosses_devices(install, monkeypatch):
-    """torch copies between devices on the source's, and that cannot write into vLLM's sleep-mode memory."""
+    """torch copies between devices on the source's device, which cannot write to vLLM's sleep-mode memory."""
     whole = torch.zeros(8, 4)
     install(whole)
     own = 0
-    visible = ["GPU-b", "GPU-a"]  # An engine of rank 1, which sees its own device first.
+    visible = ["GPU-b", "GPU-a"]  # An engine of rank 1 sees its own device first.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: own)
     monkeypatch.setattr(exports, "_uuid", lambda index: visible[index])
@@ -172,7 +172,7 @@ def test_no_copy_of_a_pull_crosses_devices(install, monkeypatch):
 
 
 def test_auto_pushes_where_a_handle_is_refused_and_the_run_goes_on(monkeypatch):
-    """CUDA's topology over memory of the host; the handle that is refused is a file's."""
+    """The topology is CUDA's and the memory the host's; the refused handle is a file's."""
     monkeypatch.setattr(transports, "pull_obstacle", lambda *about: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     refused = SimpleNamespace(by=HandleRefused("CUDA's driver refused cuIpcOpenMemHandle_v2"))

@@ -1,4 +1,4 @@
-"""Handles of memory in other processes, and which piece of a parameter is copied from which rank's rows."""
+"""Handles of memory in other processes, and the mapping of parameter pieces to the rows of ranks."""
 
 import os
 
@@ -30,7 +30,7 @@ def test_a_handle_leads_to_the_tensor_itself_in_place():
     whole[3, 1] = -1.0
     assert seen[1, 1] == view[1, 3] == -1.0
     assert rows.data_ptr() == whole.data_ptr() + 2 * 4 * 4, "views moved with their storage"
-    # One descriptor for a storage, however often it is exported.
+    # A storage has one descriptor, even if it is exported several times.
     assert FileHandle.of(whole).path == handle.path
     half = torch.arange(8, dtype=torch.bfloat16)[3:]
     assert handle_of(half).open().tolist() == [3, 4, 5, 6, 7]
@@ -95,7 +95,7 @@ def test_rows_that_no_rank_exports_are_missed():
 
 @strategies.composite
 def pieces(draw):
-    """Return the shape of a tensor, and a view that a loader may take of it."""
+    """Return the shape of a tensor, and a view that a loader may take."""
     shape = draw(strategies.lists(strategies.integers(1, 5), min_size=1, max_size=4))
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     view = whole
@@ -114,7 +114,7 @@ BOUNDS = strategies.lists(strategies.tuples(strategies.integers(0, 5), strategie
 
 @hypothesis.given(pieces(), BOUNDS, strategies.booleans())
 def test_a_piece_is_cut_where_a_rank_s_block_begins_and_ends(piece, bounds, are_rows):
-    """Each view copies exactly its elements in the block, to where a list of all elements has them."""
+    """A list of all elements shows the elements of a view in the block, and their places."""
     shape, view = piece
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     block, place = whole, []

@@ -1,4 +1,4 @@
-"""The adapter's receiver on layers made by hand; vLLM's own are in tests/sampling/test_lora_engine.py."""
+"""The adapters' receiver with simple stand-in layers; tests/sampling/test_lora_engine.py covers vLLM's layers."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ MAX_RANK, WIDTH, HEIGHT = 4, 6, 10
 
 
 class Layer:
-    """A LoRA layer of two fused parts; sets what it is given, as long as it is not broken."""
+    """A LoRA layer of two fused parts."""
 
     def __init__(self):
         self.n_slices = 2
@@ -25,7 +25,7 @@ class Layer:
 
 
 class Manager:
-    """The part of vLLM's manager that the receiver uses."""
+    """A stand-in for the part of vLLM's manager that the receiver uses."""
 
     def __init__(self):
         self.modules = {"mlp.gate_up_proj": Layer()}
@@ -68,7 +68,7 @@ def specs(part="mlp.up_proj", rank=2, height=HEIGHT):
 
 
 def load(receivers, manifest):
-    """Connect, send random numbers, load them."""
+    """Connect, send random numbers and load them."""
     _, sums = send(receivers.connect(manifest, None, "adapter"))
     receivers.load(0, sums, ["adapter"])
 

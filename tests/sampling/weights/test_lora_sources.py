@@ -35,7 +35,7 @@ OPTIONS = {
 
 
 def adapted(folder, options, seed=0):
-    """Return a PEFT model all of whose trained tensors are far from where they began."""
+    """Return a PEFT model whose trained tensors are all far from their initial values."""
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", "r": 2, **options}))
@@ -47,7 +47,7 @@ def adapted(folder, options, seed=0):
 
 
 def plain_merge(model):
-    """Return peft's own merged weights by name."""
+    """Return PEFT's merged weights by name."""
     merged = copy.deepcopy(model).merge_and_unload()
     return {name: parameter.detach() for name, parameter in merged.named_parameters()}
 
@@ -59,14 +59,14 @@ def publish(source, path):
 
 
 def sent_by(source):
-    """Return what one rank alone sends, by name."""
+    """Return the tensors that a single rank sends, by name."""
     arena = Arena.create(1 << 20)
     slots, _ = publish(source, arena.path)
     return {slot.name: arena.view(slot) for slot in slots}
 
 
 def publish_sharded(topology, folder, plans):
-    """Publish every case of `plans` from a model of its own; return the checksums, and what changed in the models."""
+    """Publish every case of `plans` from a new model; return the checksums, and the parameters that changed."""
     all_sums, changed = [], []
     for options, source_of, path in plans:
         model = adapted(folder, options)
@@ -85,8 +85,8 @@ ADAPTERS = ["plain", "rank-stabilised", "patterns", "embedding and head"]
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """The publications of two ranks by case and mode: slots, arena and checksums."""
-    # 47 rows do not divide by two: the last shard of the head and of the embedding is a short one.
+    """Return the folder, and the tensors and checksums that two ranks published, by case and mode."""
+    # 47 rows do not divide by two: head and embedding have a shorter last shard.
     folder = save_tiny_llama(tmp_path_factory.mktemp("sources") / "model", vocab_size=47)
     cases = [(name, merged_source) for name in OPTIONS] + [(name, adapter_source) for name in ADAPTERS]
     arenas = [Arena.create(1 << 20) for _ in cases]
@@ -112,7 +112,7 @@ def test_two_ranks_publish_what_peft_would_merge(published, name):
     expected = plain_merge(adapted(folder, OPTIONS[name]))
     assert set(sent) == set(expected)
     for (weight, tensor), total in zip(sent.items(), sums, strict=True):
-        # Two ways to add the same float32 products.
+        # The two sides sum the same float32 products in different orders.
         torch.testing.assert_close(tensor, expected[weight], rtol=1e-5, atol=1e-6, msg=weight)
         assert total == checksum(tensor), weight
 
@@ -151,7 +151,7 @@ EXPERTS = {
 @pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_adapters_of_experts_are_merged_as_peft_merges_them(tmp_path, family, world_size):
-    """gpt-oss has the rows and columns of each expert in the other order."""
+    """gpt-oss transposes the matrices of experts."""
     folder = str(save_family(FAMILIES[family], tmp_path / "model"))
     expected, arena = plain_merge(adapted(folder, EXPERTS)), Arena.create(1 << 24)
     _, slots = plain_slots(

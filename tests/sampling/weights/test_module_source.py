@@ -25,7 +25,7 @@ def layout_for(model, arena_path, dtype="float32"):
 
 
 def publish(topology, folder, mesh_shape, path, num_bytes, dtype):
-    """Shard the model, leave its root unsharded by a forward, publish; return this rank's checksums."""
+    """Shard the model, gather its root by a forward pass, and publish; return this rank's checksums."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     layout = layout_for(model, path, dtype)
     assert layout.num_bytes <= num_bytes
@@ -54,8 +54,8 @@ def publish_all(topology, folder, paths, num_bytes):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """The model, and by mesh and dtype the arena that two ranks filled and their checksums."""
-    # 47 rows do not divide by two, so the last shard is a short one.
+    """Return the model, and by mesh and dtype the arena that two ranks filled and their checksums."""
+    # 47 rows do not divide by two, which makes the last shard shorter.
     folder = save_tiny_llama(tmp_path_factory.mktemp("published") / "model", vocab_size=47)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     num_bytes = layout_for(model, "").num_bytes
@@ -133,7 +133,7 @@ def test_only_the_first_rank_of_a_node_sends_a_scalar():
 
 
 def test_rows_that_are_computed_may_be_wider_than_what_is_held():
-    # As rows of a base in 4 bits are.
+    # Rows of a base in 4 bits are like this.
     packed = torch.arange(10, dtype=torch.uint8).reshape(5, 2)
     expected = torch.cat([packed, packed + 10], dim=1).float()
     arena = Arena.create(expected.nbytes)

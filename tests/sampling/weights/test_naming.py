@@ -1,4 +1,4 @@
-"""Names of the trainer's tensors in the checkpoint, and what a mismatch of names advises."""
+"""Names of the trainer's tensors in the checkpoint, and advice if names do not match."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Two workers of one engine, each holding its slices, in this process."""
+"""Two workers of one engine in this process, each with its slices."""
 
 import gc
 import os
@@ -29,15 +29,15 @@ MANIFEST = [
 
 
 class Half(torch.nn.Module):
-    """The tensors of one of two workers: gate and up by rows, fused; down by columns; the rest as its name says."""
+    """The tensors of one of two workers: gate and up by rows, fused; down by columns; the others whole or by rows."""
 
     def __init__(self, worker):
         super().__init__()
         self.worker = worker
         shapes = {
             "gate_up": (8, HIDDEN),
-            "down": (5, COLUMNS // 2),  # three columns of fp32: no whole number of 64-bit words
-            "key": (2, HIDDEN),  # one head for two workers, so both hold it
+            "down": (5, COLUMNS // 2),  # three fp32 columns: no whole number of 64-bit words
+            "key": (2, HIDDEN),  # both workers hold the only head
             "norm": (HIDDEN,),
             "table": (3, HIDDEN),
             "bias": (4,),
@@ -88,7 +88,7 @@ def test_every_worker_gets_its_slices_and_the_proof_holds(receivers, halves):
 
 def test_connecting_changes_no_weight(receivers, halves):
     before = [{name: parameter.clone() for name, parameter in half.named_parameters()} for half in halves]
-    # Both hold the same norms and heads, as an engine's workers do; else the arena can keep one of them only.
+    # As in an engine, both workers have equal norms and heads; otherwise the arena could keep only one of them.
     for name in ("key", "norm", "scale"):
         before[0][name].copy_(before[1][name])
         getattr(halves[0], name).data.copy_(before[1][name])
@@ -115,7 +115,7 @@ def test_one_changed_bit_on_one_worker_is_caught(receivers, halves, worker, name
     layout = receivers.connect(MANIFEST, None, "base")
     _, sums = send(layout)
     receivers.load(0, sums, ["base"])
-    # A view of the arena shares its bytes with the other worker; this one must go wrong alone.
+    # A view of the arena shares its bytes with the other worker; only this worker's tensor must be wrong.
     spoilt = torch.nn.Parameter(getattr(halves[worker], name).clone(), requires_grad=False)
     spoilt.view(torch.int32).flatten()[-1] ^= 1
     setattr(halves[worker], name, spoilt)
@@ -137,7 +137,7 @@ def test_the_first_error_of_any_worker_is_raised(receivers, halves):
 
 
 def receivers_that_note(calls):
-    """Return the receivers of one worker that takes all it is sent, and notes what it is asked."""
+    """Return the receivers of one worker that accepts everything and records its calls."""
 
     def call(method, args=()):
         calls.append((method, *args))
@@ -169,7 +169,7 @@ def test_a_set_on_top_of_the_base_that_was_not_written_is_cleared():
 def test_connecting_again_closes_the_arena_from_before():
     receivers = receivers_that_note([])
     receivers.connect(NORM, None, "base")
-    gc.collect()  # What other tests left open would close in between.
+    gc.collect()  # Files that other tests left open would otherwise close in between.
     before = len(os.listdir("/proc/self/fd"))
     receivers.connect(NORM, None, "base")
     assert len(os.listdir("/proc/self/fd")) == before
@@ -187,7 +187,7 @@ def test_connecting_again_closes_the_arena_from_before():
     ],
 )
 def test_words_are_the_widest_that_no_piece_cuts(piece):
-    """Of each word, a piece has all bytes or none: by a list of all elements."""
+    """A list of all elements shows whether a piece has all bytes of a word or none."""
     spec, whole = TensorSpec("w", (4, 2, 6)), View((4, 2, 6), (12, 6, 1), 0)
     plans = [LoadPlan((Copy("w", view, "w", view),), {}, {}) for view in (whole, piece)]
     held = set(piece.on(torch.arange(48)).flatten().tolist())
@@ -215,7 +215,7 @@ def manifest():
 
 
 class Experts(torch.nn.Module):
-    """One of `count` workers: rows of gate and up, columns of down, of every expert."""
+    """One of `count` workers, with rows of gate and up and columns of down, of every expert."""
 
     def __init__(self, worker, count):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sums over the tensors that an engine holds, whoever loaded them; vLLM's own are in tests/sampling/test_verify.py."""
+"""Sums over an engine's tensors, however they were loaded; tests/sampling/test_verify.py covers vLLM's tensors."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ SHAPES = {"embed_tokens.weight": (6, 4), "up.weight": (8, 4), "up.bias": (8,)}
 
 
 class Engine(torch.nn.Module):
-    """A model whose head is the embedding table, in memory of its own."""
+    """A model with a tied head in separate memory."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Engine(torch.nn.Module):
 
 
 def loaded(tensors):
-    """Return an engine that holds the tensors."""
+    """Return an engine with these tensors."""
     engine = Engine()
     engine.load_weights(tensors.items())
     engine.lm_head.load_state_dict(engine.embed_tokens.state_dict())

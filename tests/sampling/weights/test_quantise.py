@@ -1,4 +1,4 @@
-"""Rows in 8 bits: the numbers, the places of rows and scales in an engine, and the models that are refused."""
+"""Rows in 8 bits: their numbers, the places of rows and scales in an engine, and refused models."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ROWS = torch.tensor([[1.0, -2.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.b
 def test_the_numbers_are_those_on_paper():
     scales = scales_of(ROWS, torch.int8)
     assert scales[0, 0].item() == torch.tensor(2 / 127).item()
-    # 63.5 is rounded to the even number.
+    # 63.5 rounds to the even number.
     assert quantise(ROWS, scales, torch.int8).tolist() == [[64, -127, 32, 0], [0, 0, 0, 0]]
     scales = scales_of(ROWS, torch.float8_e4m3fn)
     assert scales.tolist() == torch.tensor([[2 / 448], [1 / (448 * 512)]]).tolist()
@@ -48,7 +48,7 @@ def test_fp8_has_the_bits_of_vllm():
 
 
 class Fused(torch.nn.Module):
-    """A layer of an engine, [K, N] in int8, that holds two tensors of a checkpoint one above the other."""
+    """An engine's layer, [K, N] in int8, that holds two tensors of a checkpoint one after the other."""
 
     def __init__(self):
         super().__init__()

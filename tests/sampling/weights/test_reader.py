@@ -1,6 +1,6 @@
 """The reader of many tensors, by torch's operations and by the Triton kernel in Triton's interpreter.
 
-The kernel is tested if `VECTORLM_TRITON` is a folder with Triton's ordinary wheel.
+The tests of the kernel need `VECTORLM_TRITON`, a folder with Triton's ordinary wheel.
 """
 
 import os

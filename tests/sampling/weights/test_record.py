@@ -14,7 +14,7 @@ HIDDEN, Q, KV = 4, 6, 2
 
 
 def fused_model():
-    """Parameters as an engine holds them: fused q, k, v; a vocabulary rounded up from 5 rows to 8."""
+    """Return parameters as in an engine: fused q, k, v, and a vocabulary padded from 5 rows to 8."""
     return {
         "qkv": torch.zeros(Q + 2 * KV, HIDDEN),
         "embed": torch.zeros(8, HIDDEN),
@@ -85,7 +85,7 @@ def test_a_fused_parameter_becomes_one_block_of_the_arena():
 
 
 def test_rows_that_round_a_table_up_never_become_a_view_of_the_next_tensor():
-    # The second of two workers: rows 4 to 6 of the table, and two rows that no checkpoint knows.
+    # The second of two workers has rows 4 to 6 of the table and two padding rows.
     rows, rounded = View((2, HIDDEN), (HIDDEN, 1), 4 * HIDDEN), View((2, HIDDEN), (HIDDEN, 1), 0)
     load_plan = LoadPlan(
         (Copy("embed", rows, "embed", rounded),), {"embed": "float32"}, {"embed": 4 * HIDDEN}
@@ -98,7 +98,7 @@ def test_rows_that_round_a_table_up_never_become_a_view_of_the_next_tensor():
 
 def test_a_tensor_that_is_used_in_part_is_refused():
     columns = [TensorSpec("columns", (3, HIDDEN))]
-    # The loader keeps two of four columns, and nobody takes the others.
+    # The loader keeps two of four columns, and no worker takes the others.
     with pytest.raises(WeightMismatch, match=r"columns \(3, 4\)"):
         PieceMap(columns, [load_plan_of(fused_model(), columns)])
 
@@ -318,7 +318,7 @@ def test_other_copies_happen_while_a_loader_is_watched():
 
 
 class RoundedUp(torch.nn.Module):
-    """The second of two workers: rows 4 to 6 of the vocabulary, and two rows that no checkpoint knows."""
+    """The second of two workers, with rows 4 to 6 of the vocabulary and two padding rows."""
 
     def __init__(self, num_rows):
         super().__init__()
@@ -359,7 +359,7 @@ def run(rows, offset):
 
 
 def parts(order, shift=0):
-    """Copy halves of experts, source half `index` to the parameter's half `order[index]`."""
+    """Return copies of halves of experts, from source half `place` to the parameter's half `order[place]`."""
     return [
         Copy("up", run(COLUMNS, place * HALF), "w13", run(COLUMNS, order[place] * HALF + shift))
         for place in (1, 0, 2, 3, 5, 4)

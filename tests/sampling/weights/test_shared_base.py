@@ -12,7 +12,7 @@ from vectorlm.errors import ChecksumMismatch, ConfigError, EngineError, HandleRe
 from vectorlm.ranks.topology import Topology
 
 PRIVATE = {"down.weight", "scale", "steps"}
-"""A transposed weight, and buffers."""
+"""Tensors that are not shared: a transposed weight, and buffers."""
 
 
 class Frozen(Model):
@@ -26,7 +26,7 @@ def frozen(tied=False, seed=0):
 
 
 def sharing(model, transport, topology=None, lora_mode="adapter", **engine_args):
-    """Return a swap whose engines hold the weights of `model`, and the engine of this rank."""
+    """Return a swap whose engines have the weights of `model`, and this rank's engine."""
     topology = topology or Topology()
     swap, engine = swap_of(topology, transport, lora_mode=lora_mode, **engine_args)
     for worker in engine.workers if engine is not None else ():
@@ -52,7 +52,7 @@ def test_the_frozen_weights_become_views_and_keep_their_bits(transport, tied):
     assert (model.head.weight is model.table.weight) == tied
     assert shared.num_bytes == sum(model.get_parameter(name).nbytes for name in names)
     assert shared.num_private_bytes == model.down.weight.nbytes
-    # The memory is the engine's: what that writes, the model reads, and not the other way round.
+    # The memory belongs to the engine: the model reads what the engine writes, but not the other way round.
     (worker,) = engine.workers
     worker.gate_up.data[0, 0] = 77.0
     assert model.gate.weight[0, 0] == 77.0
@@ -108,7 +108,7 @@ def test_an_engine_with_other_weights_is_refused_and_named():
     with pytest.raises(ChecksumMismatch, match=r"down\.weight"):
         swap.share(model)
     assert places(model) == before
-    # Nothing is shared, so the engine takes updates of the base.
+    # Nothing is shared, and the engine still takes updates of the base.
     swap.update(model, 0, "refuse", ("push",))
     assert engine.differs_from(model) == []
 

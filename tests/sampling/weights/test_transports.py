@@ -1,4 +1,4 @@
-"""The conformance suite of transports: whatever brings the weights, the same bits arrive, and what is wrong shows."""
+"""The conformance suite of transports: with each of them the same bits arrive, and faults are noticed."""
 
 import gc
 import os
@@ -52,11 +52,11 @@ TENSOR_PARALLEL = {
     "down.weight": (Shard(0), Shard(1)),
     "head.weight": (Shard(0), Shard(1)),
 }
-"""Tensors that a pair of ranks splits: rows, columns, and the rows of three parts."""
+"""Placement of the tensors that a pair of ranks splits: rows, columns, and rows of three parts."""
 
 
 def split(model, topology):
-    """Split the weights over pairs of ranks and shard them over the pairs; the norm is whole in each pair."""
+    """Split the weights over pairs of ranks and shard them over the pairs; each pair has the whole norm."""
     mesh = init_device_mesh("cpu", (topology.world_size // 2, 2), mesh_dim_names=("shard", "tensor"))
     for name, weight in list(model.named_parameters()):
         owner, _, attribute = name.rpartition(".")
@@ -69,7 +69,7 @@ def split(model, topology):
 
 
 def follow(topology, transport, is_sharded, tied, is_split=False, **engine_args):
-    """Make three updates; return the parameters of this rank's engine that were wrong after any of them."""
+    """Make three updates; return the parameters of this rank's engine that were wrong after an update."""
     transports.BUCKET_BYTES = SMALL_BUCKET
     torch.manual_seed(0)
     model, reference = Model(tied), Model(tied)
@@ -128,7 +128,7 @@ def test_the_same_bits_arrive_from_one_rank(transport):
 
 
 def follow_merged(topology, transport):
-    """Move a sharded PEFT model and its adapters; return what was wrong after each update."""
+    """Move a sharded PEFT model and its adapters; return the wrong parameters after each update."""
     transports.BUCKET_BYTES = SMALL_BUCKET
     torch.manual_seed(0)
     options = LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
@@ -146,13 +146,13 @@ def follow_merged(topology, transport):
         if engine is not None:
             merged = get_peft_model(Model(), options)
             merged.load_state_dict(reference.state_dict())
-            # Two ways to add the same float32 products.
+            # The two sides sum the same float32 products in different orders.
             wrong += engine.differs_from(merged.merge_and_unload(), tolerance=1e-5)
     return wrong
 
 
 def follow_on_two_ranks(topology):
-    """Return by transport what was wrong in each case, and with merged adapters."""
+    """Return, by transport, the wrong parameters of each case and with merged adapters."""
     return {
         transport: (follow_all(topology, transport), follow_merged(topology, transport))
         for transport in TRANSPORTS
@@ -228,7 +228,7 @@ def test_many_updates_leave_nothing_behind(transport):
 
 
 def test_weights_of_another_place_and_another_model_follow_too(transport):
-    """Storages are replaced between two updates: what was exported is stale, and exported again."""
+    """Replacing a storage between two updates makes its export stale, and the next update exports it again."""
     model, reference = Model(), Model()
     swap, engine = swap_of(Topology(), transport)
     for step in range(4):
@@ -244,7 +244,7 @@ def test_weights_of_another_place_and_another_model_follow_too(transport):
 
 
 def replace_on_one_rank(topology):
-    """Replace the storage of a tensor on rank 1 alone."""
+    """Replace a tensor's storage on rank 1 only; return the engine's wrong parameters and its number of OpenHandles."""
     model, reference = Model(), Model()
     swap, engine = swap_of(topology, "pull")
     for step in range(3):
@@ -280,7 +280,7 @@ def test_a_changed_bit_in_the_engine_is_caught(transport, monkeypatch):
 
 
 def test_a_weight_that_changes_after_it_was_summed_is_caught(monkeypatch):
-    """Nobody may write to weights that are being pulled; whoever does is found out."""
+    """Nobody may write to weights during a pull, and the checksums show if somebody does."""
     publish = ExportedRows.publish
 
     def publish_and_write(exported, writes, layout, with_checksums):
@@ -320,7 +320,7 @@ def test_a_source_of_ones_own_is_pushed(transport):
 
 
 class Stack(nn.Module):
-    """Layers of a few numbers, on both sides of a swap."""
+    """A stack of small layers, for both sides of a swap."""
 
     def __init__(self, num_layers, dtype=torch.float32):
         super().__init__()
@@ -332,7 +332,7 @@ class Stack(nn.Module):
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that are not views."""
+    """A mode that counts operations other than views."""
 
     def __init__(self):
         super().__init__()
@@ -345,7 +345,7 @@ class Operations(TorchDispatchMode):
 
 
 def count(topology, transport, dtype, num_layers):
-    """Return the operations and the Python and C calls of one update, of this rank and of the engine if it owns one."""
+    """Return the operations and the Python and C calls of one update, on this rank and its engine."""
     model, counts = Stack(num_layers), []
     if topology.world_size > 1:
         fully_shard(model)
@@ -358,7 +358,7 @@ def count(topology, transport, dtype, num_layers):
     def tally(frame, event, argument):
         counts[-1] += event in ("call", "c_call")
 
-    # A rank that waits for the other counts its own polls.
+    # A rank that waits for the other counts its own polls, and the minimum over updates excludes them.
     for step in range(3, 8):
         counts.append(0)
         sys.setprofile(tally)
@@ -378,7 +378,7 @@ def count_all(topology):
 def require_few(counts):
     for case, ((few, calls), (many, more_calls)) in counts.items():
         assert len(many) == len(few) <= 8, (case, many)
-        # 40 more tensors, whose number is all that differs; an exported file is checked before each pull.
+        # The only difference is 40 more tensors. Before each pull, the engine checks every exported file.
         assert (more_calls - calls) / 40 < 40, (case, calls, more_calls)
 
 
@@ -429,11 +429,11 @@ def test_a_swap_keeps_no_model_alive():
     assert memory() is None
 
 
-# What pull alone can get wrong.
+# Faults that only pull can have.
 
 
 def train(topology, pulled):
-    """Train a sharded model for a few steps, updating in between if it is `pulled`; return its weights."""
+    """Train a sharded model for a few steps, with updates in between if `pulled`; return its weights."""
     torch.manual_seed(0)
     model = Model(tied=True)
     fully_shard(model)
@@ -463,7 +463,7 @@ def test_an_engine_that_finds_a_handle_stale_says_so_and_the_next_update_exports
     model = Model()
     swap, engine = swap_of(Topology(), "pull")
     update(swap, model, 0)
-    # A rank that forgets what it has exported, and does not look.
+    # The rank forgets its exports and does not check whether they are current.
     swap._transport._exported["base"]._kept.clear()
     monkeypatch.setattr(ExportedRows, "are_current", lambda exported, writes: True)
     model.up.weight.data = model.up.weight.data.clone()
@@ -474,7 +474,7 @@ def test_an_engine_that_finds_a_handle_stale_says_so_and_the_next_update_exports
     assert engine.differs_from(model) == []
 
 
-# Rounds, and the choice.
+# Rounds, and the choice of a transport.
 
 
 def test_slots_share_an_arena_in_rounds_and_a_tensor_larger_than_it_has_one_of_its_own():
@@ -534,7 +534,7 @@ def test_a_transport_that_is_impossible_is_refused_and_the_error_says_why():
 
 
 def test_what_speaks_against_pulling_on_cuda(monkeypatch):
-    """Made of CUDA's answers alone: nothing here has run on a device."""
+    """CUDA's answers are patched; no test uses a device."""
 
     def obstacle(sets=()):
         return pull_obstacle(sets, TRANSPORTS, topology)
@@ -542,7 +542,7 @@ def test_what_speaks_against_pulling_on_cuda(monkeypatch):
     topology = Topology(0, 0, 3, 3, "cuda:0")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: device < 2)
     assert obstacle() == "device 2 cannot reach device 0"
-    # It sees the third device too, which is no rank's.
+    # The process sees a third device that belongs to no rank.
     topology = Topology(0, 0, 2, 2, "cuda:0")
     assert obstacle() is None
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)

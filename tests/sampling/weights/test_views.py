@@ -1,4 +1,4 @@
-"""A parameter whose memory something else uses keeps its memory, and every view of it follows an update."""
+"""Views of a parameter: the parameter keeps its memory, and every view follows an update."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ MANIFEST = [TensorSpec("table", (4, 3)), TensorSpec("scale", (5,))]
 
 
 class Layer(torch.nn.Module):
-    """Computes with a parameter, and with whatever `keep` makes of it when the model is built."""
+    """A layer that computes with a parameter, and with a view that `keep` makes when the model is built."""
 
     def __init__(self, keep):
         super().__init__()
@@ -61,7 +61,7 @@ def update(receivers, path=None):
 def test_every_view_of_a_parameter_follows_each_update(keep):
     layer = Layer(keep)
     receivers = receivers_of(layer)
-    for _ in range(2):  # The second arena replaces the first.
+    for _ in range(2):  # In the second iteration, a new arena replaces the first.
         copied, sent = update(receivers)
         seen = layer.read().flatten().clone()
         assert torch.equal(seen, sent[: len(seen)])

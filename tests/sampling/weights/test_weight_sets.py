@@ -38,7 +38,7 @@ def adapted(targets=("first",)):
 
 
 class Engine:
-    """Answers the commands of an update; remembers what became of each."""
+    """An engine that answers the commands of an update and records their results."""
 
     def __init__(self):
         self.arenas, self.loaded, self.begun = {}, [], 0
@@ -108,7 +108,7 @@ def test_other_adapters_are_laid_out_again_and_another_base_is_refused_before_th
 
 
 def cross_on_two_ranks(topology):
-    """Write to the base on rank 1 alone, the numbers that it held; then let adapters be active on rank 0 alone."""
+    """Rewrite the base on rank 1 with the same numbers; then enable adapters on rank 0 only."""
     swap, engine = swap_of(topology, "adapter")
     model = adapted()
     sent = [swap.update(model, step, "refuse").num_bytes for step in range(2)]
@@ -165,7 +165,7 @@ MODELS = {
 
 
 def part_ways(topology, kind):
-    """Update with the same weights, with other ones on the last rank, and with the same ones again."""
+    """Update with equal weights, with other ones on the last rank, and with equal ones again; return the error."""
     make, lora_mode, name = MODELS[kind]
     torch.manual_seed(3)
     swap, engine = swap_of(topology, lora_mode)
@@ -201,7 +201,7 @@ def part_ways_in_all(topology):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
 def refusals(request):
-    """The errors of two ranks, by the kind of the model."""
+    """Return the errors of two ranks, by the kind of the model."""
     return on_ranks(2, part_ways_in_all, num_nodes=request.param)
 
 
@@ -246,7 +246,7 @@ def meet(topology):
 
 @pytest.fixture(scope="module")
 def met():
-    """The results of the three functions, by rank."""
+    """Return the results of the three functions, by rank."""
     return list(zip(*on_ranks(2, meet), strict=True))
 
 
@@ -275,7 +275,7 @@ def test_an_adapter_that_is_not_finite_is_refused(lora_mode):
 
 
 class Written:
-    """A source of one's own, which can only publish."""
+    """A user's weight source that can only publish."""
 
     def __init__(self, value):
         self.value = value
@@ -350,7 +350,7 @@ def train(model):
 
 
 def what_fits(topology):
-    """Train, evaluate and change a sharded model; return whether its base was taken for the old one each time."""
+    """Train, evaluate and change a sharded model; return whether its base counted as unchanged after each."""
     model = adapted()
     fully_shard(model.base_model.model.first)
     fully_shard(model)
@@ -401,7 +401,7 @@ def test_a_tensor_whose_memory_was_exchanged_is_another_tensor():
 
 
 def test_a_base_that_is_trained_is_taken_for_changed():
-    # Not every optimizer's step counts as a change: fused ones write past torch's counters.
+    # An optimizer's step does not always count as a change: fused optimizers bypass torch's counters.
     model = adapted()
     model.base_model.model.second.weight.requires_grad_(True)
     assert Fingerprint(model) != Fingerprint(model)

@@ -46,7 +46,7 @@ def assert_loads_as(expected, model_dir, path):
     from peft import PeftModel
 
     loaded = PeftModel.from_pretrained(load_model(model_dir), path)
-    # fp32 round-off: the sharded forward runs the same kernels on gathered copies
+    # The difference is fp32 round-off: the sharded forward runs the same kernels on gathered copies.
     torch.testing.assert_close(loaded(input_ids=torch.arange(8)[None]).logits, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -86,7 +86,7 @@ def test_a_large_model_is_written_in_several_files_with_all_that_belongs_to_it(t
     trained = on_ranks(2, export_in_pieces, model_dir, path)[0]
     pieces = sorted(path.glob("*.safetensors"))
     assert len(pieces) > 2
-    # A tensor is never cut: the largest, of 48 x 32 numbers in fp32, takes 6 KB, and a header some more.
+    # No tensor is split: the largest has 48 x 32 fp32 numbers, which is 6 KB, plus a header.
     assert all(piece.stat().st_size < 25_000 for piece in pieces)
     assert (path / "model.safetensors.index.json").is_file()
     found = AutoModelForCausalLM.from_pretrained(path)
@@ -101,12 +101,12 @@ def test_adapters_name_their_base_by_a_path_that_holds_from_any_folder(tmp_path,
     on_ranks(1, export_adapter, "llama", tmp_path / "final-model", {"target_modules": ["q_proj"]})
     options = json.loads((tmp_path / "final-model" / "adapter_config.json").read_text())
     assert options["base_model_name_or_path"] == str(tmp_path / "llama")
-    # peft's own card is a template with the path as the name of the base model.
+    # PEFT's card is a template that names the base model by its path.
     assert not (tmp_path / "final-model" / "README.md").exists()
 
 
 def save_in_every_layout(topology, model_dir, root):
-    """Change a model of each layout by the same amount and save it; return the names of the layouts."""
+    """Add the same amount to a model of each layout and save it; return the names of the layouts."""
 
     def changed():
         model = load_model(model_dir)
@@ -127,7 +127,7 @@ def save_in_every_layout(topology, model_dir, root):
     }
     layers = models["compiled blocks"].model.layers
     layers[0] = torch.compile(layers[0])
-    # FSDP2 leaves the root's parameters whole after this, and here in bf16.
+    # After this pass, FSDP2 keeps the root's parameters whole, and in bf16 here.
     with torch.no_grad():
         models["in bf16"](input_ids=torch.arange(8)[None])
     for name, model in models.items():
@@ -168,7 +168,7 @@ def test_what_a_folder_of_adapters_does_not_hold_is_refused_and_the_weights_are_
         vectorlm.save_model(model, tmp_path / "mine")
     assert any(torch.equal(item, norm) for item in load_file(tmp_path / "mine-weights.safetensors").values())
     norm.requires_grad_(False)
-    # peft notes no base for an adapter that is added to others.
+    # PEFT notes no base for an adapter that is added to another one.
     model.add_adapter("second", LoraConfig(target_modules=["k_proj"]))
     vectorlm.save_model(model, tmp_path / "mine")
     assert (tmp_path / "mine" / "second" / "adapter_model.safetensors").exists()
@@ -184,7 +184,7 @@ def test_a_lone_process_saves_without_a_process_group_and_leaves_other_folders_a
 
 
 def test_a_generation_config_is_saved_as_the_model_came_with_it(tmp_path):
-    """Some models ship settings that contradict each other, which transformers reads and refuses to write."""
+    """Some models ship contradictory settings, which transformers can read but refuses to write."""
     model_dir = save_tiny_llama(tmp_path / "llama")
     shipped = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
     (Path(model_dir) / "generation_config.json").write_text(json.dumps(shipped))

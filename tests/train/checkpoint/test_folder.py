@@ -1,4 +1,4 @@
-"""Folders that are complete under their names, whatever was killed, that one run holds and all nodes see."""
+"""Checkpoint folders: complete under their final names after any kill, locked by one run, and visible to all nodes."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ from vectorlm.train.checkpoint.folder import begin, finish, locked, naming, nami
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """An exception that simulates the end of the process."""
 
 
 def write(path, text):
@@ -207,7 +207,7 @@ def test_a_limit_of_the_size_of_files_is_named(tmp_path):
 
 
 def test_what_cannot_be_removed_says_why(tmp_path, monkeypatch):
-    """On a read-only file system the error was that a killed run's folder exists."""
+    """Before, the error on a read-only file system was that a killed run's folder exists."""
     path = tmp_path / "step-4"
     begin(path)
 

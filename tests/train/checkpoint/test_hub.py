@@ -18,7 +18,7 @@ from vectorlm.train.settings import PushSettings
 
 
 class Hub(ThreadingHTTPServer):
-    """The Hub's routes for new repositories, branches and commits of small files; `files` by revision and path."""
+    """A server with the Hub's routes for repositories, branches and commits; `files` are by revision and path."""
 
     def __init__(self, *, refuses=False):
         self.refuses, self.asked, self.tokens = refuses, [], set()

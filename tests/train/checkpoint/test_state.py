@@ -53,7 +53,7 @@ def build(topology, folder, lora, spare=False):
     torch.manual_seed(5)
     model = load_model(folder)
     if spare:
-        # As a vision tower beside text: trained, and without a gradient.
+        # A vision tower during training on text is like this: trained, but without a gradient.
         model.model.layers[0].spare = torch.nn.Linear(2, 2)
     if lora:
         model = add_lora(model, {"r": 2, "target_modules": ["q_proj"]})
@@ -152,7 +152,7 @@ def save_once(topology, folder, path):
 
 @pytest.fixture(scope="module")
 def saved(folder, tmp_path_factory):
-    """Checkpoints of a step by one rank and by two, each with the weights after the next step."""
+    """Return checkpoints of a step by one rank and by two, with the weights after the next step."""
     paths = {world_size: tmp_path_factory.mktemp(f"by-{world_size}") for world_size in (1, 2)}
     return {
         one_item: (path, on_ranks(one_item, save_once, folder, path)[0]) for one_item, path in paths.items()
@@ -173,7 +173,7 @@ def load_once(topology, folder, path):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_another_number_of_ranks_loads_the_checkpoint(saved, folder, before, after):
-    """Each rank computes the same loss here, so the same step follows on any number of ranks."""
+    """Each rank computes the same loss, and the same step follows on any number of ranks."""
     path, expected = saved[before]
     for rank, (loop, _, found) in enumerate(on_ranks(after, load_once, folder, path)):
         assert loop == {"rank": rank if rank < before else 0}
@@ -202,11 +202,11 @@ BROKEN = {
     1: [*TRUNCATED, (flip_a_bit, "identity.json"), (lambda path: path.write_text("{}"), "files.json")],
     2: [(os.remove, "shards/__1_0.distcp"), (flip_a_bit, "shards/__0_0.distcp"), (flip_a_bit, "rank-1.pt")],
 }
-"""By number of ranks: what happens to which file."""
+"""By number of ranks: the damage, and the damaged file."""
 
 
 def load_broken(topology, folder, saved, path):
-    """Return the error of each case."""
+    """Return the error of each damage."""
     said = []
     for index, (spoil, broken) in enumerate(BROKEN[topology.world_size]):
         if topology.is_main:
