@@ -33,8 +33,8 @@ KEY_BYTES = SIGNATURE_BYTES = 32
 class Collectives:
     """Collectives for small objects, over a key-value store or a folder, and for large arrays, over gloo.
 
-    The time-out error of a torch collective names no rank. The store records which ranks came, and the last place of a
-    missing rank. The gloo group is private to this object, so its traffic never mixes with the trainer's.
+    The time-out error of a torch collective names no rank. The store records which ranks arrived, and the last place
+    of a missing rank. The gloo group is private to this object, so its traffic never mixes with the trainer's.
     """
 
     def __init__(self, topology: Topology, timeout_s: float) -> None:
@@ -51,12 +51,12 @@ class Collectives:
             from torch.distributed.distributed_c10d import _get_default_store
 
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            # All ranks' random bytes; they travel over gloo, because strangers may read the store. After a broadcast
-            # rank 0 could close the group while another rank still connects, which then fails.
+            # The sum of all ranks' random bytes, sent over gloo because strangers may read the store. Not a broadcast:
+            # after it rank 0 could close the group while another rank still connects.
             key = torch.frombuffer(bytearray(os.urandom(KEY_BYTES)), dtype=torch.uint8)
             dist.all_reduce(key, group=self._group)
             self._key = key.numpy().tobytes()
-            # torch names a group equally on every rank and never reuses a name, so no two objects share keys.
+            # torch gives a group the same name on every rank and never reuses it, so no two objects share keys.
             name, store = f"vectorlm-{self._group.group_name}", _get_default_store()
             self._store = dist.PrefixStore(name, store)
             while isinstance(store, dist.PrefixStore):
@@ -76,7 +76,7 @@ class Collectives:
         keys = self._open(place)
         self._post(keys[self._topology.rank], place, note)
         self._wait_for_all(place, keys)
-        # One request, because 64 ranks would make 64 of them each.
+        # One request for all keys: otherwise each of 64 ranks would make 64 requests.
         signed = self._store.multi_get(keys) if self._reads_many else map(self._store.get, keys)
         places, notes = zip(*map(self._opened, keys, signed), strict=True)
         self._require_same_place(dict(enumerate(places)))
@@ -107,7 +107,7 @@ class Collectives:
         self._wait_for(root, keys, place)
         root_place, sent = self._opened(key, self._store.get(key))
         if root_place != place:
-            # For the ranks that wait for all others.
+            # Ranks in `all_gather_object` wait for this note; with it they raise the same error.
             self._post(keys[self._topology.rank], place, None)
             self._require_same_place({root: root_place, self._topology.rank: place})
         note, sizes = sent
@@ -169,7 +169,7 @@ class Collectives:
         return [f"{self._count}/{rank}" for rank in range(self._topology.world_size)]
 
     def _require_same_place(self, places: Mapping[int, str]) -> None:
-        """Raise `RankMismatch` where `places`, by rank, are not all one."""
+        """Raise `RankMismatch` unless `places` has the same place for every rank."""
         if len(set(places.values())) > 1:
             where = ", ".join(f"rank {rank} is in {place!r}" for rank, place in sorted(places.items()))
             raise RankMismatch(f"{where}. Every rank must make the same engine calls in the same order.")
@@ -180,7 +180,7 @@ class Collectives:
         self._posted.append(key)
 
     def _opened(self, key: str, signed: bytes) -> tuple[str, Any]:
-        """Return a rank's place and note; the store has a port, so a note is unpickled only if a rank signed it."""
+        """Return a rank's place and note; unpickle only what a rank signed, because the store has an open port."""
         signature, message = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(key, message)):
             raise LaunchError(
@@ -230,10 +230,10 @@ class Collectives:
         gone = []
         for rank in missing:
             try:
-                # This is never received: gloo stores about 100 bytes on both sides, or refuses at once.
+                # Nobody receives this byte: gloo stores about 100 bytes on both ends, or raises immediately.
                 dist.isend(torch.zeros(1, dtype=torch.uint8), rank, group=self._group, tag=PROBE_TAG)
             except RuntimeError:
-                # The rank may have come and left in the meantime.
+                # The rank may have arrived and ended in the meantime.
                 gone += [] if self._store.check([keys[rank]]) else [rank]
         if gone:
             raise RankFailed(
@@ -271,7 +271,7 @@ class Collectives:
 
 
 def _pause(waited_s: float) -> None:
-    """Sleep between two looks at the store, which delays an exchange by at most a twentieth of its wait."""
+    """Sleep between two checks of the store, for a twentieth of the time waited so far, within limits."""
     time.sleep(min(max(waited_s / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S))
 
 

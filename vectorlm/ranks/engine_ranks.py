@@ -21,7 +21,7 @@ CallResult = tuple[Any, Exception | None]
 
 
 class EngineRanks:
-    """The ranks that own an engine: the first of each node, or several of each with data parallel engines."""
+    """The ranks that own an engine: the first of each node, or several per node with data-parallel engines."""
 
     def __init__(self, topology: Topology, collectives: Collectives, engines_per_node: int = 1) -> None:
         """Spread the engine ranks evenly over the ranks of each node, which `engines_per_node` divides."""
@@ -39,13 +39,13 @@ class EngineRanks:
         return self.topology.rank in self.ranks
 
     def check_same_args(self, place: str, arguments: Any, summary: str) -> None:
-        """Raise `RankMismatch` on every rank if a rank passes other arguments than rank 0."""
+        """Raise `RankMismatch` on every rank if the arguments of a rank differ from rank 0's."""
         text = repr(arguments)
         digest = hashlib.blake2b(text.encode()).hexdigest()
         notes = self.collectives.all_gather_object(place, (digest, summary))
         odd = [rank for rank, note in enumerate(notes) if note[0] != notes[0][0]]
         if odd:
-            # Every rank has the same notes, so all ranks come here.
+            # All ranks reach this collective, because they have the same notes.
             texts = self.collectives.all_gather_object(f"compare the arguments of {place}", text)
             pairs = enumerate(zip(texts[0], texts[odd[0]], strict=False))
             first = max(next((place for place, (one, other) in pairs if one != other), 0) - 30, 0)
@@ -76,7 +76,7 @@ def comparable(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def require_equal(texts: Sequence[Mapping[str, str]]) -> None:
-    """Raise `RankMismatch` if a rank's settings differ from rank 0's; the text has their names and both values."""
+    """Raise `RankMismatch` if a rank's settings differ from rank 0's; the error lists names and both values."""
     ranks_with: dict[str, list[int]] = defaultdict(list)
     for rank, theirs in enumerate(texts):
         names = [name for name in {**texts[0], **theirs} if theirs.get(name) != texts[0].get(name)]
@@ -103,7 +103,7 @@ def gather(topology: Topology, value: Any) -> list[Any]:
 
 
 def portable(error: BaseException, where: str = "") -> VectorLMError:
-    """Return an error that every process can unpickle: of this library, or with its traceback in its text."""
+    """Return an error that every process can unpickle: this library's own, or one with the traceback in its text."""
     if isinstance(error, VectorLMError):
         return error
     heading = f"In {where}:\n" if where else ""
@@ -114,7 +114,7 @@ def portable(error: BaseException, where: str = "") -> VectorLMError:
 def capture(work: Callable[[], Any], where: str = "") -> CallResult:
     """Return the result of `work` or its error, made `portable`.
 
-    `where` names the process if it is not a rank; the error of a rank notes the rank.
+    `where` names a process that is not a rank; without it the error names the rank.
     """
     try:
         return work(), None

@@ -50,15 +50,15 @@ from vectorlm.ranks.topology import (
 from vectorlm.ranks.wait import escape_what_the_console_cannot_show, report_wait
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-"""SIGUSR1 is SLURM's early warning, which would end the process without a message."""
+"""Signals that end the run. SIGUSR1 is SLURM's early warning, which by default ends a process without a message."""
 TIMED_OUT = re.compile("(?i)(?<!engine)timed? ?out")
-"""The time-out errors of gloo, NCCL, torch's store and `HandoffTimeout`."""
+"""A pattern for the time-out errors of gloo, NCCL, torch's store and `HandoffTimeout`."""
 LOOK_S = 0.1
-"""Polling interval of the launcher; a child of a dead rank may keep the rank's pipes open."""
+"""Polling interval of the launcher, in seconds. It polls because a dead rank's child may keep the rank's pipes open."""
 SHUTDOWN_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 LINGER_S = 1.0
-"""A rank that raised exits after this time, so that the launcher sees a killed peer first."""
+"""Seconds between a rank's error and its exit: the launcher then sees a killed peer first."""
 SCRATCH_VARIABLE = "VECTORLM_SCRATCH"
 UNGUARDED = "unguarded"
 """The file that a rank writes to the scratch folder if it runs the whole script again."""
@@ -71,10 +71,10 @@ def launch(fn: Callable[..., Any], *args: Any, world_size: int = 1, timeout_s: f
 
     Every rank is a new process with the default process group initialised (gloo on CPU; NCCL for tensors on CUDA).
     `fn` may live in ``__main__`` or in a notebook cell. In a process that torchrun, accelerate or srun made a rank,
-    `fn` is called right here, so one script serves one machine and several.
+    `fn` runs in that process. One script therefore works on one machine and on several.
 
     Args:
-        fn: What each rank runs; its result must pickle.
+        fn: The function that each rank runs; its result must pickle.
         *args: Its arguments, the same on every rank.
         world_size: Number of ranks, at least 1; on CUDA machines one per device. Under torchrun leave it out.
         timeout_s: Longest wait of one collective, in seconds.
@@ -83,15 +83,14 @@ def launch(fn: Callable[..., Any], *args: Any, world_size: int = 1, timeout_s: f
         The results of `fn`, by rank; under torchrun the result of this rank alone.
 
     Raises:
-        LaunchError: The ranks could not be started, there are fewer devices than ranks, torchrun started another number
-            of them, or the script calls this outside ``if __name__ == "__main__":``, so that a rank would call it too.
-        RankFailed: A rank raised or died; the text holds the rank's own error and traceback. All ranks are gone by
-            then.
-        KeyboardInterrupt: Ctrl-C arrived; all ranks are gone by then.
+        LaunchError: The ranks could not be started, there are fewer devices than ranks, or torchrun started another
+            number of ranks. Or the call is not under ``if __name__ == "__main__":``, and every rank would repeat it.
+        RankFailed: A rank raised or died; the text holds the rank's own error and traceback. All ranks have ended.
+        KeyboardInterrupt: Ctrl-C arrived; all ranks have ended.
     """
     if world_size < 1:
         raise LaunchError(f"world_size={world_size} cannot run: it must be at least 1.")
-    # As multiprocessing asks; its own error would come from every rank, with a traceback of 40 lines.
+    # multiprocessing makes the same check, but its error comes from every rank, with a traceback of 40 lines.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         if scratch := os.environ.get(SCRATCH_VARIABLE):
             Path(scratch, UNGUARDED).touch()
@@ -109,7 +108,7 @@ def launch(fn: Callable[..., Any], *args: Any, world_size: int = 1, timeout_s: f
 
 def _call_here(fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, timeout_s: float) -> Any:
     """Call the function in this process, which torchrun or srun started as a rank."""
-    # For torch, and for what this rank starts.
+    # torch and the processes that this rank starts read these variables.
     os.environ.update(with_rank_variables(os.environ))
     topology = Topology.from_environment()
     try:
@@ -175,7 +174,7 @@ def _run_ranks(payload: bytes, world_size: int, timeout_s: float, scratch: str) 
             if not Path(scratch, UNGUARDED).exists():
                 raise LaunchError(f"the {world_size} ranks could not be started: {error}") from error
         finally:
-            # Before the error is raised: a rank that is ended writes its stack.
+            # Before the error is composed, because an ended rank writes its stack for it.
             _end(ranks)
     if Path(scratch, UNGUARDED).exists():
         raise LaunchError(GUARD_RULE)
@@ -190,7 +189,7 @@ def _wait_for(ranks: Sequence[Any], readers: Sequence[Connection]) -> tuple[dict
     while True:
         running = [process.sentinel for process in ranks if process.exitcode is None]
         wait([*running, *(reader for rank, reader in enumerate(readers) if rank not in results)], LOOK_S)
-        # Before the results are read: a rank sends its own before it ends.
+        # Read before the results, because a rank sends its result before it ends.
         codes = [process.exitcode for process in ranks]
         for rank, reader in enumerate(readers):
             with contextlib.suppress(EOFError, OSError):
@@ -260,28 +259,28 @@ def _variables_of_rank(rank: int, world_size: int, scratch: str) -> dict[str, st
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_WORLD_SIZE": "1",
-        # Not used: the ranks meet in the scratch folder.
+        # Unused: the ranks connect through the scratch folder.
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": "0",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         SCRATCH_VARIABLE: scratch,
         **bounded_spin(os.environ),
-        # An ended rank leaves locks: tqdm's, for example.
+        # An ended rank does not release its locks, for example tqdm's.
         **without_tracker_warnings(os.environ),
     }
 
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables for a process that starts in the block, and block its Ctrl-C until it unblocks it.
+    """Set these variables for a process that starts in the block, with Ctrl-C blocked until the process unblocks it.
 
-    Otherwise a rank would print a traceback from an import.
+    Otherwise Ctrl-C during a rank's imports would print a traceback.
     """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
-    # Python's tracker lets SIGINT through again as it starts, which it would with the first process. It removes what
-    # killed ranks leave, and keeps the mask that it starts with: a SIGHUP to the whole group must not end it.
+    # Python's resource tracker unblocks SIGINT when it starts, and otherwise the first process would start it. It
+    # cleans up after killed ranks and keeps its first signal mask: a SIGHUP to the whole group must not end it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, signal.SIGINT})
@@ -323,7 +322,7 @@ def _rank_main(payload: bytes, parent_pid: int, scratch: str, timeout_s: float, 
         time.sleep(LINGER_S if topology.world_size > 1 else 0.0)
         has_failed = True
     if os.getppid() != parent_pid:
-        # The thread that watches the launcher may not have noticed yet that it was killed.
+        # The thread that watches the launcher may not have noticed yet that the launcher was killed.
         remove_folder(Path(scratch))
     if has_failed:
         _end_now()
@@ -345,21 +344,21 @@ def _first_failure(failed: Mapping[int, int], scratch: str, world_size: int) -> 
 
 
 WORKERS_REST_S = 0.1
-"""Time for gloo's threads to free the tensors of the last collective. They need the interpreter for this, and abort the
-process if it is ending."""
+"""Seconds for gloo's threads to free the tensors of the last collective. They need the interpreter for this, and abort
+the process if it is ending."""
 
 
 @contextlib.contextmanager
 def process_group(
     topology: Topology, timeout_s: float = 1800.0, scratch: str | None = None
 ) -> Iterator[None]:
-    """Initialise the default process group for the block; a group that exists already is used and left alone.
+    """Initialise the default process group for the block; an existing group is used and kept.
 
     gloo carries CPU tensors and NCCL CUDA tensors. `timeout_s` is the longest wait of one collective. Ranks on CPU
     share the cores of their node, unless OMP_NUM_THREADS is set. On one machine gloo listens on the loopback interface
-    only, unless GLOO_SOCKET_IFNAME names another. The ranks meet in the folder `scratch`, or over torchrun's store if
-    it is omitted. Only ranks may write there, because the store leads gloo to its peers, whose pickles it loads. On CPU
-    freed memory is kept for the next tensor.
+    only, unless GLOO_SOCKET_IFNAME names another. The ranks connect through a store in the folder `scratch`, or through
+    torchrun's store if it is omitted. Only ranks may write there, because the store holds the addresses of gloo's
+    peers, and ranks unpickle what peers send. On CPU freed memory is kept for the next tensor.
     """
     import torch.distributed as dist
 
@@ -380,7 +379,7 @@ def _new_process_group(topology: Topology, timeout_s: float, scratch: str | None
 
     if topology.is_cuda:
         torch.cuda.set_device(topology.device)
-        # It takes 0.1 to 0.4 s to plan each new shape (sglang 4650), and packed rows have new shapes in every pass.
+        # cuDNN takes 0.1 to 0.4 s to plan each new shape (sglang 4650), and packed rows have new shapes in every pass.
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         share_cores(topology)
@@ -406,19 +405,19 @@ def _new_process_group(topology: Topology, timeout_s: float, scratch: str | None
             device_id=torch.device(topology.device) if topology.is_cuda else None,
         )
         if topology.world_size > 1:
-            # torch does not wait here for slower ranks, and they fail if a rank that has little to do leaves meanwhile.
+            # torch does not wait for slower ranks here, and they fail if a faster rank ends in the meantime.
             dist.all_reduce(torch.zeros(1))
     try:
         yield
     except BaseException:
-        # The steps below wait for peers, which may be gone. A single rank has none, and its process may go on.
+        # The steps below wait for peers, which may be gone. A single rank has no peers, and its process may continue.
         if topology.world_size == 1 and dist.is_initialized():
             dist.destroy_process_group()
         raise
     if dist.is_initialized():
         if topology.num_nodes > 1:
-            # Leave together: a torchrun agent whose ranks have returned waits 300 s for the other nodes, hears of no
-            # failure there, and then reports success.
+            # End together: a torchrun agent whose ranks have returned waits 300 s for the other nodes, does not notice
+            # a failure there, and then reports success.
             dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
         time.sleep(WORKERS_REST_S if topology.world_size > 1 else 0.0)

@@ -26,7 +26,7 @@ LOST_PEER = re.compile("(?i)connection (reset|closed) by peer")
 
 
 def require_own_process(pid: int) -> None:
-    """Raise `EngineError` in a fork of process `pid`, which has none of its threads, so that every wait would hang."""
+    """Raise `EngineError` in a fork of process `pid`: a fork has none of its threads, and every wait would hang."""
     if os.getpid() != pid:
         raise EngineError(
             f"this engine belongs to process {pid}, and this is process {os.getpid()}, a fork of it (a worker of a "
@@ -44,8 +44,8 @@ def follow_parent(
 
     Before the exit it deletes the folder `scratch`, because a killed parent could not, and calls `before_exit`.
     """
-    # torch's spawn asks the kernel for a signal at the parent's death, which would end us before we tidied up. This one
-    # wakes a process that was stopped, which would not notice.
+    # torch's spawn asks the kernel for a signal at the parent's death that would end us before the clean-up. SIGCONT
+    # does not, and it wakes a stopped process, which would not notice the death.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def follow() -> None:
@@ -60,13 +60,13 @@ def follow_parent(
 
 
 def without_tracker_warnings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with which Python's resource tracker removes what an ended process left without warning."""
+    """Return the variable that silences Python's resource tracker when it cleans up after an ended process."""
     filters = (environment.get("PYTHONWARNINGS"), "ignore:resource_tracker")
     return {"PYTHONWARNINGS": ",".join(filter(None, filters))}
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete `folder` although siblings do the same at this moment, and may still be writing into it."""
+    """Delete `folder`, even while sibling processes delete it too or still write to it."""
     deadline = time.monotonic() + REMOVE_WITHIN_S
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
@@ -81,7 +81,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def write_fault(path: str | Path, rank: int, error: BaseException) -> None:
-    """Write `error` to `path` in the format of torch elastic; an earlier error, nearer to the cause, is kept."""
+    """Write `error` to `path` in the format of torch elastic; keep an earlier error, which is nearer to the cause."""
     if Path(path).exists():
         return
     trace = "".join(traceback.format_exception(error))
@@ -102,7 +102,7 @@ def end_with_threads_without_memory(path: str | Path, rank: int) -> None:
     of_thread, of_beginning = threading.excepthook, sys.unraisablehook
 
     def end_if_memory(error: BaseException | None) -> None:
-        # A thread that has not begun does not know its own number, which hides the cause.
+        # A thread that has not begun has no number yet, and an error about that hides the cause.
         while not isinstance(error, MemoryError):
             if error is None:
                 return
@@ -124,9 +124,9 @@ def end_with_threads_without_memory(path: str | Path, rank: int) -> None:
 
 
 def write_stack_at_end(folder: str | Path, rank: int) -> None:
-    """Have SIGTERM, by which torch's agent ends a rank, write this rank's Python stack into `folder` first."""
+    """Make SIGTERM, with which torch's agent ends a rank, write this rank's Python stack to `folder` first."""
     file = Path(folder, f"rank-{rank}.stack").open("w")  # noqa: SIM115 (open for as long as the process lives)
-    # In C: a rank that computes without end runs no signal handler of Python's.
+    # faulthandler works in C: during an endless computation no Python signal handler runs.
     faulthandler.register(signal.SIGTERM, file=file, all_threads=False, chain=True)
 
 
@@ -160,6 +160,6 @@ def first_fault(folder: str | Path) -> tuple[int, str, str] | None:
 
 def _error_notes(folder: str | Path) -> list[dict[str, Any]]:
     """Return the messages of the error files below `folder`."""
-    # Not rglob, which raises where a folder is removed meanwhile: a sampler whose rank is gone removes its own.
+    # Not rglob, which raises if a folder is removed in the meantime, for example by a sampler whose rank is gone.
     found = [Path(place, "error.json") for place, _, files in os.walk(folder) if "error.json" in files]
     return [json.loads(path.read_text())["message"] for path in found]

@@ -18,7 +18,7 @@ from vectorlm.errors import ConfigError, LaunchError
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets for each rank; a process with all of them is a rank."""
 FIRST_PORT, NUM_PORTS = 20_000, 10_000
-"""Ports at which the ranks of srun meet, below Linux's ports for outgoing connections (32768 and up)."""
+"""Range of MASTER_PORT under srun, below Linux's ports for outgoing connections (32768 and up)."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Topology:
         """Read torchrun's variables, or srun's, from `environment` or ``os.environ``; else this is a lone process.
 
         Raises:
-            LaunchError: The rank lies outside the world, it has no device, or the nodes do not run equally many ranks.
+            LaunchError: The rank is outside the world or has no device, or the nodes run different numbers of ranks.
         """
         variables = with_rank_variables(os.environ if environment is None else environment)
         _require_numbers(variables)
@@ -71,7 +71,7 @@ class Topology:
 
     @classmethod
     def of_process_group(cls, device: str) -> Topology:
-        """Read torch's default process group, of whatever launcher, on one node; without one this is a lone process.
+        """Read torch's default process group on one node, from any launcher; without a group this is a lone process.
 
         Other libraries change the launcher's variables: vLLM sets LOCAL_WORLD_SIZE in the process of a ``vllm.LLM``.
 
@@ -132,7 +132,7 @@ def is_rank(environment: Mapping[str, str] | None = None) -> bool:
     """Return whether torchrun, a launcher that sets the same variables, or srun made this process a rank.
 
     Raises:
-        LaunchError: It is one of several ranks, and a variable that they need to meet is missing.
+        LaunchError: It is one of several ranks, and a variable that they need to connect is missing.
     """
     variables = with_rank_variables(os.environ if environment is None else environment)
     _require_numbers(variables)
@@ -148,7 +148,7 @@ def is_rank(environment: Mapping[str, str] | None = None) -> bool:
 def with_rank_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
     """Return the variables with torchrun's added, in a task of srun and in a process of torch's ``env://``.
 
-    A torchrun that srun has started set its own. An empty variable counts as missing. With ``env://`` alone, as a
+    A torchrun under srun has set its own. An empty variable counts as missing. With ``env://`` alone, as a
     PyTorchJob sets it, there is one rank on each node.
     """
     set_here = {name: value for name, value in environment.items() if value or name not in RANK_VARIABLES}
@@ -167,10 +167,10 @@ def _require_numbers(variables: Mapping[str, str]) -> None:
 
 
 def srun_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what torchrun would have set for this task of srun; nothing outside srun, or where there is one task.
+    """Return the variables that torchrun would set for this task of srun; none outside srun or for a single task.
 
-    Only variables of a step count: the script of sbatch has SLURM_PROCID and SLURM_NTASKS too, and is no task. The
-    first task's node holds the store, at MASTER_ADDR and MASTER_PORT where these are set.
+    Only variables of a step count: the script of sbatch has SLURM_PROCID and SLURM_NTASKS too, and is not a task. The
+    first task's node holds the store, at MASTER_ADDR and MASTER_PORT if these are set.
 
     Raises:
         LaunchError: The nodes run different numbers of tasks, or a variable is missing.
@@ -187,7 +187,7 @@ def srun_variables(environment: Mapping[str, str]) -> dict[str, str]:
         rule = "every node must run equally many. Use srun --ntasks-per-node."
         raise LaunchError(f"srun started {num_tasks} tasks on {num_nodes} nodes, but {rule}")
     host = "127.0.0.1" if num_nodes == 1 else first_host(environment["SLURM_STEP_NODELIST"])
-    # A port of the step's own: another may run on the same node.
+    # Each step has its own port, because another step may run on the same node.
     job, step = (int(environment.get(f"SLURM_{what}_ID", 0)) for what in ("JOB", "STEP"))
     return {
         "RANK": environment["SLURM_PROCID"],
@@ -298,7 +298,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 @contextlib.contextmanager
 def keeping_freed_memory() -> Iterator[None]:
-    """Let glibc keep freed memory for the next large tensor; at the end it gives all back.
+    """Let glibc keep freed memory for the next large tensor; return all of it at the end.
 
     By default glibc returns each large tensor to the system, and the next one costs a page fault for every 4 KiB. The
     user's own malloc settings win. Other C libraries have no ``mallopt``, and stay as they are.
@@ -341,9 +341,9 @@ def without_gc() -> Iterator[None]:
 def bounded_spin(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that bounds how long OpenMP's threads wait in a loop before they sleep.
 
-    libgomp's limit of 300000 rounds suits machines without other work: a waiting thread keeps the core that the thread
-    it waits for needs. With too few rounds, threads sleep at short breaks and must be woken.
-    benchmarks/results/busy.json has the time of a step by the limit, alone and beside a busy process. Only processes
+    libgomp's limit of 300000 rounds suits machines without other work. On busy machines a waiting thread keeps the core
+    that the thread it waits for needs. With too few rounds, threads sleep at short breaks and must be woken.
+    benchmarks/results/busy.json has the time of a step by the limit, alone and next to a busy process. Only processes
     that start with the variable read it. The user's value wins.
     """
     return (
@@ -374,7 +374,7 @@ def tensor_parallel_size(num_devices: int, num_heads: int, weight_bytes: int, ro
 def devices_of_engine(
     devices: Sequence[int] | None, num_engines: int, topology: Topology
 ) -> Sequence[int] | None:
-    """Return the devices of this rank's engine, out of the `devices` that the engines of a node divide."""
+    """Return the devices of this rank's engine: its share of the `devices` of the node's engines."""
     if devices is None:
         return None
     if not devices or len(devices) % num_engines:

@@ -94,7 +94,7 @@ class Progress:
         self._began = self._said = time.monotonic()
 
     def add(self, num: int) -> None:
-        """Note that `num` more are done."""
+        """Count `num` more items as done."""
         self._done += num
         if not sys.stderr.isatty() and time.monotonic() - self._said >= EVERY_S:
             self._said = time.monotonic()

@@ -24,7 +24,7 @@ GONE = {
     "handle_sample": "SamplingEngine.sample returns completions; train_parameters.sampler writes samples.jsonl",
     "multiprocess_wrap": "every method of SamplingEngine returns the same result on every rank",
 }
-"""Names of VectorLM's module that were removed, and what to use instead."""
+"""Removed names of VectorLM's module, with their replacements."""
 
 __all__ = ["LoRASamplingEngine", "SamplingEngine"]
 

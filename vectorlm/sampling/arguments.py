@@ -55,7 +55,7 @@ def merge(
             arguments["hf_overrides"] = {**(arguments.get("hf_overrides") or {}), "head_dtype": "float32"}
         known = fields_of("engine/arg_utils.py", "EngineArgs")
         for name in arguments if known else ():
-            # On CPU the backend captures routes itself, with every version.
+            # On CPU the backend captures routes itself, with every version of vLLM.
             if name not in known and name != RETURN_ROUTES:
                 near = nearest(name, [*known, *names, *constructor.__annotations__]) or "Leave it out."
                 raise TypeError(f"neither SamplingEngine nor vLLM's engine has an argument {name!r}. {near}")
@@ -123,7 +123,7 @@ def same_on_ranks(settings: EngineSettings, engine_args: Mapping[str, Any]) -> d
 def with_deadlines(
     engine_args: Mapping[str, Any], timeout_s: float, start_timeout_s: float
 ) -> dict[str, Any]:
-    """Set shorter time-outs for the client of a server than the ranks', so that its error names the server."""
+    """Give a server's client shorter time-outs than the ranks; its error, which names the server, then comes first."""
     limits = {"silence_s": 0.9 * timeout_s, "start_timeout_s": min(600.0, start_timeout_s / 2)}
     return {**limits, **engine_args}
 
@@ -204,7 +204,7 @@ def require_folder(model: str | Path, inference: str = "vllm") -> None:
     A possible name of a model hub passes, with a warning if it is not in the cache.
     """
     path = Path(model)
-    # A hub's "owner/name" has one slash, and no folder called "owner" beside the script.
+    # A hub's "owner/name" has one slash, and no folder called "owner" next to the script.
     looks_local = str(model).startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
     if not path.is_dir() and (looks_local or (path.parent != Path() and path.parent.is_dir())):
         raise FileNotFoundError(f"the model folder {model} does not exist (working directory: {Path.cwd()}).")

@@ -1,4 +1,4 @@
-"""The interfaces of an inference engine and of a trainer, for implementations of your own.
+"""The interfaces of an inference engine and of a trainer, for your own implementations.
 
 A training loop calls a `vectorlm.types.Engine` on all ranks. Behind `vectorlm.SamplingEngine` runs a `Backend`, driven
 from one thread; on every rank a `WeightSource` sends the weights. docs/howto/own_backend.md and docs/contracts.md show
@@ -45,27 +45,32 @@ class RequestOutput:
     raw: Any = None
     """vLLM's own ``RequestOutput``, if there is one; `SamplingEngine.generate` returns it."""
     is_part: bool = False
-    """Whether the request goes on; its only completion then holds the tokens since the last part."""
+    """Whether the request continues; its only completion then holds the tokens since the last part."""
 
 
 class Backend(Protocol):
-    """An inference engine as one process drives it, from one thread.
+    """An inference engine that one process drives from one thread.
 
-    `vectorlm.sampling.sampler.scheduler.Scheduler` makes the calls in a fixed order: it submits only to an engine
-    that is awake, not paused and holds whole weights; weights are written only between `pause` and `resume`; after
-    `poll` raised it submits nothing more. An implementation is built as ``Class(model, receiver=…, **engine_args)``
-    in the process that samples: the sampler process or, on the inline channel, rank 0's.
+    `vectorlm.sampling.sampler.scheduler.Scheduler` makes the calls in a fixed order. It submits only to an engine
+    that is awake, is not paused and holds whole weights. Weights are written only between `pause` and `resume`. After
+    `poll` has raised, it submits nothing more.
+
+    An implementation is built as ``Class(model, receiver=…, **engine_args)`` in the process that samples: the sampler
+    process or, on the inline channel, rank 0's.
 
     Errors that are not of `vectorlm.errors` reach the ranks as `EngineError`, with their traceback.
 
-    Answers are checked before the ranks get them, by `AnswerRules`; one that breaks a rule ends
-    its batch with an `EngineError`, and the engine goes on. Each name that was submitted, and not cancelled, is
-    answered once, with exactly `n` completions. A completion repeats the token ids of its prompt, has at most
-    `max_tokens` tokens, a finish reason that vLLM has, and for each token its version and, with `logprobs`, its
-    log-probability. Versions are of weights that were loaded since the request was submitted, or last before that, in
-    the order of their loads. Log-probabilities are finite, at most 0, and of what was drawn from: after penalties,
-    temperature, `top_k`, `top_p` and `min_p`; at temperature 0 after penalties alone. What is marked optional may be
-    missing.
+    `AnswerRules` checks the answers before the ranks get them. An answer that breaks a rule ends its batch with an
+    `EngineError`, and the engine continues. The rules:
+
+    - Each name that was submitted and not cancelled is answered once, with exactly `n` completions.
+    - A completion repeats the token ids of its prompt. It has at most `max_tokens` tokens and one of vLLM's finish
+      reasons. For each token it has a version and, with `logprobs`, a log-probability.
+    - Versions belong to the last load before the request was submitted or to later loads, in the order of the loads.
+    - Log-probabilities are finite, at most 0, and of the sampling distribution: after penalties, temperature, `top_k`,
+      `top_p` and `min_p`; at temperature 0 after penalties alone.
+
+    Members that are marked optional may be missing.
     """
 
     @property
@@ -123,15 +128,15 @@ class Backend(Protocol):
     def load(
         self, version: int, checksums: Sequence[int] | None, weight_sets: Sequence[str], recompute: bool
     ) -> float:
-        """Take over what the ranks wrote into the arena, while paused; return the seconds it took.
+        """Load the weights that the ranks wrote into the arena, while paused; return the seconds it took.
 
-        From here on every token is of `version`, also in requests in flight, and no new request finds KV blocks of
-        older weights.
+        From then on the engine samples every token with `version`, also in requests in flight, and no new request finds
+        KV blocks of older weights.
 
         Args:
             version: The training step of these weights.
-            checksums: Of all written tensors, one weight set after the other; None to skip the proof.
-            weight_sets: What was written, `base` before `adapter`.
+            checksums: Checksums of all written tensors, one weight set after the other; None skips the proof.
+            weight_sets: The written sets, `base` before `adapter`.
             recompute: Recompute the KV cache of requests in flight with the new weights; otherwise they keep it.
 
         Raises:
@@ -157,7 +162,7 @@ class Backend(Protocol):
             Optional: names of other tensors that the sleep lost and that were restored; rank 0 warns of them.
 
         Raises:
-            ChangedBySleep: The engine has lost more than that, and no rank uses it any more.
+            ChangedBySleep: The sleep lost tensors that cannot be restored, and no rank uses the engine any more.
         """
 
     def close(self) -> None:
@@ -165,25 +170,25 @@ class Backend(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Optional: token ids are below it; without it, the vocabulary size in the model folder's config counts."""
+        """Optional: the limit below which all token ids are; by default the vocabulary size in the folder's config."""
 
     @property
     def runner(self) -> str:
-        """Optional: the inference library with its version, and what runs the model in it; printed at the start."""
+        """Optional: the inference library with its version, and the part that runs the model; printed at the start."""
 
     @property
     def tokenizer(self) -> Any:
-        """Optional: what encodes texts and chat messages, by ``encode`` and ``apply_chat_template``; it is pickled.
+        """Optional: the tokenizer for texts and chats, with ``encode`` and ``apply_chat_template``; it is pickled.
 
-        Without it the tokenizer of the model's folder does.
+        Without it the ranks use the tokenizer of the model's folder.
         """
 
     @property
     def adapters(self) -> Mapping[str, int]:
         """Optional: the adapters that the engine holds, with their versions; `base` is the model without one.
 
-        With it, `submit` and its variants and `load` take the name as `adapter` if it is another than `policy`, and
-        there are `require_slot(name)`, which raises `EngineError` if no slot is free, and ``remove_adapter(name)``.
+        A backend with adapters also has `require_slot(name)`, which raises `EngineError` if no slot is free, and
+        ``remove_adapter(name)``. Its `load`, `submit` and variants get any other name than `policy` as `adapter`.
         """
 
     @property
@@ -197,67 +202,70 @@ class Backend(Protocol):
     def progress(self) -> int:
         """Optional: a number that grows while tokens are sampled.
 
-        Without it something must finish within the ranks' `timeout_s`, or they take the engine for stuck.
+        Without it a request must finish within the ranks' `timeout_s`; otherwise they raise `EngineTimeout`.
         """
 
     @property
     def transports(self) -> Sequence[str]:
-        """Optional: `push`, and what else it takes: `bucketed`, an arena filled in rounds; `pull`, by handle.
+        """Optional: `push`, and further transports: `bucketed` fills an arena in rounds, `pull` copies from handles.
 
-        With one of these `connect` takes `arena_bytes`, the most that the arena may take; 0 is none, and a path of
-        ``""``.
+        With one of these, `connect` takes `arena_bytes`, the largest size of the arena. With 0 there is no arena, and
+        the layout's path is ``""``.
         """
 
     def submit_streamed(self, name: str, prompt: Sequence[int], sampling_params: Any) -> None:
-        """Optional: do what `submit` does with an `n` of 1, and return parts from `poll` before the whole.
+        """Optional: do what `submit` does for one completion, and return parts from `poll` before the whole answer.
 
-        The texts and tokens of the parts are the beginning of the whole's, in order. Without this, or without parts, a
-        streamed answer comes whole.
+        Texts and tokens of the parts, in order, are the beginning of the whole answer. Without this method, or without
+        parts, a streamed answer arrives whole.
         """
 
     def copy_round(self, rounds: Mapping[str, int]) -> None:
         """With `bucketed`: copy these rounds of the arenas, by weight set, while paused; `load` copies the last."""
 
     def open_handles(self, weight_set: str, exports: Sequence[Export]) -> None:
-        """With `pull`: open what the ranks of this node export instead of earlier exports; `load` copies from there.
+        """With `pull`: open the exports of this node's ranks, which replace earlier ones; `load` copies from them.
 
         Raises:
-            StaleHandle: A rank does not hold any more what it exported; `load` raises it too.
+            StaleHandle: A rank no longer holds the memory that it exported; `load` raises it too.
         """
 
     def lend(self, checksums: Sequence[int]) -> Lent:
         """Optional: return handles of the tensors of the connected base, which ranks read in place from now on.
 
         Raises:
-            ChecksumMismatch: They are not the trainer's, whose checksums these are.
+            ChecksumMismatch: The tensors differ from the trainer's, which have these checksums.
             HandleRefused: No rank can read them.
         """
 
     def expect_nan(self) -> None:
-        """Optional: note that the weights may hold NaN; the next `load` leaves no KV block that poisons others."""
+        """Optional: note that the weights may hold NaN.
+
+        The next `load` must then remove NaN from the KV cache, where it would spread.
+        """
 
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Weights that `Engine.update` takes instead of a ``torch.nn.Module``; all ranks call both methods alike.
+    """Weights that `Engine.update` takes instead of a ``torch.nn.Module``; all ranks call both methods.
 
     A source may also have ``inspect(layout, with_checksums, check_finite) -> Inspection``, called before `publish`
-    (`vectorlm.sampling.weights.inspection`). Without it nobody can see whether ranks hold different weights, or
-    weights change under one step, so that each update sends them; and numbers that are not finite are found only when
-    they have been written: the engine then samples nothing until the next update.
+    (`vectorlm.sampling.weights.inspection`). Without it, differences between ranks and changes under the same step stay
+    unnoticed, and therefore every update sends all weights. NaN and infinity are found only after they were written;
+    the engine then samples nothing until the next update.
     """
 
     def manifest(self) -> Sequence[TensorSpec]:
         """List the whole tensors by their names in the trainer; the same on every rank, at every version."""
 
     def publish(self, layout: Layout, with_checksums: bool) -> Sequence[int]:
-        """Write this rank's rows of every tensor of `layout` into the arena there, cast to each slot's dtype.
+        """Write this rank's rows of every tensor of `layout` into its arena, cast to each slot's dtype.
 
-        Together the ranks of one node write every byte of every slot. A layout lists all tensors, or with the transport
-        `bucketed` some: then one call after the other brings the rest.
+        Together the ranks of one node write every byte of every slot. With the transport `bucketed` a layout lists some
+        of the tensors, and further calls send the rest.
 
         Returns:
-            One sum per slot: over the ranks, modulo 2^64, they add up to
+            One sum per slot. Modulo 2^64, the sums of the ranks add up to
             `vectorlm.sampling.weights.inspection.checksum` of the whole tensor. Empty unless `with_checksums`.
         """
 
@@ -270,7 +278,7 @@ class WeightSet:
     """`base`: the model's own tensors; `adapter`: LoRA factors on top of them."""
     source: WeightSource
     fingerprint: object = None
-    """Equal to the fingerprint at an earlier update if nothing has changed since; with None every update sends it."""
+    """A value that equals an earlier one if nothing has changed since; with None every update sends the set."""
 
 
 @runtime_checkable
@@ -288,7 +296,7 @@ class Trainer(WeightSource, Protocol):
 FINISH_REASONS = (None, "stop", "length", "abort", "error", "repetition")
 """The finish reasons of vLLM."""
 SLACK = 1e-4
-"""The log-probability of a token that is certain may round to a number above 0."""
+"""Largest accepted log-probability; for a certain token, rounding may give a number above 0."""
 
 
 class AnswerRules:
@@ -312,7 +320,7 @@ class AnswerRules:
         return EngineError(f"the backend {self._name} answered prompt {index} {what}.")
 
     def unknown(self, name: str) -> EngineError:
-        """Return the error for an unknown name, which may replace any request in flight."""
+        """Return the error for an unknown name, which may stand for any request in flight."""
         return EngineError(
             f"the backend {self._name} answered a request {name!r}, which was never submitted: RequestOutput.name must "
             "be the name that `submit` got."
@@ -335,7 +343,8 @@ class AnswerRules:
     ) -> None:
         """Raise EngineError for an answer that breaks a rule of `Backend`.
 
-        Valid versions are those of the adapter's loads from number `num_loads` on, the last one before the submission.
+        `num_loads` counts the adapter's loads before the submission. The versions of the last of these and of later
+        loads are valid.
         """
         held = self.loaded[adapter][num_loads - 1 :]
         for index, (prompt, asked, output) in enumerate(zip(prompts, params, outputs, strict=True)):
@@ -346,7 +355,7 @@ class AnswerRules:
                 raise self.error(index, what)
 
     def _wrong_values(self, completion: Completion, held: Sequence[int]) -> str | None:
-        """Return the broken rule of tokens, log-probabilities or versions; None if there is none."""
+        """Return the rule that tokens, log-probabilities or versions break; None if there is none."""
         tokens, logprobs, versions = completion.token_ids, completion.sampler_logprobs, completion.versions
         size = self._vocab_size or sys.maxsize
         if tokens and (min(tokens) < 0 or max(tokens) >= size):

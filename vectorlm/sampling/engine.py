@@ -45,12 +45,12 @@ _STARTED: weakref.WeakSet[SamplingEngine] = weakref.WeakSet()
 
 
 class SamplingEngine:
-    """An inference engine on the training devices, vLLM by default, called from all ranks alike.
+    """An inference engine on the training devices, vLLM by default; all ranks call it.
 
     Rank 0 starts the engine in a separate process (on several nodes the first rank of each does). On CPU the
-    constructor returns at once and the first call waits; on CUDA it waits itself, as the engine measures the free
-    memory. Every method is a collective: all ranks call it, in the same order and with the same arguments (except the
-    prompts of the sharded methods), and get the same result. Without a launcher it is an ordinary object:
+    constructor returns immediately and the first call waits; on CUDA the constructor waits, because the engine measures
+    the free memory. Every method is a collective: all ranks call it, in the same order and with the same arguments
+    (except the prompts of the sharded methods), and get the same result. Without a launcher it is an ordinary object:
 
     >>> with SamplingEngine("path/to/model", dtype="float32") as engine:  # doctest: +SKIP
     ...     engine.update(model, train_step=10)
@@ -58,10 +58,11 @@ class SamplingEngine:
 
     Args:
         model: A Hugging Face model folder.
-        settings: How the engine samples and takes new weights. Each field is a keyword too, as in ``timeout_s=60``.
+        settings: The engine's settings. Each field is also a keyword, as in ``timeout_s=60``.
         topology: This rank's place in the run; read from the environment when omitted.
-        data_parallel_size: Engines per node; it divides the node's ranks. They divide the node's devices, take prompts
-            from a common queue and swap weights together. When omitted, 1 on CPU; on CUDA all devices sample.
+        data_parallel_size: Number of engines per node, a divisor of the node's ranks. Engines share the node's devices,
+            take prompts from a common queue and swap weights together. When omitted, 1 on CPU; on CUDA all devices
+            sample.
         devices: Devices of the node that only its engines use: CUDA devices as the ranks count them, cores on CPU.
             The ranks' own devices when omitted.
         channel: `process`: the engine samples in a separate process, while the ranks do something else. `inline`: it
@@ -176,8 +177,8 @@ class SamplingEngine:
     def adapters(self) -> dict[str, int]:
         """The names that `sample` takes as `adapter`, with the training step of each one's weights.
 
-        Without LoRA layers it is `policy` alone. `base` is the model without an adapter; its step is of the last update
-        that brought the base's own weights.
+        Without LoRA layers it is `policy` alone. `base` is the model without an adapter; its step is the step of the
+        last update that sent the base's own weights.
         """
         return dict(self._swap.adapters)
 
@@ -198,7 +199,7 @@ class SamplingEngine:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer for texts and chat messages: the backend's, that of ``tokenizer=…``, or the folder's."""
+        """The tokenizer for texts and chat messages: the backend's, the one in ``tokenizer=…``, or the folder's."""
         tokenizer = self.wait_until_ready().tokenizer
         if tokenizer is None:
             name, options = self._tokenizer_of
@@ -246,7 +247,7 @@ class SamplingEngine:
             prompts: Text, chat messages or token ids; the same on every rank.
             sampling_params: A mapping, ``vllm.SamplingParams``, or one of these per prompt; the engine's own when
                 omitted. Log-probabilities are reported if it asks for them (``logprobs=0``: the sampled token's).
-            adapter: The adapter to sample with, by the name of its `update`; `base` is the model without one.
+            adapter: Name of the adapter to sample with, as in its `update`; `base` is the model without an adapter.
 
         Raises:
             UnknownAdapter: The engine has no such adapter; the text lists those that it has.
@@ -312,7 +313,7 @@ class SamplingEngine:
     def submit(
         self, prompts: Sequence[Prompt] | str, sampling_params: Any = None, adapter: str = POLICY
     ) -> BatchHandle:
-        """Start sampling and return at once; the engine samples while the ranks do something else.
+        """Start sampling and return immediately; the engine samples while the ranks do something else.
 
         Takes the arguments of `sample`, and returns the batch: `done()`, `result(timeout_s)` and `cancel()`. Keep it on
         every rank: a batch that one rank drops is cancelled, with a warning. An `update` during the batch needs
@@ -386,13 +387,13 @@ class SamplingEngine:
         Args:
             model: The trained model, on every rank, or a `vectorlm.sampling.contract.WeightSource`.
             train_step: The version of its weights, at least 0; it may be below the last one.
-            in_flight: What happens to requests in flight. `refuse`: the update raises. `keep`: they go on at once with
-                a KV cache of both weights. `recompute`: they go on once their KV cache is recomputed with the new
+            in_flight: Treatment of requests in flight. `refuse`: the update raises. `keep`: they continue with a KV
+                cache of both weights. `recompute`: they continue after their KV cache is recomputed with the new
                 weights. `drain`: the update waits until they end.
-            name: The adapter that the engine replaces or adds, beside the others that it holds. Any name but `policy`
-                needs an engine with LoRA layers (``enable_lora=True``) and a free slot of its ``max_loras``. All
-                adapters share one base: the weights that the last update brought. A model whose adapters are off or
-                missing is the base and takes no slot.
+            name: The adapter to replace or add; the engine keeps its other adapters. Any name but `policy` needs an
+                engine with LoRA layers (``enable_lora=True``) and a free slot of its ``max_loras``. All adapters share
+                one base: the base weights of the last update that sent them. A model whose adapters are off or missing
+                is the base and takes no slot.
 
         Raises:
             WeightMismatch: Trainer and engine do not hold the same model; no weight has changed.
@@ -414,7 +415,7 @@ class SamplingEngine:
                 )
 
     def remove_adapter(self, name: str) -> None:
-        """Free the slot of an adapter, after its last request; new requests for it are refused at once.
+        """Free the slot of an adapter, after its last request; new requests for it are refused immediately.
 
         Raises:
             UnknownAdapter: The engine has no such adapter.
@@ -445,7 +446,7 @@ class SamplingEngine:
         When the engine ends, every later forward pass of the model raises `EngineDied`.
 
         Returns:
-            The parameters that are views, and the bytes that are in memory once or twice.
+            The parameters that are views, and the numbers of bytes that are in memory once and twice.
 
         Raises:
             ConfigError: The engine has no LoRA layers, or the model is sharded.
@@ -608,7 +609,7 @@ class SamplingEngine:
     def _num_in_flight(self) -> int:
         """Return the number of batches and single requests in flight on all engines; 0 for one engine.
 
-        An engine knows only its own requests, so with several engines one could refuse a call that another accepts.
+        An engine counts only its own requests: of several engines, one could refuse a call that another accepts.
         A single engine refuses by itself.
         """
         if len(self.engine_ranks.ranks) == 1:

@@ -1,4 +1,4 @@
-"""Arithmetic of exact mode: bits that depend neither on the other rows of a batch nor on the number of threads."""
+"""Arithmetic of exact mode: its bits depend neither on the other rows of a batch nor on the number of threads."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.overrides import TorchFunctionMode
 from vectorlm.errors import ConfigError
 
 ROWS, COLUMNS, DEPTH = 16, 16, 512
-"""Products with multiples of these numbers of rows and columns, which add up at most so many numbers, have the same
-bits in every batch (MKL, float32)."""
+"""Block of rows, block of columns, and longest sum. A product of whole blocks, with sums up to this length, has the
+same bits in every batch (MKL, float32)."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Do what `torch.nn.functional.linear` does; each row of the result depends on its own row of `x` alone.
 
-    MKL computes few rows (below 4 or 16, by processor), and the last columns of a width that is no multiple of 16, by
-    other kernels, which add in another order, and threads split all dimensions. So rows are padded, the last columns
-    are a product of their own, and long sums are several products.
+    MKL has other kernels for few rows (below 4 or 16, by processor), and for the last columns if their number is not a
+    multiple of 16. They add in another order, and threads split all dimensions. Therefore rows are padded, the last
+    columns are a separate product, and long sums are several products.
     """
     rows = x.reshape(-1, x.shape[-1])
     num_rows = len(rows)
@@ -47,7 +47,7 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def silu(x: Tensor) -> Tensor:
-    """Compute SiLU from operations that round every element alike; torch's own has another last bit at ends of rows."""
+    """Compute SiLU from operations that round every element alike; torch's SiLU rounds differently at ends of rows."""
     return x / (1 + torch.exp(-x))
 
 

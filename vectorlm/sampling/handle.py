@@ -51,7 +51,7 @@ class WorkQueue:
         capacity: int,
         silence_s: float,
     ) -> None:
-        """Take the first of `chunks`; `draw` returns the index of the next, `capacity` is the engine's, in prompts."""
+        """Take the first of `chunks`; `draw` returns the next index, `capacity` limits the prompts in flight."""
         self._channel, self._silence_s = channel, silence_s
         self._draw, self._chunks, self._capacity = draw, chunks, capacity
         self._is_drained = False
@@ -115,7 +115,7 @@ class BatchHandle:
     ) -> None:
         """Queue the same prompts on every rank; the result holds the prompts in the range `places`."""
         self.name = name
-        """The same on all ranks."""
+        """Name of the batch, the same on all ranks."""
         self._pid = os.getpid()
         self._places = places
         self._as_request_outputs = command.as_request_outputs
@@ -149,7 +149,7 @@ class BatchHandle:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every rank has its result, or it was cancelled."""
+        """Whether every rank has its result, or the batch was cancelled."""
         return self._result is not None
 
     def done(self) -> bool:
@@ -174,7 +174,7 @@ class BatchHandle:
             timeout_s: Longest wait, in seconds; no limit while the engine shows life when omitted.
 
         Raises:
-            EngineTimeout: They were not finished within `timeout_s`; they go on, and `result` may be called again.
+            EngineTimeout: The requests did not finish within `timeout_s`. They continue; you may call `result` again.
             EngineError: The engine raised (the text holds its traceback), died, or the requests were cancelled.
         """
         if self._result is None:
@@ -217,7 +217,7 @@ class BatchHandle:
             if self._cancel_here() and self._result is None and self._pid == os.getpid():
                 self._collectives.require_open()
                 warnings.warn(LET_GO, RuntimeWarning, stacklevel=2)
-        except Exception:  # Whatever this needs may be gone when the interpreter ends.
+        except Exception:  # Modules may be gone when the interpreter ends.
             pass
 
     def _cancel_here(self) -> bool:
@@ -234,7 +234,7 @@ def exchange_results(batches: Sequence[BatchHandle], deadline_s: float | None = 
     """Send the answers of every engine to every rank, one message per engine.
 
     Returns:
-        The error of a batch without a result: `deadline_s` has passed, or an engine is silent. The batch goes on.
+        The error of a batch without a result: `deadline_s` has passed, or an engine is silent. The batch continues.
     """
     if not batches:
         return None
@@ -265,7 +265,7 @@ def exchange_results(batches: Sequence[BatchHandle], deadline_s: float | None = 
 
 
 Hear = Callable[[Completion], None]
-"""Receives the tokens that were sampled since its last call."""
+"""A function that receives the tokens sampled since its last call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +276,7 @@ class _Request:
 
 
 class LocalRequests:
-    """Requests of one rank to its own engine, made by a thread beside the training loop; no other rank takes part.
+    """Requests of one rank to its own engine, made by a thread next to the training loop; no other rank takes part.
 
     The requests between two calls of `flush` reach the engine as one message, so it starts them together. An engine on
     the inline channel gets them in `advance`, in the thread that makes every other call to it.
@@ -294,7 +294,7 @@ class LocalRequests:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that the engine has and has not answered."""
+        """Number of requests that the engine has received and not answered."""
         return len(self._sent)
 
     def ask(

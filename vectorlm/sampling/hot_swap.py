@@ -50,16 +50,16 @@ class Sent:
     model: Callable[[], Any]
     """Returns the model while it lives."""
     changes: Mapping[int, int] | None
-    """The result of `changes_of`; None if updates are verified, and checksums tell of changes."""
+    """The result of `changes_of`; None if updates are verified, because checksums then reveal changes."""
     fingerprints: dict[str, object]
-    """By weight set."""
+    """Fingerprints by weight set."""
     sums: Mapping[str, Mapping[str, tuple[tuple[int, ...], int]]]
-    """By weight set, as in `Inspection`."""
+    """Checksums by weight set, as in `Inspection`."""
 
 
 @dataclass(frozen=True)
 class SetState:
-    """A weight set on one rank before an update."""
+    """The state of a weight set on one rank before an update."""
 
     name: str
     is_held: bool
@@ -94,7 +94,7 @@ class HotSwap:
         self.keeps_base = False
         """Whether the engines cannot take another base; updates then send adapters alone."""
         self._sent: dict[str, Sent] = {}
-        """By adapter, if known: what the engines hold on the base that they hold now."""
+        """By adapter, if known: the weights that the engines hold on top of their present base."""
         self.adapters = {BASE: -1, POLICY: -1} if settings.lora_mode == "adapter" else {POLICY: -1}
         """The training step of each adapter's last update that succeeded; -1 before the first."""
 
@@ -148,7 +148,7 @@ class HotSwap:
             if adapter != POLICY:
                 self.adapters.pop(adapter, None)  # The engines have removed it.
             raise
-        # Not earlier: if the warning is an error, this rank would leave the others alone in a collective.
+        # Not earlier: if warnings are errors, the other ranks would wait for this one in a collective.
         warn_of_restored(woken, self._topology, stacklevel=4)
         self.adapters |= dict.fromkeys({adapter} | ({BASE} & {*names} & self.adapters.keys()), train_step)
         fingerprints = {weight_set.name: weight_set.fingerprint for weight_set in sets}
@@ -371,13 +371,13 @@ class HotSwap:
             ]
         sets = weight_sets_of(model, self._topology, self._arenas, self._settings.lora_mode)
         # Sources of other classes may keep the model alive. On CUDA a loop may move its model to the host meanwhile;
-        # then kept rows would hold the device's memory. Exported rows are held in any case.
+        # then kept rows would hold the device's memory. Exported rows hold it in any case.
         holds_exports = self._transport is not None and self._transport.name == "pull"
         if not isinstance(sets[0].source, ModuleSource) or (self._topology.is_cuda and not holds_exports):
             return sets
         # Merging gathers factors, which are new at each update.
         if self._settings.lora_mode != "merged" or not adapter_prefixes(model):
-            # The kept rows keep a model's memory, though not the model.
+            # The kept rows keep a model's memory alive, but not the model.
             this = weakref.ref(self)
             reference = weakref.ref(model, lambda _: HotSwap._drop(this()))
             self._kept = reference, Snapshot(model), sets
@@ -401,7 +401,7 @@ class HotSwap:
         if [weight_set.name for weight_set in sets] != [*sent.fingerprints] or not all(map(self._fits, sets)):
             return False
         if self._verify:
-            # By their bytes: a write through ``.data`` does not change a tensor's version.
+            # Compare bytes, because a write through ``.data`` does not change a tensor's version.
             changed = [
                 weight_set.name
                 for weight_set in sets
@@ -464,7 +464,7 @@ class HotSwap:
 
     def _state(self, weight_set: WeightSet) -> SetState:
         name = weight_set.name
-        # The base is the same for all adapters, and an adapter always crosses.
+        # The base is the same for all adapters, and an adapter is always sent.
         held = next((sent.fingerprints.get(name) for sent in self._sent.values()), None)
         if held is not None and held == weight_set.fingerprint:
             return SetState(name, is_held=True, fits=True, is_open=True)
@@ -506,7 +506,7 @@ class HotSwap:
         """Let all ranks send their rows; return the checksums, each the sum over this node's ranks.
 
         The ranks of a node send a whole model together. The engines copy every round but the last, which they load
-        with `FinishUpdate`. A set with fewer rounds is not written to again.
+        with `FinishUpdate`. Later rounds do not touch a set with fewer rounds.
         """
         rounds = {weight_set.name: self._layouts[weight_set.name].rounds for weight_set in weight_sets}
         found: dict[str, list[int]] = {name: [] for name in rounds}
@@ -565,7 +565,7 @@ class HotSwap:
         try:
             return self._engine_ranks.on_all_ranks(place, work)
         except EngineDied:
-            # Any command raises the reason: the arena vanishes with its engine, a moment before its rank notices.
+            # The arena vanishes a moment before the rank of its engine notices. Any command then raises the reason.
             self._ask_engines(place, messages.BeginUpdate("keep"))
             raise
 

@@ -54,7 +54,7 @@ class InlineChannel:
         return numbers
 
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
-        """Sample for one step, and go on until `until()` holds or the time is over."""
+        """Sample for one step, and continue until `until()` holds or the time is over."""
         self._abort()
         deadline_s = time.monotonic() + timeout_s
         while self._scheduler is not None and self._scheduler.busy:
@@ -102,7 +102,7 @@ class InlineChannel:
         return self.answer(self.send(command), silence_s, f"answering {type(command).__name__}")
 
     def cancel(self, number: int) -> None:
-        """Abort a `Generate` at the next call, because a handle may be collected in the middle of a step."""
+        """Abort a `Generate` at the next call, because a handle may be garbage-collected in the middle of a step."""
         self._taken_back.append(number)
 
     def _abort(self) -> None:

@@ -1,4 +1,4 @@
-"""Engines that sample in the ranks' own processes: `FakeEngine` by a script, `HFEngine` with transformers."""
+"""Engines that sample in the ranks' own processes: `FakeEngine` from a script, `HFEngine` with transformers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from vectorlm.types import POLICY, InFlight, UpdateReport
 
 
 class FakeEngine(SamplingEngine):
-    """A `SamplingEngine` without a model: it answers by a script, and keeps every other rule.
+    """A `SamplingEngine` without a model: it answers from a script, and keeps all other rules.
 
     >>> with FakeEngine(lambda prompt, version: f"{prompt} at step {version}") as engine:
     ...     engine.generate_text(["2 + 2"])
     ['2 + 2 at step -1']
 
     A token is a character: token ids are the code points of a text. `max_tokens` cuts an answer, `n` repeats it,
-    `logprobs` gives each token -1; other parameters change nothing, but what `HFEngine` refuses is refused here too.
+    `logprobs` gives each token -1; other parameters change nothing. It refuses the parameters that `HFEngine` refuses.
 
     Args:
-        answers: A function of the prompt's text and the version, or texts that are handed out in turn.
+        answers: A function of the prompt's text and the version, or texts, each of which is returned once, in order.
         topology: This rank's place in the run; read from the environment when omitted.
-        sampling_params: Used where a call gives none.
+        sampling_params: Sampling parameters of calls without their own.
         num_steps: Steps that each batch takes: `poll`, `done` and `result` take one at a time.
         timeout_s: Longest silence tolerated from a rank, in seconds.
     """
@@ -81,8 +81,8 @@ class HFEngine(SamplingEngine):
     """A `SamplingEngine` that samples with transformers in the ranks' own processes.
 
     Rank 0 holds a copy of the model and samples (on several nodes the first rank of each does); the others wait for its
-    results. There is no second process and no thread: requests in flight go on inside `poll`, `done` and `result`.
-    Log-probabilities are of what was drawn from: after penalties, temperature and cuts.
+    results. There is no second process and no thread: requests in flight continue inside `poll`, `done` and
+    `result`. Log-probabilities are of the sampling distribution: after penalties, temperature and cuts.
 
     >>> with HFEngine("path/to/model") as engine:  # doctest: +SKIP
     ...     engine.update(model, train_step=10)
@@ -91,11 +91,11 @@ class HFEngine(SamplingEngine):
     Args:
         model_path: A Hugging Face model folder.
         topology: This rank's place in the run; read from the environment when omitted.
-        sampling_params: Used where a call gives none: a mapping with the fields of `parameters.Parameters`.
+        sampling_params: Sampling parameters of calls without their own: a mapping with the fields of `Parameters`.
         dtype: The copy's precision, as torch spells it.
-        batch_size: Completions that are continued together.
+        batch_size: Number of completions that are sampled together.
         max_model_len: Longest prompt and completion together, in tokens; the model's own limit when omitted.
-        logprobs_mode: `processed_logprobs`, or `raw_logprobs` for those before penalties, temperature and cuts.
+        logprobs_mode: `processed_logprobs`; or `raw_logprobs`, taken before penalties, temperature and cuts.
         timeout_s: Longest silence tolerated from a rank, in seconds.
         chat: The chat template.
         trust_remote_code: Run the Python files of a model that brings its own.

@@ -1,8 +1,8 @@
 """Messages between a rank and its engine, and the channel that carries them.
 
-Commands are numbered, and an answer has the number of its command, so the late answer to an interrupted command is
-never taken for the answer to a later one. While the engine works it sends an empty message without a number about once
-a second.
+Commands are numbered, and an answer has the number of its command. Therefore the late answer to an interrupted command
+is never taken for the answer to a later one. While the engine works, it sends an empty message without a number about
+once a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """Build the engine. The first message; the answer is `Ready`."""
+    """Build the engine; this is the first message. The answer is `Ready`."""
 
     model: str
     engine_args: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine is built, in `load_s` seconds; it holds weights `live` or `packed`."""
+    """The answer to `Start`: the engine was built in `load_s` seconds, and holds weights `live` or `packed`."""
 
     receiver: str
     load_s: float
@@ -55,7 +55,7 @@ class Ready:
     runner: str = ""
     """The inference library with its version, and the part of it that runs the model; empty if unknown."""
     keeps_base: bool = False
-    """Whether its base cannot be replaced, so that updates must bring adapters alone."""
+    """Whether its base cannot be replaced; updates must then send adapters alone."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class OpenHandles:
 
 @dataclass(frozen=True)
 class LendBase:
-    """Give the ranks of this node handles of the base, which is connected. The answer is `Lent`.
+    """Give the ranks of this node handles of the connected base. The answer is `Lent`.
 
-    The engine must hold the trainer's tensors, whose checksums these are.
+    The engine must hold the trainer's tensors, which have these checksums.
     """
 
     checksums: Sequence[int]
@@ -112,11 +112,11 @@ class LendBase:
 
 @dataclass(frozen=True)
 class BeginUpdate:
-    """Stop sampling until `FinishUpdate`, because the ranks write weights. The answer is as for `WakeUp`."""
+    """Stop sampling until `FinishUpdate`, because the ranks write weights. The answer is a list, as for `WakeUp`."""
 
     in_flight: InFlight = "refuse"
     new_slot_for: str | None = None
-    """The adapter that the update brings, if it may need a slot that it does not have."""
+    """Name of the adapter that the update sends, if it may need a new slot; else None."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class RemoveAdapter:
 
 @dataclass(frozen=True)
 class TakeAccepted:
-    """Count proposed tokens. The answer is the number accepted since the last such command, and the steps of sequences
-    in that time."""
+    """Count proposed tokens. The answer holds two numbers since the last command of this type: accepted tokens, and
+    steps of sequences."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ class FinishUpdate:
     may_hold_nan: bool = False
     """Whether the weights were not checked for NaN and infinity."""
     adapter: str = POLICY
-    """The adapter that the update is about."""
+    """The adapter that the update replaces or adds."""
 
 
 @dataclass(frozen=True)
 class Updated:
-    """The engine holds the new weights; its numbers are described in `vectorlm.types.UpdateReport`."""
+    """The answer to `FinishUpdate`; `vectorlm.types.UpdateReport` describes its numbers."""
 
     load_s: float
     stall_s: float
@@ -180,7 +180,7 @@ class Sleep:
 class WakeUp:
     """Take back the memory of the parts that are True.
 
-    The answer is the names of the tensors that a sleep lost and that were restored since the last such answer.
+    The answer lists the tensors that a sleep lost and that the engine has restored since its last list.
     """
 
     weights: bool
@@ -200,7 +200,7 @@ class Part:
 
 
 TakeAnswer = Callable[[int, CallResult | Part], None]
-"""Receives the number of a command and a part of its answer, or its result."""
+"""A function that receives the number of a command, and a part of its answer or its result."""
 
 
 class Channel(Protocol):
@@ -227,7 +227,7 @@ class Channel(Protocol):
 
         `deadline_s` is the time of ``time.monotonic`` at which to stop waiting for a working engine; `waiting_for`
         describes the engine's work in errors. Raises `EngineDied`, `EngineTimeout` after one of the two limits (the
-        command goes on), or the engine's error.
+        command continues), or the engine's error.
         """
 
     def call(self, command: Any, silence_s: float) -> Any:
@@ -243,8 +243,8 @@ class Channel(Protocol):
 def pack(outputs: Sequence[RequestOutput], as_request_outputs: bool) -> np.ndarray:
     """Return the completions of each prompt, or vLLM's own objects, as uint8.
 
-    Each prompt has a separate pickle, so that a rank unpickles its own prompts only. Tokens, log-probabilities and
-    versions cross as bytes, of any kind of number from a backend.
+    Each prompt has a separate pickle, because a rank unpickles its own prompts only. Tokens, log-probabilities and
+    versions become bytes, whatever types of numbers the backend used.
 
     Raises:
         EngineError: The caller wants vLLM's objects, but another backend has answered.
@@ -284,9 +284,9 @@ KEPT_PICTURE_BYTES = 256 << 20
 
 
 class KeptPictures:
-    """The pictures that have crossed a connection, so that each crosses it once.
+    """A record of the pictures that have crossed a connection; each picture crosses it once.
 
-    Both ends note the same pictures in the same order, and so let go of the same ones. Only the receiving end keeps
+    Both ends note the same pictures in the same order, and therefore drop the same ones. Only the receiving end keeps
     their contents.
     """
 
@@ -296,16 +296,16 @@ class KeptPictures:
         self._num_bytes = 0
 
     def encode(self, commands: Sequence[Any]) -> list[Encoded]:
-        """Pickle commands, which must be sent; pictures go beside them, by the hash of their content.
+        """Pickle commands, which must then be sent; pictures are separate, by the hash of their content.
 
-        Of a picture that the other end keeps, only the hash is sent.
+        If the other end keeps a picture, only the hash is sent.
         """
         pickled = []
         for command in commands:
             buffer, shown = io.BytesIO(), dict[bytes, bytes]()
             _Pickler(buffer, shown).dump(command)
             pickled.append((shown, buffer.getvalue()))
-        # Nothing is noted of commands that cannot be pickled.
+        # Only now, because a command that cannot be pickled must not be noted.
         found: list[Encoded] = []
         for shown, data in pickled:
             sent = [(digest, None if digest in self._sizes else content) for digest, content in shown.items()]
@@ -314,7 +314,7 @@ class KeptPictures:
         return found
 
     def decode(self, message: Encoded) -> Any:
-        """Return the command of `encode`; the pictures are noted even if it cannot be read."""
+        """Return the command that was encoded; note its pictures even if it cannot be read."""
         if isinstance(message, bytes):
             return pickle.loads(message)
         sent, pickled = message
@@ -335,14 +335,14 @@ class KeptPictures:
 
 
 class _Pickler(pickle.Pickler):
-    """Puts the content of pictures into `shown`, by its hash."""
+    """A pickler that moves the content of pictures to `shown`, by its hash."""
 
     def __init__(self, buffer: io.BytesIO, shown: dict[bytes, bytes]) -> None:
         super().__init__(buffer)
         self._shown = shown
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce pictures with content to their name and hash; called for no number and no text."""
+        """Reduce pictures with content to their name and hash; pickle does not call this for numbers and texts."""
         if not isinstance(value, Picture) or not value.is_held:
             return NotImplemented
         digest = hashlib.sha256(value.data).digest()
@@ -351,19 +351,19 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads pictures from `shown`."""
+    """An unpickler that reads pictures from `shown`."""
 
     def __init__(self, pickled: bytes, shown: Mapping[bytes, bytes]) -> None:
         super().__init__(io.BytesIO(pickled))
         self._shown = shown
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find what a name stands for."""
+        """Return the class or function of this name; for `shown_picture`, one that returns the picture."""
         if (module, name) == (shown_picture.__module__, shown_picture.__name__):
             return lambda text, digest: Picture(text).holding(self._shown[digest])
         return super().find_class(module, name)
 
 
 def shown_picture(name: str, digest: bytes) -> Picture:
-    """Stand for a picture in what `KeptPictures` encodes; only `KeptPictures.decode` can read it."""
+    """Stand in for a picture in an encoded command; raise, because only `KeptPictures.decode` has the content."""
     raise pickle.UnpicklingError(f"the content of the picture {name!r} is missing")

@@ -39,13 +39,13 @@ from vectorlm.sampling import messages
 
 POLL_S = 0.5
 ASLEEP_S = 5.0
-"""If a thread that ticks every `POLL_S` has not ticked for this long, the process was stopped."""
+"""Seconds without a tick of a thread that ticks every `POLL_S`, after which the process must have been stopped."""
 KEPT_LINES = 40
 GRACE_S = 2.0
 """Time for the caller to notice a dead sampler before the rank is ended, in seconds."""
 PACKAGE = str(Path(__file__).parent.parent)
 CORES_VARIABLE = "VECTORLM_SAMPLER_CORES"
-"""Cores that only the sampler process uses; not set if it shares the ranks' cores."""
+"""The variable with the cores that only the sampler process uses; not set if it shares the ranks' cores."""
 TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TRAINER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "SLURM_STEP_")
 
@@ -54,8 +54,8 @@ class ProcessChannel:
     """A `vectorlm.sampling.messages.Channel` to a sampler process.
 
     The process is a fresh interpreter, neither a fork nor a multiprocessing child: the trainer's ``__main__`` is not
-    imported again, and vLLM cannot change the trainer's process. Two threads move the messages, so that a Ctrl-C, which
-    reaches only the main thread, never leaves half a message in the socket.
+    imported again, and vLLM cannot change the trainer's process. Two threads move the messages: a Ctrl-C reaches only
+    the main thread and therefore never cuts a message in the socket.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class ProcessChannel:
         if self._is_cut:
             raise self._death()
         number = next(self._count)
-        # Pickled here, so that the caller gets the error, and apart from the number, so that the sampler can answer a
-        # command that it cannot unpickle.
+        # Pickled here, because the caller must get the error, and apart from the number, because the sampler answers
+        # even a command that it cannot unpickle.
         with self._sending:
             message = pickle.dumps((number, *self._pictures.encode([command])))
             self._awaited[number] = time.monotonic()
@@ -180,7 +180,7 @@ class ProcessChannel:
         if error is None:
             return value
         if number == 0 and self._num_workers > 1:
-            # vLLM says only that a worker could not start; the worker printed why.
+            # vLLM's error has no cause if a worker could not start; the worker printed it.
             raise EngineError(f"{error}\n{self._last_output()}")
         raise error
 
@@ -239,7 +239,7 @@ class ProcessChannel:
             while True:
                 has_news = self._connection.poll(POLL_S)
                 with self._news:
-                    # After Ctrl-Z and `fg`, this process was silent and not the sampler.
+                    # After Ctrl-Z and `fg`: this process was stopped, not the sampler.
                     if self._slept():
                         self._heard_at = time.monotonic()
                     self._ticked_at = time.monotonic()
@@ -325,7 +325,7 @@ class ProcessChannel:
 def let_go_of_last_error() -> None:
     """Clear this library's frames in the last error of an interactive Python; the user's frames stay for a debugger.
 
-    Such a frame keeps the engine of an interrupted call, and its sampler process, alive during the next cell.
+    Otherwise a frame keeps the engine of an interrupted call, and its sampler process, alive during the next cell.
     """
     trace = getattr(sys, "last_traceback", None)
     if trace is None:
@@ -351,10 +351,10 @@ def sampler_environment(
 ) -> dict[str, str]:
     """Return the sampler's environment: the trainer's without its rank, plus defaults that start vLLM fast.
 
-    The user's values win, except for vLLM's single-process mode, and except OMP_NUM_THREADS=1 under torchrun, which
-    sets it for several ranks: the ranks wait while the sampler works. Engines of one node, and the workers of a
-    parallel engine, share its cores. On CUDA an engine computes on its first visible devices, which are those of its
-    ranks or `devices`; it sees the other ranks' devices to pull weights from them.
+    The user's values win, except for vLLM's single-process mode and for OMP_NUM_THREADS=1 under torchrun: torchrun sets
+    it for several ranks, but they wait while the sampler works. Engines of one node, and the workers of a parallel
+    engine, share its cores. On CUDA the first visible devices are `devices`, or the devices of the engine's ranks, and
+    the engine computes on them. The other ranks' devices are visible too, because the engine pulls weights from them.
     """
     kept = {
         name: value
@@ -392,7 +392,7 @@ def sampler_environment(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Spawned workers import the sampler's main module first (see `start_worker`).
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # Killed workers leave their queues.
+        # Killed workers do not remove their queues.
         **without_tracker_warnings(kept),
         "PYTHONPATH": path,
         "TMPDIR": scratch,

@@ -105,9 +105,9 @@ class WeightTransfer:
         return self._swap.version
 
     def update(self, step: int) -> UpdateReport:
-        """Send the weights that the model holds now, prove that they arrived, and let the engine go on.
+        """Send the weights that the model holds now, prove that they arrived, and let the engine continue.
 
-        Requests in flight wait, and go on with their KV cache recomputed. Every update empties the prefix cache.
+        Requests in flight wait, and continue with a recomputed KV cache. Every update empties the prefix cache.
 
         Args:
             step: The version of these weights, from 0; a server reports it at ``GET /weight_info``.
@@ -117,7 +117,7 @@ class WeightTransfer:
             NonFiniteWeights: The weights hold NaN or infinity; nothing has changed.
             ChecksumMismatch: The engine does not hold what was sent; it answers no request until an update succeeds.
             EngineDied, EngineTimeout: The engine has ended, or is silent.
-            RankMismatch, HandoffTimeout, RankFailed: The ranks did not make this call alike.
+            RankMismatch, HandoffTimeout, RankFailed: The ranks did not all make this call with the same step.
         """
         require_update(self._model, step, "recompute")
         self._collectives.require_open()

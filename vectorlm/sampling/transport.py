@@ -25,10 +25,10 @@ EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 
 
 class Push:
-    """A transport by a file that engines map: every rank writes its rows, in rounds if the file is small."""
+    """A transport through a file that engines map: every rank writes its rows, in rounds if the file is small."""
 
     def __init__(self, arenas: MappedArenas, arena_bytes: int | None) -> None:
-        """Write through `arenas`, into at most `arena_bytes` at a time; None for all that a weight set needs."""
+        """Write through `arenas`, into at most `arena_bytes` at a time; None for the whole weight set."""
         self.name = "push" if arena_bytes is None else "bucketed"
         self.arena_bytes = arena_bytes
         self._arenas = arenas
@@ -92,7 +92,7 @@ def weight_sets_of(
 
 
 def changes_of(model: Any) -> dict[int, int]:
-    """Return a number per tensor that grows with every in-place change; nothing for other sources."""
+    """Return a number per tensor that grows with every in-place change; empty if `model` is not a module."""
     tensors = list(getattr(model, "parameters", list)())
     tensors += persistent_buffers(model).values() if hasattr(model, "named_modules") else ()
     # An operation on a DTensor counts only there, and one on its local shard only on the shard.

@@ -38,11 +38,11 @@ def verify_server(url: str, load: Callable[[], torch.nn.Module]) -> str:
     """Prove that a vLLM server holds the weights of a whole transformers model; return a description of the proof.
 
     `load` is called after the server has answered, and returns the model. If the server has our extension, checksums of
-    all tensors are compared; otherwise log-probabilities of some texts, which show no change smaller than rounding.
+    all tensors are compared; otherwise log-probabilities of some texts, which do not show changes below rounding.
     ``VECTORLM_SERVER_TOKEN`` holds the server's token or API key.
 
     Raises:
-        ConfigError: The model has adapters beside its weights.
+        ConfigError: The model has adapters besides its weights.
         WeightMismatch: The server holds other weights, or another model; the text names the tensors.
         EngineError: The server does not answer.
     """

@@ -32,14 +32,14 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Worker:
-    """One process; made by `WorkerPool`."""
+    """One worker process; `WorkerPool` creates it."""
 
     def __init__(self, pool: WorkerPool, pid: int, streams: Streams) -> None:
         self.pid = pid
         self.loss: WorkerLost | None = None
         """The error of a lost worker; None while it works."""
         self.is_shared = False
-        """Whether it runs many asynchronous jobs, so that a cancelled job must not end it."""
+        """Whether it runs many asynchronous jobs; a cancelled job does not end such a worker."""
         self._pool = pool
         self._reader, self._writer = streams
         self._numbers = itertools.count()
@@ -91,7 +91,7 @@ class Worker:
             if not is_over and self.is_shared and self.loss is None:
                 self._writer.write(frame((number, "", b"")))
             elif not is_over:
-                # It would go on with a job that nobody waits for.
+                # Otherwise it would continue a job that nobody waits for.
                 self._pool.end(self, "its job was cancelled")
 
     async def ask(self, function: str, *arguments: Any) -> Any:
@@ -126,8 +126,8 @@ class Worker:
 class WorkerPool:
     """Up to `size` processes that run the user's code: rewards, environments.
 
-    A supervisor forks them, which is a fresh interpreter without torch; see `vectorlm.ranks.workers.supervisor`. All
-    coroutines of the pool and its workers run on one event loop, in a thread of their own:
+    A supervisor, a fresh interpreter without torch, forks them; see `vectorlm.ranks.workers.supervisor`. All coroutines
+    of the pool and its workers run on one event loop, in a separate thread:
 
     >>> async def add(pool, a, b):
     ...     async with pool.worker() as worker:
@@ -184,13 +184,13 @@ class WorkerPool:
                     self.end(worker, "its job was cancelled")
 
     async def start_shared(self) -> Worker:
-        """Start a worker for many asynchronous jobs at a time, beside the `size` others; the pool ends it."""
+        """Start a worker for many asynchronous jobs at a time, in addition to the `size` others; the pool ends it."""
         worker = await self._start()
         worker.is_shared = True
         return worker
 
     def end(self, worker: Worker, reason: str) -> None:
-        """End a worker's process, with all that it has started."""
+        """End a worker's process and all processes that it has started."""
         if worker.loss is None and self._control is not None:
             self._control.send(str(worker.pid).encode())
         worker.lose(reason)
@@ -209,7 +209,7 @@ class WorkerPool:
             try:
                 self._process.wait(CLOSE_S)
             except subprocess.TimeoutExpired:
-                # The kernel ends its workers with it.
+                # The kernel ends the workers together with the supervisor.
                 self._process.kill()
                 self._process.wait()
 
@@ -253,7 +253,7 @@ class WorkerPool:
                 # The ranks handle Ctrl-C; the supervisor ends with its rank.
                 start_new_session=True,
             )
-        # Set after the start: callers that need a worker try again.
+        # Set after the start: if the start fails, the next caller that needs a worker tries again.
         self._control = control
         self._loop.add_reader(control, self._hear)
 

@@ -40,11 +40,11 @@ END_WITHIN_S = 3.0
 STACK_S = 0.1
 """Time for a hanging worker to write its stack, in seconds."""
 MAX_LOG_BYTES = 16 * 2**20
-"""When the log reaches half of this size, it replaces ``<log>.1``."""
+"""Largest size of the log and ``<log>.1`` together; at half of it, the log replaces ``<log>.1``."""
 MAX_LINE_BYTES = 2**16
-"""Output without line ends is split into lines of this length."""
+"""Length in bytes above which output without a line end is logged as a line."""
 OOM_SCORE = "800"
-"""If memory runs out, the kernel ends a worker and not the rank."""
+"""The workers' ``oom_score_adj``: if memory runs out, the kernel ends a worker and not the rank."""
 
 
 class OutputLog:
@@ -76,7 +76,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._workers: set[int] = set()
         self._printed: dict[int, tuple[int, bytearray]] = {}
-        """For the output pipe of each worker: its pid, and its incomplete last line."""
+        """The pid and the incomplete last line of each worker, by its output pipe."""
 
     def run(self, parent_pid: int) -> None:
         """Serve until `parent_pid` closes the socket or is gone; end all workers then."""
@@ -163,7 +163,7 @@ class Supervisor:
             if ended is None:
                 return
             if ended.si_pid in self._workers:
-                # Before it is reaped: afterwards another process may get its number.
+                # Before it is reaped, because afterwards another process may get its pid.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(ended.si_pid, signal.SIGKILL)
             _, status = os.waitpid(ended.si_pid, 0)
@@ -214,10 +214,10 @@ def frame(value: Any) -> bytes:
 def serve(connection: socket.socket) -> None:
     """Answer requests until the pool is gone; an answer has the number of its request.
 
-    Generators run one after the other, asynchronous ones at the same time. A request without a function name cancels
+    Generators run one after the other, asynchronous generators concurrently. A request without a function name cancels
     the request with its number.
     """
-    # An idle worker has no late call, so it writes no stack. Children would inherit SIG_IGN.
+    # An idle worker has no late call and writes no stack. Not SIG_IGN, which children would inherit.
     signal.signal(STACK_SIGNAL, lambda *_: None)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -270,7 +270,7 @@ def serve(connection: socket.socket) -> None:
 
     while True:
         if tasks:
-            # Stops at a request, because synchronous functions may run their own loop.
+            # The loop stops at each request, because synchronous functions may run their own loop.
             loop.run_forever()
         if not (header := read(HEADER.size)):
             return

@@ -83,7 +83,7 @@ class SequenceState:
         return processors
 
     def uniform(self) -> float:
-        """Return the next token's random number from seed and position; the process's state is the trainer's."""
+        """Return the next token's random number from seed and position; the process's random state is the trainer's."""
         return random.Random(f"{self.seed}/{len(self.token_ids)}").random()
 
     def rewind(self, num_tokens: int) -> None:
@@ -279,13 +279,13 @@ class Parameters:
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the likeliest token's probability, 0 to 1."""
     repetition_penalty: float = 1.0
-    """Shrinks the logits of tokens in prompt and completion, above 0; 1 does nothing."""
+    """Penalty on the logits of tokens in prompt and completion, above 0; 1 does nothing."""
     seed: int | None = None
-    """Makes the completions repeatable; None or -1 draws a new seed each time."""
+    """Seed of the completions; None or -1 draws a new seed each time."""
     max_tokens: int | None = 16
     """Longest completion, in tokens, at least 1; None is the model's own limit."""
     min_tokens: int = 0
-    """No end token or stop string before this many tokens."""
+    """Number of tokens before which no end token or stop string ends the completion."""
     stop: Sequence[str] | str | None = None
     """Texts that end the completion."""
     stop_token_ids: Sequence[int] | None = None
@@ -297,7 +297,7 @@ class Parameters:
     skip_special_tokens: bool = True
     """Whether the text leaves special tokens out."""
     logprobs: int | None = None
-    """Any number asks for the log-probabilities of the sampled tokens."""
+    """Any number returns the log-probabilities of the sampled tokens; None returns none."""
 
     def __post_init__(self) -> None:
         ranges = {
@@ -350,7 +350,7 @@ class Detokenizer:
     def __init__(self, model_path: str, model: Any, **options: Any) -> None:
         """Load the tokenizer of a folder, if there is one, and the end tokens of tokenizer and model.
 
-        `options` are of transformers' ``from_pretrained``.
+        `options` are arguments of transformers' ``from_pretrained``.
         """
         self._tokenizer = load_tokenizer(model_path, **options) if has_tokenizer(model_path) else None
         ends = model.generation_config.eos_token_id

@@ -57,7 +57,7 @@ class Scripted:
         step_s: float = 0.0,
         failures: dict[str, Exception] | None = None,
     ) -> None:
-        """Set the script; the arguments are the same as for `FakeEngine`; `model` and `receiver` are ignored.
+        """Set the script. The arguments are the same as for `FakeEngine`; `model` and `receiver` are ignored.
 
         Every poll takes `step_s` seconds and advances the oldest `max_num_seqs` requests by one step.
         """

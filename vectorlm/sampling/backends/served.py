@@ -18,14 +18,14 @@ NEEDS = '--weight-transfer-config \'{"backend": "vectorlm"}\' and VLLM_SERVER_DE
 
 
 Route = Callable[[str, Mapping[str, Any] | None], Any]
-"""Makes a request to the engine, by the name of vLLM's route and with its body; its errors are `EngineError`s."""
+"""A function that makes a request to the engine, given vLLM's route and the body; it raises `EngineError`."""
 
 
 class ServedWeights:
     """The weights of an engine that other code or another process drives; a `Backend` without requests."""
 
     def __init__(self, route: Route, receiver: str) -> None:
-        """Create the receivers in the engine's workers; an earlier trainer keeps the weights until `connect`.
+        """Create the receivers in the engine's workers; an earlier trainer owns the weights until `connect`.
 
         Raises:
             EngineError: The engine runs without the backend, or its workers cannot reach this process.
@@ -65,14 +65,14 @@ class ServedWeights:
         return self._receiver.connect(manifest, arena_path, weight_set, arena_bytes)
 
     def pause(self) -> None:
-        """Let requests wait, and begin an update, also after a trainer that died in one."""
-        # Asked first: a trainer that has lost the weights must not stop the engine of another.
+        """Let requests wait, and begin an update, even if an earlier trainer died during one."""
+        # This call is first: a trainer that no longer owns the weights must not pause another trainer's engine.
         was_begun = any(self._ask("vectorlm_begin"))
         self._route("pause", None)
         try:
             if was_begun:
-                # vLLM's worker takes no second update. The call must not fail in a worker: with several, vLLM 0.32
-                # then takes the answers of one call for those of the next.
+                # vLLM's worker refuses a second update. The call must not fail in a worker: with several workers, vLLM
+                # 0.32 would then take the answers of one call for the answers of the next.
                 self._route("finish_weight_update", {})
             self._route("start_weight_update", None)
         except EngineError:
@@ -105,7 +105,7 @@ class ServedWeights:
         self._may_hold_nan = True
 
     def resume(self) -> None:
-        """Let requests go on, unless the engine holds weights that are not proven."""
+        """Let requests continue, unless the engine holds weights that are not proven."""
         if self._is_whole:
             self._route("resume", None)
 

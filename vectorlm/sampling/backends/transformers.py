@@ -1,4 +1,4 @@
-"""The backend for transformers, and the pattern for backends of your own."""
+"""The backend for transformers, and the pattern for your own backends."""
 
 from __future__ import annotations
 

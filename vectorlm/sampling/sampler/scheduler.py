@@ -1,4 +1,4 @@
-"""The order of calls to a backend: which command is allowed when, for every backend and channel."""
+"""The order of calls to a backend, and the rules for commands, the same for all backends and channels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def open_backend(start: messages.Start) -> Backend:
 
 
 def ready(backend: Backend, load_s: float) -> messages.Ready:
-    """Describe a backend that was built in `load_s` seconds to the ranks."""
+    """Return the description of a backend for the ranks; it was built in `load_s` seconds."""
     return messages.Ready(
         backend.receiver,
         load_s,
@@ -408,7 +408,7 @@ class Scheduler:
         finally:
             self._update = None
             self._backend.resume()
-        # After a failed update the next one sends the base again, but the factors of its own adapter alone.
+        # After a failed update the next one sends the base again, but only its own adapter's factors.
         if not self._is_broken and (command.adapter == POLICY or self._failed_adapter != POLICY):
             self._obstacle = None
         if command.adapter == POLICY:
@@ -419,7 +419,7 @@ class Scheduler:
         return messages.Updated(load_s, stall_s, busy)
 
     def _fail_update(self, error: BaseException, adapter: str) -> None:
-        """Fail the requests in flight: the weights that they would go on with are unknown."""
+        """Fail the requests in flight: the weights that they would continue with are unknown."""
         if self._obstacle is None or adapter == POLICY:
             self._failed_adapter = adapter
         if not self._is_broken:

@@ -48,7 +48,7 @@ def logprobs_are_the_models_own(subject: EngineUnderTest) -> None:
 
 
 def tokens_are_of_the_weights_that_they_name(subject: EngineUnderTest) -> None:
-    """Also in flight: after `recompute`, tokens and cache are of the new weights only."""
+    """This includes requests in flight: after `recompute`, tokens and cache are of the new weights only."""
     old, step = _load(subject, 14), subject.engine.version
     trained, new = subject.models(15)
     handle = subject.engine.submit(PROMPTS, {**SCORED, "max_tokens": 40})
@@ -169,7 +169,7 @@ def _scores(logits: torch.Tensor, seen: set[int], shape: Mapping[str, float]) ->
 
 
 def _kept(scores: torch.Tensor, shape: Mapping[str, float], slack: float) -> torch.Tensor:
-    """Return which tokens can be drawn, bool [V]: min_p, of these top_k, of these top_p."""
+    """Return which tokens can be drawn, bool [V], after the cuts min_p, top_k and top_p, in this order."""
     kept = torch.ones_like(scores, dtype=torch.bool)
     if "min_p" in shape:
         kept &= scores >= scores.max() + math.log(shape["min_p"]) - slack

@@ -1,4 +1,4 @@
-"""The engine under test, with a model to train beside it."""
+"""The engine under test, with a trainer's model for its updates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineUnderTest:
 
     @contextmanager
     def kept_busy(self) -> Iterator[None]:
-        """Keep the engine busy, so that requests of a check stay in flight even on a fast engine."""
+        """Keep the engine busy: the requests of a check then stay in flight even on a fast engine."""
         handle = self.engine.submit(PROMPTS * 40, {**GREEDY, "max_tokens": 40, "n": 8, "temperature": 1.0})
         try:
             yield
@@ -55,7 +55,7 @@ class EngineUnderTest:
     def models(self, seed: int = 0) -> tuple[Any, Any]:
         """Return a trainer's model, sharded on several ranks, and a plain copy.
 
-        Both have the checkpoint's weights plus noise of `seed`, so that different seeds give different answers.
+        Both have the checkpoint's weights plus noise of `seed`; different seeds give different answers.
         """
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoModelForCausalLM

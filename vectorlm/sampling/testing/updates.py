@@ -250,7 +250,7 @@ class TrainerUnderTest:
     batch: Any
     """This rank's batch for `Trainer.step`; its gradient must not be zero."""
     whole: Callable[[], Mapping[str, torch.Tensor]]
-    """Returns every tensor of the manifest whole, by its name in it; called on all ranks."""
+    """A function that returns every tensor of the manifest whole, by name; called on all ranks."""
     topology: Topology = field(default_factory=Topology.from_environment)
     """This rank's place; with several ranks the default process group must exist."""
 

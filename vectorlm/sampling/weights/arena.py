@@ -143,7 +143,7 @@ def _engine_must_live() -> Iterator[None]:
 
 
 ALIGNMENT = 64
-"""Bytes; every block starts on a cache line."""
+"""Alignment of every block in bytes: a cache line."""
 
 
 def place_slots(manifest: Sequence[TensorSpec], load_plan: LoadPlan) -> tuple[int, tuple[Slot, ...]]:

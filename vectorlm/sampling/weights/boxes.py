@@ -73,7 +73,7 @@ def _chunk(line: torch.Tensor, num: int, index: int) -> torch.Tensor:
 def _runs(line: torch.Tensor, size: int) -> list[tuple[int, int, int]]:
     """Cut the indices of a shard along one dimension into runs: start in the shard, start in the whole, length.
 
-    An empty shard lies behind the last index, so that its place is nobody else's.
+    An empty shard starts behind the last index, where no other shard starts.
     """
     if not len(line):
         return [(0, size, 0)]
@@ -85,7 +85,7 @@ def _runs(line: torch.Tensor, size: int) -> list[tuple[int, int, int]]:
 
 @functools.lru_cache(maxsize=4096)
 def uncut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> int:
-    """Return a number of elements whose multiples are all places where ranks cut a row of dimension 0."""
+    """Return a number of elements; ranks cut the rows of dimension 0 only at multiples of it."""
     pieces: dict[int, int] = defaultdict(lambda: 1)
     for dim, place in enumerate(placements):
         if isinstance(place, Shard | _StridedShard):
@@ -104,8 +104,8 @@ def ranks_by_shard(
 ) -> Mapping[tuple[int, ...], Sequence[int]]:
     """Return the ranks that hold each shard of a tensor, by the shard's coordinates.
 
-    FSDP shards a weight that a tensor-parallel group does not split over a mesh of one rank of each group. The other
-    ranks hold the same shards on meshes beside it.
+    If a tensor-parallel group does not split a weight, FSDP shards it over a mesh with one rank of each group. The
+    other ranks hold the same shards on other meshes.
     """
     sharded = [dim for dim, place in enumerate(placements) if not isinstance(place, Replicate)]
     holders: dict[tuple[int, ...], list[int]] = defaultdict(list)

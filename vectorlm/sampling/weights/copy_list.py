@@ -32,9 +32,9 @@ class CopyList:
     ) -> None:
         """Map the arena of `layout`, or the `exports` if it has none, and pair target pieces with their sources.
 
-        With `may_alias`, a CPU tensor becomes a view of the arena, with the tensor's values, if it is one block there,
-        the arena takes one round, and nothing else uses the tensor's memory. `earlier` is the list that this one
-        replaces.
+        With `may_alias`, a CPU tensor becomes a view of the arena and keeps its values. This needs a tensor that is one
+        block there, an arena of one round, and no other user of the tensor's memory. `earlier` is the list that this
+        one replaces.
 
         Raises:
             StaleHandle: The memory that a rank exported is gone.
@@ -47,7 +47,7 @@ class CopyList:
         """By round: targets and their sources, in batches that torch copies with few kernels."""
         self._last_round = max((slot.round for slot in layout.slots), default=0)
         try:
-            # A method of its own, because its local views must be gone before `num_users` counts.
+            # A separate method, because its local views must be gone before `num_users` counts.
             pairs_by_round = self._pair(layout, load_plan, tensors, may_alias, earlier)
         except BaseException:
             self.close()
@@ -231,7 +231,7 @@ def _cut_along(
     length, stride = view.shape[dim], view.stride[dim]
     per_period = period // stride
     if end >= period and start < stride and period % stride == 0 and length > per_period:
-        # The view goes on in the next period: give it a dimension for the periods.
+        # The view continues in the next period: give it a dimension for the periods.
         rest = length % per_period
         at = length - rest
         folded = View(

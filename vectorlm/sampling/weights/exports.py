@@ -72,11 +72,11 @@ class FileHandle:
     def map(self, is_shared: bool = True) -> torch.Tensor:
         """Map the whole file as uint8 [num_bytes]; raise `StaleHandle` as `check` does.
 
-        Unless `is_shared`, what this process writes there is its own, and the other process never sees it.
+        Unless `is_shared`, the other process never sees what this process writes there.
         """
         self.check()
         with open(self.path, "rb+", buffering=0) as file:
-            # Checks the open file, which cannot be exchanged any more.
+            # Checks the open file, which can no longer be exchanged.
             mine = replace(self, path=f"/proc/self/fd/{file.fileno()}")
             mine.check()
             storage = torch.UntypedStorage.from_file(mine.path, is_shared, self.num_bytes)
@@ -179,7 +179,7 @@ class Lent:
     pid: int
     """The process that owns the memory."""
     exports: Sequence[Export]
-    """One export of a whole tensor for each that is one contiguous run of a parameter."""
+    """An export of each tensor that is one contiguous run of a parameter."""
     computed: frozenset[str]
     """Tensors of which the engine keeps only results that its loader computed."""
 

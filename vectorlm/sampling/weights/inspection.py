@@ -22,12 +22,12 @@ class Inspection:
     """A rank's findings about its weights before an update sends them."""
 
     sums: Mapping[str, tuple[tuple[int, ...], int]]
-    """By tensor: the place of the rank's first element, by dimension, and the checksum of all it holds; empty without
-    checksums."""
+    """By tensor: the place of the rank's first element, by dimension, and the checksum of the rank's elements; empty
+    without checksums."""
     not_finite: tuple[str, ...]
     """Tensors with a number that is not finite, or not finite in the engine's dtype."""
     groups: Mapping[str, Sequence[str]] | None = None
-    """The tensors by group: ranks with the same place of one have the same places of all. None: unknown."""
+    """Groups of tensors: ranks with the same place of one tensor have the same places of all. None if unknown."""
 
     def digest(self) -> Digest | None:
         """Return hashes of what the ranks compare; None without `groups`."""
@@ -102,7 +102,7 @@ class Reading:
     word_bytes: int = 0
     """Size of a word of the checksum; 0 for the widest."""
     sent: torch.dtype | None = None
-    """A second dtype: the rows are summed in it too, and must be finite in it. None: only as they are."""
+    """A second dtype: the rows are summed in it too, and must be finite in it. None for no second dtype."""
     sent_word_bytes: int = 0
     """Size of a word of the second checksum."""
 
@@ -115,14 +115,14 @@ def checksum(rows: torch.Tensor, first_row: int = 0, word_bytes: int = 0) -> int
 
     :math:`\sum_i (2i + 1) \sum_j \mathrm{word}_{ij} \bmod 2^{64}` with :math:`i` the row in the whole tensor and the
     row's bytes read as integers. The sums of disjoint shards, and of pieces of rows if no word is cut, add up to the
-    sum of the whole. The weights are odd, so that no change of a single word, in any bit, can vanish modulo
-    :math:`2^{64}`; rows that changed places show too, words swapped within a row do not. It reads memory once.
+    sum of the whole. The weights are odd, and therefore no change of a single word, in any bit, vanishes modulo
+    :math:`2^{64}`. Swapped rows change the sum, but words swapped within a row do not. It reads memory once.
 
     Args:
         rows: Any dtype, any shape; rows along dimension 0. A scalar is one row.
         first_row: Where `rows` start in the whole tensor.
-        word_bytes: Size of a word: 8, 4, 2 or 1; the widest that divides a row when omitted. All who sum parts of one
-            tensor must use the same.
+        word_bytes: Size of a word: 8, 4, 2 or 1; the widest that divides a row when omitted. All parts of one tensor
+            need the same size.
 
     Returns:
         A number in [0, 2**64).
@@ -155,12 +155,12 @@ def row_sums(rows: torch.Tensor, word_bytes: int = 0) -> torch.Tensor:
 def checksums(sums: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
     """Return the checksum of each tensor, given its `row_sums` and where its rows start in the whole tensor.
 
-    All at once: a call for each of a model's tensors would take as long as reading their memory. Two running sums, of
-    what the rows of all tensors sum to and of that times the row's place among them all, hold the answer for each.
+    It handles all tensors together, because one call per tensor would take as long as reading their memory. Two running
+    sums over the rows of all tensors suffice: of the row sums, and of the row sums times the index of the row.
     """
     if not sums:
         return []
-    # Integers of 64 bits wrap, and differences of what has wrapped are right modulo 2**64.
+    # Integers of 64 bits wrap, and differences of sums that have wrapped are right modulo 2**64.
     device = sums[0][0].device
     together = torch.cat(
         [torch.zeros(1, dtype=torch.int64, device=device), *(rows.to(device) for rows, _ in sums)]

@@ -1,4 +1,4 @@
-"""LoRA in a PEFT model: its factors, and the options of `peft.LoraConfig` that an engine supports."""
+"""LoRA in a PEFT model: the factors, and the options of `peft.LoraConfig` that an engine supports."""
 
 from __future__ import annotations
 

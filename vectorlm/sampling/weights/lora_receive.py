@@ -109,12 +109,12 @@ class AdapterReceiver:
             for name, view in pieces.items()
         )
         dtypes = {name: dtype_name(lora_slot.buffers(0)[0].dtype) for name, lora_slot in lora_slots.items()}
-        # Copies whole factors, because vLLM's layers cut them.
+        # The plan copies whole factors, because vLLM's layers cut them.
         self._whole = LoadPlan.whole(manifest, dtypes.__getitem__)
         return LoadPlan(copies, dtypes, {name: view.count for name, view in pieces.items()})
 
     def attach(self, layout: Layout, exports: Sequence[Export] = ()) -> int:
-        """Open the arena, or what the ranks export; return the bytes that each update copies out of it."""
+        """Open the arena, or the exports of the ranks; return the bytes that each update copies."""
         # On the host, where vLLM pins the tensors of an adapter.
         tensors = {slot.name: torch.empty(slot.shape, dtype=dtype_of(slot.dtype)) for slot in layout.slots}
         earlier, self._tensors = self.copies, tensors

@@ -130,7 +130,7 @@ def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def names_of_vision(causal: Any) -> list[str]:
-    """Return the names of a vision-language model's outermost vision modules; none of a text model."""
+    """Return the names of a vision-language model's outermost vision modules; no names for a text model."""
     if getattr(causal.config, "vision_config", None) is None:
         return []
     kind = type(causal.config.vision_config)

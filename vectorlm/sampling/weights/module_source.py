@@ -30,7 +30,7 @@ _MANIFESTS: WeakKeyDictionary[torch.nn.Module, tuple[TensorSpec, ...]] = WeakKey
 """A cache by model, because a model's conversion takes longer than copying a small model's weights."""
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Computes the rows to send from the rows of a shard."""
+"""A function that computes the rows to send from the rows of a shard."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ModuleSource:
         Args:
             model: The trained module.
             topology: This rank's place in the run.
-            arenas: Keeps arenas mapped from one update to the next.
+            arenas: The mapped arenas, which are kept from one update to the next.
             tensors: The tensors to send by name, plain or DTensors; the module's own tensors if omitted.
             changes: By the name of a tensor: a function that computes its rows while they are sent.
             beside: Tensors that `changes` read, by name; they are inspected as buffers are.
@@ -350,7 +350,7 @@ def held_boxes(tensor: torch.Tensor, topology: Topology, change: Change | None =
     """Return this rank's blocks of `tensor`, and the rows of them that it sends.
 
     The rank with a shard sends it. If several ranks of a node have the same shard (no sharding, or replicas), they send
-    equal parts, so no byte is written twice. The ranks of each node must have the whole tensor together, because they
+    equal parts, and no byte is written twice. The ranks of each node must have the whole tensor together, because they
     fill that node's engine.
     """
     if isinstance(tensor, DTensor):
@@ -472,7 +472,7 @@ def checkpoint_pieces(
 
 
 class _ViewsInsteadOfCopies(TorchDispatchMode):
-    """A mode in which ``contiguous()`` does nothing, so that pieces stay views of their parameter."""
+    """A mode in which ``contiguous()`` does nothing, because pieces must stay views of their parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default and args[0].is_meta:

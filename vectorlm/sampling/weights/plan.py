@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 BASE = "base"
 """The weight set with the model's own tensors, and the name of the model without an adapter."""
 ADAPTER = "adapter"
-"""The weight set with the factors of one adapter; an update says of which."""
+"""The weight set with the factors of one adapter, which the update names."""
 
 
 HEAD = "lm_head.weight"
@@ -51,7 +51,7 @@ class TensorSpec:
     pieces: tuple[Piece, ...] = ()
     """The checkpoint tensors in it; empty if it is one tensor of the same name."""
     is_buffer: bool = False
-    """Whether only engines that load such a tensor receive it; other engines compute it."""
+    """Whether only engines that load this buffer receive it; other engines compute it."""
     uncut: int = 0
     """Ranks cut rows of dimension 0 at multiples of this many elements only; 0 if they do not cut rows."""
 

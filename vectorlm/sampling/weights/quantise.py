@@ -1,6 +1,6 @@
 """Weights in 8 bits with a scale per row: how ranks compute them, and where a quantised engine holds them.
 
-A scale depends on its own row alone, so every rank quantises its own shard.
+A scale depends on its own row alone. Therefore every rank quantises its own shard.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def scales_to_load(
     """Return the copies of the scales, and what is quantised by the name of its slot.
 
     Raises:
-        WeightMismatch: Rows of the engine are no rows of the trainer, so ranks cannot compute their scales.
+        WeightMismatch: Rows of the engine are not rows of the trainer, and ranks cannot compute their scales.
     """
     layers = {f"{name}.weight": layer for name, layer in quantised_layers(model)}
     shapes = {spec.name: spec.shape for spec in manifest}

@@ -50,7 +50,7 @@ from vectorlm.sampling.weights.record import (
 class EngineReceiver:
     """The receiver of an engine with one or several workers; it lives in the process that drives the engine.
 
-    This process owns the arena. Every worker maps it, or opens what the ranks export, and takes its own pieces of every
+    This process owns the arena. Every worker maps it, or opens the ranks' exports, and takes its own pieces of every
     tensor. One update of the ranks serves all workers.
     """
 
@@ -189,7 +189,7 @@ class EngineReceiver:
         return sorted({name for names in self._call("vectorlm_after_wake") for name in names})
 
     def weight_sums(self) -> list[dict[str, int]]:
-        """Return the checksums of the tensors that an update fills, by worker; before the first one, of some more."""
+        """Return checksums of the tensors that an update fills, by worker; before the first update, of some more."""
         return self._call("vectorlm_weight_sums")
 
     def empty_kv_cache(self) -> None:
@@ -265,7 +265,7 @@ class PieceMap:
         return [self.manifest[index].name for index in is_wrong.nonzero()[0]]
 
     def _index(self, load_plans: Sequence[LoadPlan]) -> tuple[np.ndarray, ...]:
-        """Return the pieces as arrays for `mismatched`, where the copies of all workers are counted through.
+        """Return the pieces as arrays for `mismatched`, with the copies of all workers numbered consecutively.
 
         Returns:
             The tensor of each piece and the copy of its first owner; and every copy, with its piece.
@@ -299,7 +299,7 @@ class WorkerReceiver:
         self._sums: tuple[Snapshot, Reader] | None = None
 
     def describe(self, manifest: Sequence[TensorSpec]) -> LoadPlan:
-        """Match the trainer's tensors with this worker's parameters; return what the worker takes of them."""
+        """Match the trainer's tensors with this worker's parameters; return the pieces that the worker takes."""
         self._load_plan, missing = match_tensors(self._model, manifest, self._derived)
         self._specs = {spec.name: spec for spec in manifest if spec.name in self._load_plan.computed}
         parameters, dtypes = loaded_tensors(self._model), self._load_plan.dtypes
@@ -319,7 +319,7 @@ class WorkerReceiver:
         return self._load_plan
 
     def attach(self, layout: Layout, exports: Sequence[Export] = ()) -> int:
-        """Open the arena, or what the ranks export; no value changes.
+        """Open the arena, or the exports of the ranks; no value changes.
 
         Returns:
             Bytes that each update copies. The engine uses all other parameters where they are, in the arena.
@@ -441,7 +441,7 @@ def parameter_sums(model: Any, manifest: Sequence[TensorSpec], derived: Set[str]
     parameters = loaded_tensors(model)
     load_plan, unfilled = match_tensors(model, manifest, derived)
     if load_plan.computed:
-        # Only the tensors themselves, which are not here, could be loaded again and compared.
+        # A comparison would have to load the tensors themselves again, and they are not here.
         raise WeightMismatch(
             f"the engine transforms {shortened([*load_plan.computed])} while it loads them, and keeps only the "
             "results, so checksums cannot verify these weights."
@@ -503,7 +503,7 @@ def tensor_sum(tensor: torch.Tensor, dtype: str) -> int:
 def match_tensors(
     model: Any, manifest: Sequence[TensorSpec], derived: Set[str] = frozenset()
 ) -> tuple[LoadPlan, list[str]]:
-    """Return what a worker's `model` takes of the tensors, and the parameters that they do not fill completely.
+    """Return the pieces that a worker's `model` takes, and the parameters that the tensors do not fill completely.
 
     Parameters in `derived` need no tensor. Some are views of others.
     """
@@ -564,7 +564,7 @@ def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _as_source_rows(copy: Copy, parameter: torch.Tensor, source: Slot) -> tuple[torch.Tensor, int]:
     """Return the piece of the parameter that `copy` filled as rows of its source, and the index of the first row.
 
-    A loader may transpose (GPT-2's Conv1D), so the piece's dimensions are put back into the source's order.
+    A loader may transpose (GPT-2's Conv1D); the piece's dimensions are put back into the source's order.
     """
     piece, strides = copy.parameter_view.on(parameter), copy.source_view.stride
     order = sorted(range(piece.ndim), key=lambda dim: -strides[dim])

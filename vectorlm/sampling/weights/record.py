@@ -19,7 +19,7 @@ from vectorlm.errors import WeightMismatch
 from vectorlm.sampling.weights.plan import Quantised, TensorSpec, naming_advice
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
-"""An engine model's ``load_weights``: takes (checkpoint name, tensor) pairs."""
+"""An engine model's ``load_weights``, which takes (checkpoint name, tensor) pairs."""
 MAX_LETTERS = 200
 """Length of a loader's error text: vLLM lists all parameters after the cause."""
 _FACTORY = re.compile(r"::(new_|empty|\w+_like$)")
@@ -89,8 +89,8 @@ class LoadPlan:
     sizes: Mapping[str, int]
     """The number of elements of each of the worker's parameters."""
     computed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By source that the loader computes with: the parameters that it fills. An update copies such a source whole into
-    a tensor of its own, with the name `staged_name`, and runs the loader on it."""
+    """By source that the loader computes with: the parameters that it fills. An update copies the whole source into a
+    separate tensor, with the name `staged_name`, and runs the loader on it."""
     quantised: Mapping[str, Quantised] = field(default_factory=dict)
     """By source of a copy: how its numbers are computed from a trainer's tensor, for a quantised engine."""
 
@@ -157,7 +157,7 @@ def record_loading(
                 *((copy.parameter, copy.parameter_view) for copy in recorder.copies if copy.source == name),
             ]
             for name, pieces in recorder.computed.items()
-            # Another worker may take what this loader has only changed.
+            # This loader may only change a tensor that another worker takes.
             if pieces or any(copy.source == name for copy in recorder.copies)
         },
     )
@@ -188,7 +188,7 @@ def join_copies(
 
 
 def _are_laid_down(parts: Sequence[Copy], shift: int, count: int) -> bool:
-    """Whether `parts` are runs of one parameter, all moved by `shift`, that cover a source of `count` elements."""
+    """Whether `parts` are runs of one parameter, all shifted by `shift`, that cover a source of `count` elements."""
     end = 0
     for part in sorted(parts, key=lambda part: part.source_view.offset):
         is_run = part.source_view.is_whole and part.parameter_view.is_whole
@@ -222,17 +222,17 @@ class _Recorder(TorchDispatchMode):
         self._filled: dict[str, list[tuple[str, View]]] = defaultdict(list)
         self._name = ""
         self._pieces: dict[int, tuple[torch.Tensor, View | None]] = {}
-        """By storage: the source (None), and contiguous copies of its pieces, which are kept so that no other tensor
-        gets their storage."""
+        """By storage: the source (None), and contiguous copies of its pieces. They are kept, because no other tensor
+        may get their storage."""
         self._derived: dict[int, StorageWeakRef] = {}
-        """By storage: what the loader computes from the source."""
+        """The tensors that the loader computes from the source, by storage."""
 
     def watch(self, name: str, source: torch.Tensor) -> None:
         self._name, self._pieces = name, {source.untyped_storage()._cdata: (source, None)}
         self._derived = {}
 
     def require_nothing_kept(self) -> None:
-        """Raise if the loader has kept what it computed: an update could not replace that."""
+        """Raise if the loader has kept a computed tensor, which an update could not replace."""
         self._pieces = {}
         if any(not storage.expired() for storage in self._derived.values()):
             self._refuse_to_keep()

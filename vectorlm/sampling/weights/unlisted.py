@@ -1,8 +1,8 @@
-"""Tensors that an engine's model holds beside its parameters and buffers: find, compare and restore them.
+"""Find, compare and restore the tensors that an engine's model holds besides its parameters and buffers.
 
 vLLM's level-2 sleep discards all memory of the model. It saves the registered buffers and copies them back, and an
-update brings the parameters. Nobody brings a tensor that is a plain attribute, and checksums of the parameters do not
-show the loss.
+update brings the parameters. Nothing restores a tensor that is a plain attribute, and checksums of the parameters do
+not show the loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vectorlm.sampling.weights.inspection import checksums, row_sums
 from vectorlm.sampling.weights.plan import shortened
 
 COPIED_BYTES = 64 << 20
-"""Host memory for copies; the smallest tensors get them first, so that as many as possible can be restored."""
+"""Host memory for copies; the smallest tensors are copied first, because then most tensors can be restored."""
 
 ROW_BYTES = 4096
 """Bytes in a row of a checksum."""
@@ -40,7 +40,7 @@ class UnlistedTensors:
     """The memory of a model that neither vLLM nor an update brings back after a sleep."""
 
     def __init__(self, model: torch.nn.Module, brought: Any = ()) -> None:
-        """Sum all such memory, and copy the smallest pieces to the host.
+        """Sum all of this memory, and copy the smallest pieces to the host.
 
         Args:
             model: Its weights are awake.
@@ -106,7 +106,7 @@ def held_tensors(root: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
             yield path, value
         for name, part in _parts_of(value):
-            # Kept in `seen`, so that no later object gets the same id.
+            # Kept in `seen`, because no later object may get the same id.
             is_proxy = type(part) in weakref.ProxyTypes  # It may raise, whatever is asked of it.
             if id(part) not in seen and not is_proxy and not isinstance(part, LEAVES):
                 seen[id(part)] = part

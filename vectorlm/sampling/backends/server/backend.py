@@ -1,4 +1,4 @@
-"""The backend for a vLLM server that runs beside the trainer."""
+"""The backend for a vLLM server on the trainer's machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CLOSE_WITHIN_S = 5.0
 STEPS = re.compile(r"^vllm:iteration_tokens_total_count\S* (\S+)$", re.MULTILINE)
 """The line of ``/metrics`` with the number of an engine's steps."""
 QUERIES = {"pause": "?mode=keep&clear_cache=false", "reset_prefix_cache": "?reset_running_requests=true"}
-"""By route: its options. A server keeps the requests of a pause, with their KV blocks."""
+"""Options of the routes. During a pause the server keeps requests and their KV blocks."""
 
 
 class VLLMServer:

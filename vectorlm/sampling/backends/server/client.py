@@ -114,7 +114,7 @@ class ScoringServer:
         self._url, self._timeout_s, self._token_variable = url.rstrip("/"), timeout_s, token_variable
 
     def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probability of each token given those before it, at temperature 1; 0 for the first of a row.
+        """Return each token's log-probability given the tokens before it, at temperature 1; 0 for the first of a row.
 
         Raises:
             EngineError: The server does not answer in time, refuses, or returns something else.
@@ -122,13 +122,13 @@ class ScoringServer:
         return [[0.0, *row] for row in self._scored(rows, 0, _logprob_of)]
 
     def top_logprobs(self, rows: Sequence[Sequence[int]], k: int) -> list[list[list[tuple[int, float]]]]:
-        """Return the `k` most probable tokens in the place of each token but the first of a row, at temperature 1.
+        """Return the `k` most probable tokens at the place of each token but the first of a row, at temperature 1.
 
         Returns:
             By row and token: ids and log-probabilities, the most probable first.
 
         Raises:
-            EngineError: See `logprobs`; or the server shows fewer, by its ``--max-logprobs``.
+            EngineError: As for `logprobs`; or the server returns fewer tokens, because of its ``--max-logprobs``.
         """
 
         def highest(token: int, entry: Entry) -> list[tuple[int, float]]:
@@ -143,7 +143,7 @@ class ScoringServer:
     def _scored(
         self, rows: Sequence[Sequence[int]], k: int, read_place: Callable[[int, Entry], Any]
     ) -> list[list[Any]]:
-        """Return what `read_place` makes of the place of each token but the first of a row."""
+        """Return the result of `read_place` for each token but the first of a row."""
         calls = [
             _scoring_call(rows[start : start + ROWS_PER_REQUEST], k, read_place)
             for start in range(0, len(rows), ROWS_PER_REQUEST)
@@ -160,10 +160,10 @@ class ScoringServer:
         return self._gather([("/v1/models", None, lambda answer: int(answer["data"][0]["max_model_len"]))])[0]
 
     def parameter_sums(self, manifest: Sequence[TensorSpec]) -> list[WorkerSums] | None:
-        """Return the checksums of every worker's parameters; None if the server has no such call.
+        """Return the checksums of every worker's parameters; None if the server lacks this call.
 
-        It needs ``VLLM_SERVER_DEV_MODE=1`` and `ServerExtension` as its ``--worker-extension-cls``; ``vectorlm serve``
-        sets both.
+        The server needs ``VLLM_SERVER_DEV_MODE=1`` and `ServerExtension` as its ``--worker-extension-cls``; ``vectorlm
+        serve`` sets both.
 
         Raises:
             WeightMismatch: The server runs another model.
@@ -182,7 +182,7 @@ class ScoringServer:
         return results_or_first_error(results)
 
     def _gather(self, calls: Sequence[Call]) -> list[Any]:
-        """Make calls concurrently, in a thread of their own: a notebook's thread already runs an event loop."""
+        """Make calls concurrently, in a separate thread: a notebook's thread already runs an event loop."""
 
         async def make_calls() -> list[Any]:
             token = os.environ.get(self._token_variable)

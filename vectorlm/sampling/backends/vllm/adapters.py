@@ -14,7 +14,7 @@ from vectorlm.types import POLICY
 
 
 class Adapters:
-    """The adapters of one engine; an adapter without factors, other than the policy's, is the base."""
+    """The adapters of one engine. Without factors an adapter is the base and has no slot; the policy keeps its slot."""
 
     def __init__(self, num_slots: int, free: Callable[[int], None]) -> None:
         """Start with the policy; `free` frees the slot of vLLM's adapter number. Without LoRA there are no slots."""
@@ -30,14 +30,14 @@ class Adapters:
         self._ids = itertools.count(POLICY_ID + 1)
         self._num_loads: Counter[str] = Counter()
         self.adapter_of: dict[str, str] = {}
-        """By request, unless it is for the policy."""
+        """The adapter of each request that is not for the policy."""
         self.keep_blocks = False
-        """Whether other adapters were sampled from, whose cached blocks an update of one leaves alone."""
+        """Whether requests used other adapters than the policy; updates of one adapter then keep the prefix cache."""
 
     def begin(self, request: str, adapter: str) -> str:
         """Note a new request; return the salt that hides the cached blocks of other weights from it.
 
-        vLLM tells adapters apart by their names.
+        vLLM distinguishes adapters by their names.
         """
         if adapter != POLICY:
             self.adapter_of[request], self.keep_blocks = adapter, True

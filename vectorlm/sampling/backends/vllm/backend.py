@@ -92,7 +92,7 @@ class VLLM:
         if on_cpu and enable_return_routed_experts:
             self._captures_routes = self._call("vectorlm_capture_routes") > 0
         self._requests: dict[str, tuple[str, ...]] = {}
-        """By request whose routes are captured: vLLM's own names of its completions."""
+        """vLLM's names of the completions of each request whose routes are captured."""
         runner = self._call("vectorlm_runner")
         self.runner = f"vLLM {vllm.__version__}, model runner {runner}"
         config = self._engine.vllm_config
@@ -237,7 +237,7 @@ class VLLM:
                 raise EngineError("vLLM did not empty its prefix cache, which has blocks of the old weights.")
         elif recompute or self._may_hold_nan:
             self._engine.reset_prefix_cache(reset_running_requests=True)
-        # vLLM finds image embeddings by the image alone. A half-computed prompt computes them again.
+        # vLLM caches image embeddings by the image alone. A half-computed prompt computes them again.
         self._engine.reset_encoder_cache()
         self._empty_kv_cache()
         self._spans.close(self._engine, self._adapters.version_of)
@@ -304,7 +304,7 @@ class VLLM:
 
     def _score(self, salt: str) -> np.ndarray:
         """Return the next tokens after parts of a fixed text, and their log-probabilities."""
-        # In the middle of a vocabulary are no tokens with a meaning, such as placeholders of images.
+        # The middle of a vocabulary has no special tokens, such as placeholders of images.
         first, span = self.vocab_size // 2, max(self.vocab_size // 4, 1)
         length = min(SCORED_TOKENS, self._engine.vllm_config.model_config.max_model_len - 1)
         text = [first + 7 * place % span for place in range(length)]
@@ -388,10 +388,10 @@ def _sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> tuple[float, .
 SCORED_TOKENS, SCORED_EVERY = 32, 4
 """Length of the text that is scored before and after a sleep, and the tokens between two scored places."""
 CUDA_NOISE = 0.02
-"""Least accepted difference on CUDA; a lost scale or table changes log-probabilities by more."""
+"""Difference that is always accepted on CUDA; a lost scale or table changes log-probabilities by more."""
 NOISE_FACTOR = 8
 """Largest accepted difference, in units of the difference between two scorings without a sleep in between. Where
-kernels always add in the same order, as on CPU, that is 0, and the bits must be equal."""
+kernels always add in the same order, as on CPU, the limit is 0, and the bits must be equal."""
 
 
 class SleepCheck:
@@ -400,7 +400,7 @@ class SleepCheck:
     def __init__(
         self, score: Callable[[str], np.ndarray], receiver: EngineReceiver, least_noise: float = 0.0
     ) -> None:
-        """Compare the answers of `score`, whose argument must be new at each call; accept `least_noise` at least."""
+        """Compare the answers of `score`, whose argument must be new at each call; always accept `least_noise`."""
         self._receiver, self._least_noise = receiver, least_noise
         numbers = itertools.count()
         self._score = lambda: score(f"sleep check {next(numbers)}")
@@ -494,13 +494,13 @@ HALF_A_CHARACTER = "\ufffd"
 
 
 class Texts:
-    """Decodes whole completions at their end, faster than vLLM's token by token and to the same text."""
+    """A decoder of whole completions, faster than vLLM's decoding token by token, and with the same text."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Decode with vLLM's `tokenizer`; if it is None or a slow one, vLLM decodes."""
         self._tokenizer = tokenizer
         self._params: dict[str, Any] = {}
-        """By request; for all others vLLM decodes, or nobody."""
+        """The parameters of each request that is decoded here; vLLM decodes all other texts."""
 
     def defer(self, name: str, params: Any) -> None:
         """Make vLLM sample the request without text, unless it needs the text for stop strings."""
@@ -534,7 +534,7 @@ class Texts:
             whole = backend.decode([*before, *token_ids], skip_special_tokens=skips)
             if prefix and HALF_A_CHARACTER not in whole and whole.startswith(prefix):
                 return str(whole[len(prefix) :])
-        # As vLLM decodes, which leaves out incomplete characters.
+        # vLLM's own decoder leaves out incomplete characters.
         from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
         request: Any = SimpleNamespace(request_id="", prompt_token_ids=prompt, sampling_params=params)

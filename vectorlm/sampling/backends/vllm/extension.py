@@ -46,7 +46,7 @@ def as_call_result(method: Callable[..., Any]) -> Callable[..., CallResult]:
 class WeightExtension:
     """A mixin for vLLM's worker class (``worker_extension_cls``); `EngineReceiver` calls it through ``collective_rpc``.
 
-    The prefix avoids collisions with the worker's own names. Arguments and answers are plain data.
+    The prefix ``vectorlm_`` avoids collisions with the worker's own names. Arguments and answers are plain data.
     """
 
     model_runner: Any
@@ -107,7 +107,7 @@ class WeightExtension:
 
     @as_call_result
     def vectorlm_take_routes(self, names: Sequence[str], is_wanted: bool) -> Any:
-        """Return and forget the routes of requests that have ended; all workers have the same, so the first returns."""
+        """Return and forget the routes of ended requests. Only the first worker returns them; all have the same."""
         assert self._vectorlm_routes is not None
         return self._vectorlm_routes.take(names, is_wanted and self.rank == 0)
 
@@ -125,7 +125,7 @@ class WeightExtension:
 
     @as_call_result
     def vectorlm_attach(self, weight_set: str, layout: Layout, exports: Sequence[Export] = ()) -> Any:
-        """Open the arena, or what the ranks export; return the bytes that each update copies."""
+        """Open the arena, or the exports of the ranks; return the bytes that each update copies."""
         return self._vectorlm_receivers[weight_set].attach(layout, exports)
 
     @as_call_result

@@ -20,7 +20,7 @@ def _route(llm: Any, name: str, body: Mapping[str, Any] | None) -> Any:
     try:
         match name:
             case "pause":
-                # The thread that samples is the one that would update, so it must not wait.
+                # The same thread samples and updates: a request must not wait for the end of the update.
                 llm.llm_engine.add_request = _refuse
             case "resume":
                 vars(llm.llm_engine).pop("add_request", None)

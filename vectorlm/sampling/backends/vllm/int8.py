@@ -1,6 +1,6 @@
 """vLLM's quantisation `int8`: symmetric weights with a scale per row, activations with a scale per token.
 
-Importing this module registers it. vLLM 0.32 has these products, but makes such weights only for experts.
+Importing this module registers it. vLLM 0.32 has these products, but quantises only experts in this way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keep plain weights beside vLLM's packed layers on CPU, and pack again when they change.
+"""Keep plain weights in addition to vLLM's packed layers on CPU, and pack again when they change.
 
 vLLM reorders the weights of linear layers and experts for its kernels at load time and discards the plain ones. Later
 writes to the parameters silently change nothing. `keep_plain_weights` prevents that; `pack` reorders after an update.
@@ -47,7 +47,7 @@ def clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
     of its reference code.
 
     Args:
-        x: g and u in turn, [T, 2 I].
+        x: g and u, alternating, [T, 2 I].
 
     Returns:
         [T, I].
@@ -90,7 +90,7 @@ def compute_exactly(model: torch.nn.Module, description: Mapping[str, Any]) -> N
     not call `use_norm_kernel`.
 
     Raises:
-        EngineError: Such a model is not exact.
+        EngineError: The model cannot be exact.
     """
     if (reason := why_not_exact(description)) is not None:
         raise EngineError(f"{reason}. Choose another model, or build the engine without exact.")
@@ -135,7 +135,7 @@ def pack(model: torch.nn.Module) -> None:
     from vllm import _custom_ops as ops
 
     for _, layer in packable_layers(model):
-        # Frees the old product first, so that the new one can use its memory.
+        # Frees the old product first; the new one can then use its memory.
         layer.cpu_linear = functional.linear
         try:
             layer.cpu_linear = _product(ops.create_onednn_mm(layer.weight.t(), ONEDNN_CACHE_SIZE))
@@ -177,7 +177,7 @@ def check_packed(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def require_none(stale: list[str]) -> None:
-    """Raise `ChecksumMismatch` if there are weights that vLLM rearranges and that are not those that were sent."""
+    """Raise `ChecksumMismatch` if `stale` is not empty; it names rearranged weights that differ from the sent ones."""
     if stale:
         raise ChecksumMismatch(
             f"{len(stale)} weights that vLLM rearranges differ from the weights that were sent: {stale}."
@@ -210,7 +210,7 @@ def keeps_base(model: torch.nn.Module) -> bool:
 
 
 def _derived(model: torch.nn.Module) -> Iterator[tuple[str, Any, dict[str, torch.Tensor]]]:
-    """Yield layers whose parameters vLLM makes from a projection's after loading, with their names and parameters.
+    """Yield layers whose parameters vLLM computes from a projection after loading, with their names and parameters.
 
     These are the layers of latent attention (MLA, of DeepSeek-V2 and V3).
     """
@@ -220,18 +220,18 @@ def _derived(model: torch.nn.Module) -> Iterator[tuple[str, Any, dict[str, torch
 
 
 def derived_names(model: torch.nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that `derive` makes."""
+    """Return the names of the parameters that `derive` computes."""
     return frozenset(name for _, _, parameters in _derived(model) for name in parameters)
 
 
 def derive(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Make the parameters again that vLLM makes from others after loading; `dtype` is the model's."""
+    """Recompute the parameters that vLLM computes from others after loading; `dtype` is the model's."""
     for _, layer, _ in _derived(model):
         layer.process_weights_after_loading(dtype)
 
 
 def stale_derived(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
-    """Make these parameters again, and name those whose bits or place in memory change."""
+    """Recompute the derived parameters, and name the ones whose bits or place in memory change."""
     stale = []
     for name, layer, parameters in _derived(model):
         before = {
@@ -242,7 +242,7 @@ def stale_derived(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
         stale += [
             parameter_name
             for parameter_name, parameter in parameters.items()
-            # A captured graph goes on reading the old place.
+            # A captured graph continues to read the old place.
             if after[parameter_name].data_ptr() != parameter.data_ptr()
             or not torch.equal(bits_of(after[parameter_name]), bits_of(before[parameter_name]))
         ]
@@ -250,7 +250,7 @@ def stale_derived(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
 
 
 def require_derivable(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Raise if an update could not make the derived parameters of the model again."""
+    """Raise if an update could not recompute the derived parameters of the model."""
     # On processors with AMX vLLM drops the projection.
     has_all = all(layer.kv_b_proj.weight.numel() for _, layer, _ in _derived(model))
     if not has_all or stale_derived(model, dtype):
@@ -353,7 +353,7 @@ def packed_experts(model: torch.nn.Module) -> list[Any]:
 def pack_experts(model: torch.nn.Module) -> None:
     """Reorder the present plain weights of all experts for their kernel."""
     for _, layer in expert_layers(model):
-        # Zeros can be added to neither a bias nor gates and ups in turn.
+        # Zeros cannot be added to a bias, nor to alternating gates and ups.
         is_fixed = layer.cpu_experts.w1_bias is not None or layer.activation.value == "swigluoai"
         if not (_missing_columns(layer) and is_fixed):
             layer.cpu_experts.packed = _packed(layer, slice(None))

@@ -1,6 +1,6 @@
 """vLLM's entry point: the weight-transfer backend ``vectorlm`` in every vLLM process.
 
-vLLM imports this module whenever it starts, also for users of other backends, so it imports nothing by itself.
+vLLM imports this module whenever it starts, also for users of other backends. Therefore heavy imports are in functions.
 """
 
 from __future__ import annotations

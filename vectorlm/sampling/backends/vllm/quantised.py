@@ -1,4 +1,4 @@
-"""Products of vLLM's layers with 8-bit weights: check that they read the weights which an update fills."""
+"""Products of vLLM's layers with 8-bit weights: check that they read the weights that an update fills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vectorlm.sampling.weights.quantise import FORMATS, quantised_layers
 
 
 def renew_products(model: torch.nn.Module) -> None:
-    """Prepare the products again whose kernels keep the weights in their own order (`int8` on CPU)."""
+    """Renew the products whose kernels keep the weights in their own order (`int8` on CPU)."""
     for _, layer in quantised_layers(model):
         if hasattr(layer.quant_method, "renew"):
             layer.quant_method.renew(layer)

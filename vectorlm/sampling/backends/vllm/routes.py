@@ -12,7 +12,7 @@ import numpy as np
 from vectorlm.types import route_dtype
 
 BLOCK = 16
-"""Tokens of a remembered block. It divides every block size of vLLM's prefix cache."""
+"""Number of tokens in a remembered block; it divides every block size of vLLM's prefix cache."""
 
 
 @dataclass
@@ -20,12 +20,12 @@ class Known:
     """The routes of one request: the experts of every token that the engine has read."""
 
     generation: int
-    """Number of weight updates before the request; the prefix cache is never shared beyond one."""
+    """Number of weight updates before the request; requests share cached blocks only within a generation."""
     rows: np.ndarray
-    """[capacity, L, K], of which `length` tokens are filled."""
+    """The routes, [capacity, L, K]; the first `length` tokens are filled."""
     length: int = 0
     kept: int = 0
-    """Tokens that a preempted request computes again. Their first routes count, as their log-probabilities do."""
+    """Number of tokens that a preempted request computes again; their first routes and log-probabilities count."""
     is_whole: bool = True
     """Whether the routes of all cached tokens were found."""
     keys: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Known:
 class RouteCapture:
     """The routes of all requests in flight, and of the prefix cache's blocks since the last update.
 
-    Chunks of a prompt are put together. Tokens found in the prefix cache have the routes with which they were computed.
+    Chunks of a prompt are joined. Tokens found in the prefix cache have the routes with which they were computed.
     """
 
     def __init__(self, runner: Any) -> None:

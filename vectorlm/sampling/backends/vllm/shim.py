@@ -97,7 +97,7 @@ def multiply_fp8(rows: Any, weight: Any) -> Any:
     """Return ``rows @ weight.t()``, float32 [M, N], of float8_e4m3fn [M, K] and [N, K]; NaN in the weight is lost."""
     import torch
 
-    # The bits of a float8 are a float16 with one exponent bit more, so that this float16 is 2^8 too small. The sign is
+    # Read as float16, which has one exponent bit more, the shifted bits of a float8 are too small by 2^8. The sign is
     # extended into the upper byte, and stays at the top.
     halves = weight.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
     return rows.float().mul_(2.0**8) @ halves.view(torch.float16).float().t()
@@ -107,7 +107,7 @@ def keep_base_rows() -> None:
     """Keep vLLM on CPU from adding an adapter to requests for the base; call before the engine is built.
 
     vllm 0.32: in a batch with requests for adapters, a request without one has the index -1, which torch takes for the
-    last slot. Log-probabilities were 0.67 off. Delete when ``bgmv_expand`` leaves such rows alone.
+    last slot. Log-probabilities were 0.67 off. Delete when ``bgmv_expand`` leaves these rows unchanged.
     """
     from vllm.lora.ops import torch_ops
     from vllm.lora.ops.torch_ops import lora_ops
@@ -155,8 +155,8 @@ def convolve_dense_tokens() -> None:
 def rotate_every_head() -> None:
     """Correct vLLM's rotary kernel on CPU for queries and keys [T, H, D]; call before the engine is built.
 
-    vllm 0.32: the kernel takes the distance of two heads for the distance of two tokens, so only [T, H D] comes out
-    right. DeepSeek-V2 and GLM-4-MoE-Lite pass [T, H, D]; log-probabilities were up to 0.3 off. Delete when
+    vllm 0.32: the kernel takes the distance of two heads for the distance of two tokens. Only [T, H D] is correct.
+    DeepSeek-V2 and GLM-4-MoE-Lite pass [T, H, D]; log-probabilities were up to 0.3 off. Delete when
     ``ops.rotary_embedding`` is right for both.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -181,9 +181,8 @@ def let_seeded_requests_wait() -> None:
     """Keep vLLM from rewinding the generator of a seeded request on CPU, which fails; call before the engine is built.
 
     vllm 0.32: a request whose prompt needs several steps draws a token that is discarded, and vLLM rewinds its
-    generator by an offset that CPU generators do not have. Without the rewind the
-    samples depend on how prompts were split; they are as random. Delete when ``_bookkeeping_sync`` ignores CPU
-    generators.
+    generator by an offset that CPU generators do not have. Without the rewind the samples depend on how prompts were
+    split, but they are still random. Delete when ``_bookkeeping_sync`` ignores CPU generators.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

@@ -29,7 +29,7 @@ from vectorlm.sampling.weights.wire import UPDATE_CALLS, append_answer, argument
 
 POLL_S = 0.25
 TITLES = ("VLLM::EngineCor", "VLLM::Worker")
-"""Names of the processes that a server starts, as the kernel cuts them."""
+"""Names of the processes that a server starts, as the kernel truncates them."""
 
 
 @dataclass
@@ -62,15 +62,15 @@ class TransferEngine(WeightTransferEngine[Call, Call]):
         super().__init__(config, vllm_config, device, model)
         self._runner = _Runner(model, vllm_config)
         self._receivers: dict[str, Any] = {}
-        """By trainer: of the owner, and of trainers that have not attached their memory yet."""
+        """Receivers of the owner and of trainers that have not attached their memory yet, by trainer."""
         self._owner = ""
         self._copies: CopyList | None = None
-        """The copies of the last trainer that let go, or lost the weights."""
+        """The copies of the last trainer that released or lost the weights."""
         self._has_loaded = self._is_loaded = False
         self.is_packed = False
         """Whether layers compute with packed copies of their weights."""
         self._is_whole = True
-        """Whether no update has begun since the last one that was finished."""
+        """Whether the last update was finished with its weights; True before the first."""
         self._is_active = self._is_given_up = False
         """Whether vLLM's worker is in an update, and whether that update is to end without weights."""
         _follow_server()
@@ -85,11 +85,11 @@ class TransferEngine(WeightTransferEngine[Call, Call]):
         self._is_active = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Carry out a call of an update. vLLM's method waits for the accelerator, which torch for CPU has not."""
+        """Carry out a call of an update. vLLM's own method waits for an accelerator, and torch for CPU has none."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
-            self._is_active = False  # As vLLM's worker sees it.
+            self._is_active = False  # After an error vLLM's worker is no longer in an update.
             raise
 
     def receive_weights(self, update_info: Call) -> None:
@@ -133,7 +133,7 @@ class TransferEngine(WeightTransferEngine[Call, Call]):
                 self._receivers[call.trainer] = WeightExtension()
                 self._receivers[call.trainer]._vectorlm_may_be_quantised = False
                 self._receivers[call.trainer].model_runner = self._runner
-                # Packed layers would go on computing with what was packed.
+                # Packed layers would continue to compute with the old packed weights.
                 arguments = ["packed"] if self.is_packed else arguments
         receiver = self._receiver(call.trainer, must_own=method in UPDATE_CALLS)
         self._has_loaded |= method == "vectorlm_load"  # Before the call: it may fail half way.
@@ -192,7 +192,7 @@ class _Runner:
 def _follow_server() -> None:
     """End engine and worker soon after the process that started the engine has ended, even if it was killed.
 
-    vllm 0.32: if a server is killed, its engine waits for requests for ever, with the memory and its names.
+    vllm 0.32: if a server is killed, its engine waits for requests forever and keeps the shared memory.
     """
     links, pid = [], os.getpid()
     while _status(pid, "Name").startswith(TITLES) and (parent := int(_status(pid, "PPid"))) > 1:

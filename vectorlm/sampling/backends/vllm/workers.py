@@ -18,7 +18,7 @@ SHARED_MEMORY = Path("/dev/shm")
 REAPED_WITHIN_S = 1.0
 ENDED_WITHIN_S = 10.0
 NOTICED_WITHIN_S = 0.5
-"""vLLM also watches its workers and may raise this long before we see the end of a process."""
+"""Seconds by which vLLM, which also watches its workers, may raise before we see the end of a process."""
 
 
 class Workers:
