@@ -1,8 +1,7 @@
 """The exception tree of the library.
 
-Every error that the library raises on purpose is a `VectorLMError`, and also the built-in exception that it refines, so
-``except ValueError`` keeps working. All of them pickle: text and rank are the whole state, so they cross process
-borders unchanged.
+Every error that the library raises itself is a `VectorLMError` and also a built-in exception: ``except ValueError``
+catches a `ConfigError`. All of these errors can be pickled, because the text and the rank are their whole state.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from typing import Self
 
 
 class VectorLMError(Exception):
-    """Root of all errors that this library raises on purpose."""
+    """Base class of all errors that this library raises itself."""
 
     rank: int | None = None
-    """The rank that it comes from, where all ranks raise the error of one."""
+    """The rank that failed, if all ranks raise its error; None if it is not known."""
 
     def of_rank(self, rank: int | None) -> Self:
-        """Note the rank that it comes from, unless one is noted already, and return the error."""
+        """Set `rank`, unless it is set already, and return the error."""
         self.rank = rank if self.rank is None else self.rank
         return self
 
@@ -39,7 +38,7 @@ class RankFailed(VectorLMError, RuntimeError):
 
 
 class HandoffTimeout(VectorLMError, TimeoutError):
-    """A rank did not reach a meeting point within the deadline."""
+    """A rank did not join a collective call within the time limit."""
 
 
 class RankMismatch(VectorLMError, ValueError):
@@ -47,7 +46,7 @@ class RankMismatch(VectorLMError, ValueError):
 
 
 class OutOfTurn(VectorLMError, RuntimeError):
-    """Training began while the devices were the engine's, or sampling while they were the trainer's."""
+    """Training began while the engine had the devices, or sampling while the trainer had them."""
 
 
 class EngineError(VectorLMError, RuntimeError):
@@ -55,15 +54,15 @@ class EngineError(VectorLMError, RuntimeError):
 
 
 class EngineDied(EngineError, ConnectionError):
-    """The sampler process is gone."""
+    """The sampler process has exited."""
 
 
 class EngineTimeout(EngineError, TimeoutError):
-    """The sampler process has been silent for longer than the deadline."""
+    """The sampler process has been silent for longer than the time limit."""
 
 
 class UnknownAdapter(EngineError, LookupError):
-    """The engine has no adapter of this name; the text lists those that it has."""
+    """The engine has no adapter of this name; the text lists its adapters."""
 
 
 class StaleHandle(EngineError, LookupError):
@@ -71,11 +70,11 @@ class StaleHandle(EngineError, LookupError):
 
 
 class ChangedBySleep(EngineError):
-    """After a sleep the engine computes something else; it samples nothing until it is built again."""
+    """After a sleep the engine computes different results; it samples nothing until it is built again."""
 
 
 class HandleRefused(EngineError, OSError):
-    """A device's memory cannot be read by another process on this machine."""
+    """Another process on this machine cannot read a device's memory."""
 
 
 class WeightMismatch(VectorLMError, ValueError):
@@ -87,11 +86,11 @@ class ChecksumMismatch(WeightMismatch):
 
 
 class NonFiniteWeights(WeightMismatch, ArithmeticError):
-    """The trainer's weights hold NaN or infinity, and the engine was not given them."""
+    """The trainer's weights contain NaN or infinity; the engine did not receive them."""
 
 
 class RewardError(VectorLMError, RuntimeError):
-    """A reward function raised, or ran out of time."""
+    """A reward function raised an error or timed out."""
 
 
 class RolloutError(VectorLMError, RuntimeError):
@@ -99,11 +98,11 @@ class RolloutError(VectorLMError, RuntimeError):
 
 
 class WorkerLost(VectorLMError, RuntimeError):
-    """A process that ran the user's code was too late and was ended, or has ended."""
+    """A process that ran the user's code exited, or was killed after a time-out."""
 
 
 class WorkersDied(VectorLMError, RuntimeError):
-    """Processes that run the user's code die one after the other."""
+    """The processes that run the user's code die again and again."""
 
 
 class NonFiniteLoss(VectorLMError, ArithmeticError):

@@ -27,7 +27,7 @@ def is_installed(package: str) -> bool:
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the version of every installed distribution of `names`, by its name."""
+    """Return the versions of the installed distributions among `names`, by name."""
     found = {}
     for name in names:
         try:
@@ -70,7 +70,7 @@ def _body_of(path: str, name: str, package: str) -> list[ast.stmt]:
 
 @cache
 def is_trusted(kernel: str, device: torch.device, differs: Callable[[torch.device], str]) -> bool:
-    """Return whether a kernel works on a CUDA device; a warning says why torch's operations take its place.
+    """Return whether a kernel works on a CUDA device; if it fails, warn that torch's operations replace it.
 
     `differs` compares the kernel with torch on small tensors, and returns a text about the first difference, or "".
     """

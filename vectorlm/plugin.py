@@ -114,7 +114,7 @@ def _load_file(where: str, name: str) -> Any:
 
 
 def _require_own_neighbours(path: Path) -> None:
-    """Raise ConfigError if `path`, or a module of its folder, would import a namesake from another folder.
+    """Raise ConfigError if `path`, or a module of its folder, would import a module of another folder by mistake.
 
     Python keeps one module per name. Installed packages come first and are not checked.
     """

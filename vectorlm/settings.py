@@ -16,11 +16,11 @@ from pydantic import BeforeValidator, Field
 from vectorlm.errors import ConfigError
 
 VARIABLE = re.compile(r"\$(\{|[A-Za-z_])")
-"""A shell variable in a path."""
+"""Matches a shell variable in a path."""
 
 
 def also_written(spellings: Mapping[Any, str]) -> BeforeValidator:
-    """Accept other spellings of a text and replace them by the standard ones."""
+    """Accept other spellings of a text and replace them by the standard spellings."""
     return BeforeValidator(
         lambda value: spellings.get(value, value) if isinstance(value, str | bool) else value
     )
@@ -28,15 +28,15 @@ def also_written(spellings: Mapping[Any, str]) -> BeforeValidator:
 
 @dataclass(frozen=True)
 class ReadIf:
-    """The condition for a setting to have an effect, in ``Annotated[type, ReadIf(...)]``; else a value is refused."""
+    """Condition for a setting to have an effect, in ``Annotated[type, ReadIf(...)]``; otherwise a value is an error."""
 
     path: str
     """Path of another setting."""
     values: tuple[Any, ...] = ()
-    """Values of the other setting; if empty, any truthy value. A file that explicitly turns the other setting off may
-    then keep this one."""
+    """Values of the other setting; if empty, any truthy value. In that case a file may also set this setting and
+    explicitly turn the other one off."""
     fix: str = ""
-    """What to do instead; if empty, leave this setting out or set the other one."""
+    """The advice in the error; if empty, to leave this setting out or to set the other one."""
     also: tuple[str, ...] = ()
     """Paths of further settings; any truthy one is enough."""
 
@@ -102,7 +102,7 @@ Separator = Annotated[str, Field(min_length=1, description="a text", examples=['
 
 
 def as_path(value: str, setting: str) -> str:
-    """Return a path with ~ expanded; raise `ConfigError` if it holds a variable."""
+    """Return a path with ~ expanded; raise `ConfigError` if it contains a variable."""
     if VARIABLE.search(value):
         raise ConfigError(f"{setting}={value!r} must be a path without variables. Write the full path.")
     return os.path.expanduser(value)
@@ -115,7 +115,7 @@ def inline(section: type | None = None) -> Any:
 
 
 def partial(*sections: type, null: str) -> Any:
-    """Declare a field of the keys of `sections`, all optional, which are keys of the surrounding section.
+    """Declare a field for the keys of `sections`; they are optional keys of the surrounding section.
 
     `null` describes the value of a key that is null or missing.
     """
@@ -123,7 +123,7 @@ def partial(*sections: type, null: str) -> Any:
 
 
 def other_keys() -> Any:
-    """Declare a field of all keys that the section does not declare."""
+    """Declare a field for all keys that the section does not declare."""
     return field(default_factory=dict, metadata={"other_keys": True})
 
 

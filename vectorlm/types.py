@@ -1,4 +1,4 @@
-"""The records that travel between rooms, and the protocols that exchange them."""
+"""Records and protocols that several packages of vectorlm share."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ POLICY = "policy"
 
 InFlight = Literal["refuse", "keep", "recompute", "drain"]
 """How an update treats requests in flight. `refuse` raises; `keep` continues with the KV cache of the old weights;
-`recompute` computes the cache again with the new weights; `drain` waits until they end."""
+`recompute` computes the cache again with the new weights; `drain` waits until the requests end."""
 
 
 class Numbers:
-    """A dataclass whose fields of `CODES`, one number for each token, cross processes as bytes.
+    """Base class of dataclasses with fields of one number per token (`CODES`), which are pickled as bytes.
 
-    A field becomes a tuple when it is first read; `numbers` reads it as an array, without a Python object for each
-    number.
+    A field becomes a tuple when it is first read; `numbers` returns it as an array, without a Python object per number.
     """
 
     CODES: ClassVar[Mapping[str, str]]
-    """By field: the type of its numbers, in Python's `array`: ``q`` for int64, ``d`` for float64, ``b`` for bool."""
+    """Type codes of Python's `array` by field: ``q`` for int64, ``d`` for float64, ``b`` for bool."""
 
     @classmethod
     def from_bytes(cls, data: Mapping[str, bytes], **fields: Any) -> Any:
-        """Return an object with the fields of `CODES` from `data`, and the others from `fields`."""
+        """Return an object with the fields of `CODES` from `data`, and its other fields from `fields`."""
         found = cls.__new__(cls)
         vars(found).update(fields, _data=dict(data))
         return found
@@ -60,7 +59,7 @@ class Numbers:
         return data[name]
 
     def numbers(self, name: str) -> np.ndarray:
-        """Return a field of `CODES` as an array, int64, float64 or bool [N]; it must not be written to."""
+        """Return a field of `CODES` as a read-only array, int64, float64 or bool [N]."""
         import numpy as np
 
         dtypes: dict[str, type[np.generic]] = {"q": np.int64, "d": np.float64, "b": np.bool_}
@@ -90,8 +89,9 @@ class Completion(Numbers):
     token_ids: tuple[int, ...]
     """The sampled tokens, without the prompt."""
     sampler_logprobs: tuple[float, ...]
-    """The log-probability of each sampled token under what it was drawn from, after penalties, temperature, `top_k`,
-    `top_p` and `min_p`; at temperature 0 only after penalties. Empty unless requested (``logprobs=0``)."""
+    """The log-probability of each sampled token in the distribution that it was sampled from: after penalties,
+    temperature, `top_k`, `top_p` and `min_p`; at temperature 0 only after penalties. Empty unless requested
+    (``logprobs=0``)."""
     versions: tuple[int, ...]
     """The weight version that sampled each token."""
     text: str
@@ -99,9 +99,9 @@ class Completion(Numbers):
     finish_reason: str | None
     """``stop`` (end token or stop string), ``length`` (token limit) or ``abort``."""
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """The experts of each token of prompt and completion except the last, uint8 or uint16 [T, L, K] over the layers
-    with experts; pictures count with all their tokens. None unless the engine was built with
-    ``enable_return_routed_experts=True``."""
+    """The K experts of each of T tokens in each of L layers with experts, uint8 or uint16 [T, L, K]. The tokens are the
+    prompt, with all tokens of its pictures, and the completion except its last token. None unless the engine was built
+    with ``enable_return_routed_experts=True``."""
 
 
 def route_dtype(num_experts: int) -> str:
@@ -116,7 +116,7 @@ class UpdateReport:
     version: int
     """The training step whose weights the engine now holds."""
     skipped: bool
-    """True if the engine already held the weights of this step, so nothing was sent."""
+    """Whether nothing was sent, because the engine already had the weights of this step."""
     num_bytes: int
     """Bytes of engine weights that the update replaced."""
     publish_s: float
@@ -139,13 +139,13 @@ class Handle(Protocol):
     """A batch of requests in flight, as `Engine.submit` returns it. Its methods are collective."""
 
     def done(self) -> bool:
-        """Return whether `result` would not wait."""
+        """Return whether `result` would return without waiting."""
 
     def result(self, timeout_s: float | None = None) -> list[list[Completion]]:
         """Wait for the completions of each prompt, in the order of the prompts; a second call returns the same.
 
         Raises:
-            EngineTimeout: They were not finished within `timeout_s`; they go on, and `result` may be called again.
+            EngineTimeout: The requests did not finish within `timeout_s`. They continue; `result` may be called again.
         """
 
     def cancel(self) -> None:
@@ -176,33 +176,33 @@ class Engine(Protocol):
         """Return the first completion of each prompt as text."""
 
     def submit(self, prompts: Sequence[Prompt] | str, sampling_params: Any = None) -> Handle:
-        """Start sampling and return at once."""
+        """Start sampling and return without waiting."""
 
     def submit_many(self, requests: Sequence[SamplingRequest]) -> Sequence[Handle]:
-        """Submit several requests at once."""
+        """Submit several requests in one call."""
 
     def poll(self, timeout_s: float = 0.0) -> Sequence[Handle]:
         """Return the handles that have finished, each once, in the order of their submission.
 
-        Handles that were cancelled or whose result was read are left out. If none has finished, it may wait for
+        Handles that were cancelled or whose result was read are left out. If none has finished, the call may wait for
         `timeout_s` seconds.
         """
 
     def update(self, model: torch.nn.Module, train_step: int, in_flight: InFlight = "refuse") -> UpdateReport:
         """Hot-swap the weights of `model` into the engine as version `train_step`; skipped if it holds that version.
 
-        `in_flight` says what happens to requests in flight; each token records the version that sampled it. An engine
-        may refuse `keep` and `recompute` with `EngineError`, before anything has changed.
+        `in_flight` decides about requests in flight; each token records the version that sampled it. An engine may
+        refuse `keep` and `recompute` with `EngineError`, before anything has changed.
         """
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> None:
-        """Give device memory back to the trainer; until `wake_up` the engine samples nothing."""
+        """Free device memory for the trainer; the engine samples nothing until `wake_up`."""
 
     def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> None:
-        """Take back what `sleep` gave away; weights that slept are garbage until the next `update`."""
+        """Take back the memory that `sleep` freed; freed weights are garbage until the next `update`."""
 
     def close(self) -> None:
-        """End the engine; safe to call twice, and not a collective."""
+        """End the engine; safe to call twice, and not a collective call."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class PromptRecord:
     source: str = ""
     """Name of the prompt's source, if there are several."""
     token_ids: tuple[int, ...] | None = None
-    """The tokens that the engine gets instead of `prompt`, whose beginning was cut off; None for all of it."""
+    """The tokens that the engine gets if the beginning of `prompt` was cut off; None for the whole prompt."""
 
 
 ENVIRONMENT = "environment"
@@ -232,7 +232,7 @@ class RewardResult:
     """The reward; NaN if the function returned None, raised an error or timed out."""
     error: str | None = None
     is_counted: bool = True
-    """Whether to count the error. A call with a list fails once for many completions, and counts once."""
+    """Whether to count the error: a call that fails for a list of completions counts once."""
     logged: Mapping[str, Any] = field(default_factory=dict)
     """Values that the function logged for the completion."""
     right_from: float | None = None
@@ -266,11 +266,11 @@ class Batch:
     text_ids: torch.Tensor
     """int64 [B, T], index of the text that a token belongs to, within its sequence."""
     values: torch.Tensor | None = None
-    """float32 [B], for preference data: the margin of a pair, or 1 for a desirable completion and 0 for another."""
+    """float32 [B], for preference data: the margin of a pair, or 1 for a desirable completion and 0 for others."""
     references: torch.Tensor | None = None
-    """float32 [B, 2], the reference's log-probabilities of the two texts of a row, if the loss reads them."""
+    """float32 [B, 2], the reference's log-probabilities of the two texts of a row; None if the loss needs none."""
     images: Sequence[Sequence[Any]] | None = None
-    """The pictures of each row with their places (`vectorlm.data.images.PlacedPicture`), if the dataset has images."""
+    """The pictures of each row with their places (`vectorlm.data.images.PlacedPicture`); None without images."""
 
 
 @dataclass(frozen=True)
@@ -283,14 +283,14 @@ class TrainedModel:
 
 
 class MetricSink(Protocol):
-    """Receives the metrics of each logged step."""
+    """A receiver of the metrics of each logged step."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the `values` of training step `step`."""
 
 
 class Evaluation(Protocol):
-    """Evaluates the weights that are being trained; all ranks call it."""
+    """An evaluation of the weights that are being trained; all ranks call it."""
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics after training step `step`."""

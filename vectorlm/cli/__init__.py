@@ -145,7 +145,7 @@ def exit_code(command: Callable[[], int]) -> int:
 
 @contextmanager
 def at_interrupt(what_is_left: str) -> Iterator[None]:
-    """Add `what_is_left` to the message that Ctrl-C in the block prints."""
+    """Add `what_is_left` to the message that is printed for Ctrl-C in the block."""
     try:
         yield
     except KeyboardInterrupt:

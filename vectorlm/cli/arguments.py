@@ -78,7 +78,7 @@ class _Torchrun(argparse.Action):
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:
-    """Load the config that the parsed arguments ask for.
+    """Load the config that the parsed arguments name.
 
     Raises:
         ConfigError: as `load_config`.

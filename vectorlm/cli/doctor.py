@@ -1,4 +1,4 @@
-"""``vectorlm doctor``: check whether a run can start on this machine, and how to fix problems."""
+"""``vectorlm doctor``: check whether a run can start on this machine, and print fixes for problems."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from vectorlm.sampling.backends.vllm import SUPPORTED_VERSIONS
 
 PROBE_TIMEOUT_S = 90.0
 LOOK_S = 0.5
-"""Seconds for which the load of the cores is measured."""
+"""Duration of the measurement of the cores' load, in seconds."""
 MIN_SHM_BYTES, MIN_MEMORY_BYTES, MIN_DISK_BYTES = GIB, 4 * GIB, 2 * GIB
-"""Enough for `make run`. Docker's default /dev/shm of 64 MiB is below `MIN_SHM_BYTES`."""
+"""Sizes that are enough for `make run`. Docker's default /dev/shm of 64 MiB is below `MIN_SHM_BYTES`."""
 MIN_DESCRIPTORS = 1024
 PYTHONS = ("3.11", "3.12")
 COMPILERS = ("c++", "g++", "clang++")

@@ -338,7 +338,7 @@ class Exam:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Weight of each reward function, by its name."""
     threshold_of: Callable[[str], float | None] = lambda reward: None
-    """Returns the lowest reward of a right answer; None means exactly 1."""
+    """Function that returns the lowest reward of a right answer; None means exactly 1."""
     sampling_params: Mapping[str, Any] = field(default_factory=lambda: {"max_tokens": MAX_TOKENS})
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     overlong_prompts: Overlong = "error"
@@ -348,19 +348,19 @@ class Exam:
     timeout_s: float | None = 300.0
     """Seconds to wait for a call of a reward function; None waits forever."""
     at_k: Sequence[int] = ()
-    """The k of pass@k and maj@k."""
+    """Values of k for pass@k and maj@k."""
     environment: str | None = None
     """The environment of the questions; None for single turns."""
     collect: CollectSettings | None = None
     """Settings for rollouts with the environment."""
     max_seq_len: int = -1
-    """Longest prompt and answer together, unless the engine's arguments have max_model_len; -1: the model's length."""
+    """Limit of prompt and answer in tokens, unless the engine has max_model_len; -1 means the model's own limit."""
     seed: int = 0
     """Seed of the questions with an environment, if the sampling parameters have none."""
 
 
 def read_exam(args: argparse.Namespace) -> Exam:
-    """Read an exam from a config file, the command line, or both; the command line wins.
+    """Read an exam from a config file, the command line, or both; the command line takes precedence.
 
     Raises:
         ConfigError, DatasetError: There are no questions or no rewards, or they cannot be read.
@@ -439,7 +439,7 @@ def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
         if settings.quantization is not None:
             exam.engine_args["quantization"] = settings.quantization
     if rl is not None:
-        # Answers end where they end in the run: half an answer is wrong.
+        # Answers have the run's length limit, because a truncated answer is wrong.
         exam.max_seq_len = config.longest_rollout
     if reads_prompts and prompts is not None:
         exam.prompt_records = read_prompts(prompts)

@@ -1,6 +1,6 @@
 """Check a user's project: its config, rewards and environment, on a tiny model with the real engine.
 
-``pytest -p vectorlm.cli.pytest_plugin --vectorlm CONFIG`` runs them; a test of your own may name completions:
+``pytest -p vectorlm.cli.pytest_plugin --vectorlm CONFIG`` runs the checks; your own test may add completions:
 
 >>> PROJECT = ProjectUnderTest("config.yaml", completions=["7", "no idea"])  # doctest: +SKIP
 >>> @pytest.mark.parametrize("check", PROJECT_CHECKS)                        # doctest: +SKIP
@@ -153,7 +153,7 @@ class ProjectUnderTest:
         """The folder of a run of two steps.
 
         Raises:
-            RankFailed: Training failed; from the second time on that is said at once.
+            RankFailed: Training failed; further calls raise this without another run.
         """
         from vectorlm.runs.reinforcement import reinforce
 
@@ -172,7 +172,7 @@ class ProjectUnderTest:
         return ["", "no idea", *(str(value) for value in columns.values()), *self.completions]
 
     def score(self, texts: Callable[[Mapping[str, Any]], Sequence[str]]) -> dict[str, Scored]:
-        """Score texts, made of a prompt's columns, with every reward, for some prompts of its source."""
+        """Score `texts` of a prompt's columns with every reward, for some prompts of its source."""
         scored: dict[str, Scored] = {}
         with WorkerPool(1) as pool:
             for source in self.rl.by_source.values():
@@ -254,7 +254,7 @@ def engine_and_trainer_agree(project: ProjectUnderTest) -> None:
 
 
 def each_step_samples_from_the_weights_before(project: ProjectUnderTest) -> None:
-    """Every step samples from the weights of the step before, which a proven swap brought to the engine."""
+    """Every step samples from the weights of the step before; with `rl.async`, up to `max_staleness` steps older."""
     versions = {(row["train_step"], row["version"]) for row in read_lines(project.run / "rollouts.jsonl")}
     allowed = 0 if project.rl.async_ is None else project.rl.async_.max_staleness
     late = sorted((step, version) for step, version in versions if step - 1 - version > allowed)

@@ -1,7 +1,6 @@
-"""``pytest -p vectorlm.cli.pytest_plugin --vectorlm CONFIG``: the checks of `vectorlm.cli.project_checks` as tests,
-one for each.
+"""``pytest -p vectorlm.cli.pytest_plugin --vectorlm CONFIG``: run the checks of `vectorlm.cli.project_checks` as tests.
 
-There is no entry point: pytest would rewrite the assertions of a whole package that has one.
+There is no entry point, because pytest would then rewrite the assertions of the whole package.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option."""
+    """Add the option ``--vectorlm``."""
     parser.getgroup("vectorlm").addoption(
         "--vectorlm",
         action="append",
@@ -26,12 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have the config collected like a file of tests."""
+    """Make pytest collect the configs like test files."""
     config.args += config.getoption("--vectorlm")
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Collect the config that was named."""
+    """Collect a config that ``--vectorlm`` names."""
     named = [Path(name).resolve() for name in parent.config.getoption("--vectorlm")]
     return Project.from_parent(parent, path=file_path) if file_path in named else None
 
@@ -56,11 +55,11 @@ class Check(pytest.Item):
     check: Callable[[], None]
 
     def runtest(self) -> None:
-        """Run it."""
+        """Run the check."""
         self.check()
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Say what is wrong with the project, and not where its check stands."""
+        """Return the problem with the project, without the traceback of the check."""
         from vectorlm.errors import VectorLMError
 
         if excinfo.errisinstance((AssertionError, VectorLMError)):

@@ -43,7 +43,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def replay_command(args: argparse.Namespace) -> int:
-    """Return 0 if the step equals the log, or the runs agree; otherwise 1."""
+    """Compare a step with the log, or two runs with each other; return 0 if they are equal, otherwise 1."""
     if (args.step is None) == (args.bisect is None):
         raise ConfigError(
             "the command needs exactly one of --step N and --bisect OTHER_RUN. Pass one of them."

@@ -252,7 +252,7 @@ def open_engine(
                 from vectorlm.train.load import load_model
                 from vectorlm.train.lora import load_adapters
 
-                # The engine receives the merged weights like the weights of a training step, or a base in 4 bits alone.
+                # The engine receives the merged weights, as in a training step; with a base in 4 bits, only adapters.
                 if in_4_bits:
                     base: Any = load_model(model, dtype="bfloat16")
                 else:

@@ -1,4 +1,4 @@
-"""``vectorlm watch``: a run's progress in the terminal, while it goes on."""
+"""``vectorlm watch``: show a run's progress in the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN_HEIGHT = 48
 LABEL_WIDTH, VALUE_WIDTH = 24, 9
 SPARKS = "▁▂▃▄▅▆▇█"
 ALWAYS_SHOWN = ("reward/mean", "eval/accuracy")
-"""Other metrics are left out while they are 0."""
+"""Metrics that are shown even while they are 0."""
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,10 +87,10 @@ def frame(watched: RunFolder, width: int, height: int) -> list[Text]:
     for sample in samples:
         reward = "" if sample.reward is None else f"{sample.reward:.2f}"
         prompt = _visible(sample.prompt)
-        # The end of a prompt says most about the completion.
+        # The end of a prompt matters most for the completion.
         prompt = prompt if len(prompt) <= width // 2 else "…" + prompt[-(width // 3) :]
         texts.append(Text.assemble(f"{reward:>6}  ", (f"{prompt} → ", "dim"), _visible(sample.completion)))
-    # Every block but the last leaves lines for the next ones.
+    # Every block but the last leaves lines for the next blocks.
     spare = height - len(head)
     blocks = [curves[: max(2, spare // 2)], phases[: max(1, spare // 4)], texts]
     lines = head + [line for block in blocks if block for line in (Text(), *block)]

@@ -1,4 +1,4 @@
-"""Messages as tokens of the tokenizer's chat template, and which of the tokens count in the loss."""
+"""Tokenise messages with the chat template, and mark the tokens that count in the loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRINTED_CHAT = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from)\1\s*:.*\}\
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer's chat template, and the tokens of messages that count in the loss."""
+    """A tokenizer's chat template, which renders and tokenises messages, and marks tokens that count in the loss."""
 
     tokenizer: Any
 
@@ -42,7 +42,7 @@ class Chat:
             )
 
     def render(self, name: str, messages: Sequence[Message], tools: Any, **how: Any) -> str:
-        """Return messages as text by the template; `name` is the row's name in errors."""
+        """Render messages as text with the template; `name` is the row's name in errors."""
         from jinja2.exceptions import TemplateError
 
         try:
@@ -91,11 +91,12 @@ class Chat:
         only_assistant: bool = False,
         left_out: Collection[int] = (),
     ) -> tuple[list[int], list[bool]]:
-        """Return all tokens, and which of them count in the loss.
+        """Return all tokens, and whether each of them counts in the loss.
 
-        All tokens count; or those after the first `num_prompt` messages; or those of the assistant, up to the end of
-        its turns. The template's ``{% generation %}`` marks the assistant's text; without it, the text that each of
-        the assistant's messages adds counts. Messages at the indices `left_out` never count.
+        By default all tokens count. With `num_prompt`, only tokens after the first `num_prompt` messages count; with
+        `only_assistant`, only the assistant's tokens, up to the end of each turn. The template's ``{% generation %}``
+        marks the assistant's text; without it, this is the text that each assistant message adds. Messages at the
+        indices `left_out` never count.
         """
         text = self.render(name, messages, tools)
         start = 0
@@ -138,10 +139,10 @@ class Chat:
         ]
 
     def _start(self, name: str, messages: Sequence[Message], index: int, tools: Any, text: str) -> int:
-        """Return where in `text` the model begins to write message `index`, of the assistant.
+        """Return the position in `text` at which the model begins to write message `index`, of the assistant.
 
-        This is after the generation prompt. If `text` does not contain that prompt (which may open a thought that the
-        message lacks), it is where this message begins to differ from another message in its place.
+        This is after the generation prompt. If `text` does not contain that prompt, it is the first difference from
+        the text with another message at this index. The prompt may open a thought that the message lacks.
         """
         prompt = text
         if index:  # Templates need a message.
@@ -155,7 +156,7 @@ class Chat:
         return len(os.path.commonprefix([text, other, prompt]))  # noqa: RUF071  It is a prefix of text.
 
     def _end(self, name: str, messages: Sequence[Message], num: int, tools: Any, text: str) -> int:
-        """Return where the first `num` messages end in `text`, after a check that it begins with them."""
+        """Return the end of the first `num` messages in `text`; raise DatasetError if `text` begins differently."""
         begin = self.render(name, messages[:num], tools) if num else ""
         if not text.startswith(begin):
             raise DatasetError(
@@ -195,7 +196,7 @@ class Chat:
 
 
 def chat_in(value: Any) -> Any:
-    """Return the messages in a value that is their JSON text or an object of lists; any other value unchanged.
+    """Return the messages in a JSON text or in an object of lists; return any other value unchanged.
 
     Raises:
         ValueError: A text looks like a printed list of messages, but is not JSON.
@@ -223,13 +224,13 @@ def chat_in(value: Any) -> Any:
 
 
 def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of first elements that two sequences share."""
+    """Return the length of the common beginning of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (mine, yours) in pairs if mine != yours), min(len(one), len(other)))
 
 
 def messages_of(name: str, value: Any) -> list[Message]:
-    """Return messages with their content as one text, or as parts beside images, and without keys that are null."""
+    """Return messages without null keys; their content is one text, or a list of parts if they have images."""
     if not isinstance(value, list) or not all(isinstance(given, dict) for given in value):
         raise DatasetError(
             f"{name} holds {str(value)[:60]!r}: it must be a list of messages. Remove the row, or choose another "
@@ -255,7 +256,7 @@ def messages_of(name: str, value: Any) -> list[Message]:
 
 
 def messages_behind(name: str, prompt: Sequence[Message], messages: list[Message]) -> list[Message]:
-    """Return the messages after the prompt's messages, which `messages` may repeat."""
+    """Return `messages`, without the prompt's messages if they begin with them."""
     if messages[: len(prompt)] == prompt:
         return messages[len(prompt) :]
     first = messages[0] if messages else {}

@@ -19,7 +19,7 @@ Read = TypeVar("Read")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 VARIABLES = "vectorlm_chat_template_kwargs"
-"""Attribute of a tokenizer: the variables of `with_template`."""
+"""Attribute of a tokenizer for the variables of `with_template`."""
 OWN_VARIABLES = {
     "messages",
     "tools",
@@ -28,7 +28,7 @@ OWN_VARIABLES = {
     "tokenize",
     "return_dict",
 }
-"""Names that a call of the template sets."""
+"""Variables that vectorlm sets itself when it calls the template."""
 
 SPOKEN = "(what-the-policy-wrote)"
 """Placeholder for the policy's turn when a template renders the replies."""
@@ -68,7 +68,7 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
 
 
 def with_template(tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]) -> Any:
-    """Return the tokenizer, which renders chats with the template in the file `chat_template` and with `variables`.
+    """Make the tokenizer render chats with the template in the file `chat_template` and with `variables`; return it.
 
     Raises:
         ConfigError: The file cannot be read, or the template does not read a variable.
@@ -101,7 +101,7 @@ class TextModelError(EngineError):
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> Any:
-    """Apply the tokenizer's chat template to `messages`; all of vectorlm's template calls are here.
+    """Apply the tokenizer's chat template to `messages`, with the variables of `with_template`.
 
     Raises:
         TextModelError: A message has images, and the model reads only text.
@@ -137,7 +137,7 @@ def marked_spans(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: A
 def _require_shown(
     messages: Sequence[Mapping[str, Any]], render: Callable[[Sequence[Mapping[str, Any]]], Any], shown: Any
 ) -> None:
-    """Raise `EngineError` if the template ignores messages of some role, so that `shown` does not depend on them."""
+    """Raise `EngineError` if the template ignores the messages of a role; `shown` is `render` of all messages."""
     roles = {message.get("role", "user") for message in messages if message.get("content")}
     # Some templates silently skip roles that they do not know, such as `developer` and `tool`.
     for role in sorted(roles - SHOWN_BY_ALL):
@@ -162,13 +162,12 @@ def plain_message(
 ) -> dict[str, Any]:
     """Convert a message from any of OpenAI's forms to the form that chat templates read.
 
-    Parts of text become one text; beside images they stay parts. Arguments of calls become objects, or JSON text
-    without `parses`. Keys that are null are removed, because tables give every message the keys of all others; nulls in
-    arguments stay.
+    Parts of text become one text, unless there are images. Arguments of calls become objects, or JSON text without
+    `parses`. Null keys are removed, because tables give every message the keys of all others; nulls in arguments stay.
 
     Raises:
         ValueError: The content is neither text nor parts of text and images, or a call's arguments are not JSON. With
-            `is_data`, arguments must be an object of JSON's own numbers; a policy may write others.
+            `is_data`, arguments must be an object without NaN and infinity; a policy may write other arguments.
     """
     found = {key: value for key, value in message.items() if value is not None}
     if "tool_calls" in found:
@@ -221,7 +220,7 @@ def _plain_calls(value: Any, parses: bool, is_data: bool) -> Any:
 
 
 def end_tokens(tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end an answer: the tokenizer's EOS, and those in the model's config."""
+    """Return the ids that end an answer: the tokenizer's EOS, and the EOS tokens in the model's config."""
     ends = [tokenizer.eos_token_id]
     # Like transformers and vLLM, read config.json only if there is no generation_config.json.
     for name in ("generation_config.json", "config.json"):
@@ -248,7 +247,7 @@ def decoded(value: Any) -> Any:
 
 
 def require_json(value: Any) -> None:
-    """Raise ValueError if a value holds a number that JSON lacks, such as infinity (from 1e400)."""
+    """Raise ValueError if a value contains a number that JSON lacks, such as infinity (from 1e400)."""
     try:
         json.dumps(value, allow_nan=False, default=str)
     except ValueError:
@@ -266,7 +265,7 @@ def tools_of(columns: Mapping[str, Any]) -> Any:
     """Return the list in a row's column ``tools``, which may be JSON text; None if there is none.
 
     Raises:
-        ValueError: It is not a list, not JSON, or holds a number that JSON lacks.
+        ValueError: It is not a list, not JSON, or contains a number that JSON lacks.
     """
     try:
         tools = decoded(columns.get("tools"))
@@ -279,7 +278,7 @@ def tools_of(columns: Mapping[str, Any]) -> Any:
 
 
 def asked(record: PromptRecord, own_tools: Sequence[Any] = ()) -> Any:
-    """Return the prompt for a model; for messages with the tools of their row and their environment."""
+    """Return the prompt to send to the engine; messages come with the tools of their row and `own_tools`."""
     if record.token_ids is not None:
         return record.token_ids
     tools = [*(tools_of(record.columns) or ()), *own_tools] if is_messages(record.prompt) else None
@@ -287,7 +286,7 @@ def asked(record: PromptRecord, own_tools: Sequence[Any] = ()) -> Any:
 
 
 def require_whole_characters(value: Any) -> None:
-    """Raise ValueError if a text or JSON value holds half a character, for example from a truncated JSON escape."""
+    """Raise ValueError if a text or JSON value contains a lone surrogate, for example from a truncated JSON escape."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     try:
         text.encode()
@@ -296,7 +295,7 @@ def require_whole_characters(value: Any) -> None:
 
 
 def escaped_halves(value: Any) -> Any:
-    """Return a text or JSON value with half characters written as escapes."""
+    """Return a text or JSON value with lone surrogates written as escapes."""
     if isinstance(value, str):
         escaped = value.encode(errors="backslashreplace").decode()
         return value if escaped == value else escaped  # A `Picture` keeps its content.
@@ -306,7 +305,7 @@ def escaped_halves(value: Any) -> Any:
 
 
 def is_messages(prompt: Any) -> bool:
-    """Return whether a prompt is chat messages."""
+    """Return whether a prompt is a list of chat messages."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
@@ -344,8 +343,8 @@ def chat_of(prompt: Any, text: str) -> list[Mapping[str, Any]] | None:
 def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     """Return the token ids of one prompt; `tokenizer` is called only for text and messages.
 
-    Text gets the tokenizer's special tokens, but no second BOS; messages get those of the template. If the last message
-    is the assistant's, the model continues it. Token ids of a chat with images are `PicturedIds`.
+    Text gets the tokenizer's special tokens, but no second BOS; messages get the template's special tokens. If the last
+    message is the assistant's, the model continues it. Token ids of a chat with images are `PicturedIds`.
     """
     prompt, tools = _opened(prompt)
     if isinstance(prompt, str):
@@ -367,7 +366,7 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
         )
         if not (pictures := images_of(prompt)):
             return token_ids
-        # The engine would put pictures in the places of others.
+        # Otherwise the engine would put pictures in the wrong places.
         if (count := token_ids.count(image_tokens_of(tokenizer()).placeholder)) != len(pictures):
             raise EngineError(
                 f"the chat has {len(pictures)} images, but the chat template writes {count} placeholders for them. Use "
@@ -389,7 +388,7 @@ def _opened(prompt: Any) -> tuple[Any, Any]:
 def _of_chat(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any, read: Callable[[Any], Read], **how: Any
 ) -> Read:
-    """Render a chat up to the policy's turn; return what `read` takes from the result of the template's call."""
+    """Render a chat up to the policy's turn; return the result of `read` for the template's output."""
     require_whole_characters(messages)
     continues = messages[-1]["role"] == "assistant"
     how |= {"add_generation_prompt": not continues, "continue_final_message": continues, "tools": tools}
@@ -402,15 +401,15 @@ def _of_chat(
 
 
 MAX_EXPANSION = 12
-"""Largest number of tokens for each byte of a text that is not ASCII: normalisation (NFKC) makes 33 bytes of 3."""
+"""Largest number of tokens per byte of a text that is not ASCII: normalisation (NFKC) turns 3 bytes into 33."""
 NUM_SPECIAL = 8
-"""Largest number of special tokens that a tokenizer puts around a text, and of spaces that it puts before it."""
+"""Largest number of special tokens that a tokenizer puts around a text, and of spaces that it puts before a text."""
 
 
 def length_bound(prompt: Any, tokenizer: Callable[[], Any]) -> int:
-    """Return a number of tokens that `encode` does not exceed, without encoding: it takes a tenth of the time.
+    """Return an upper bound for the number of tokens from `encode`, in a tenth of its time.
 
-    Raises as `encode` does for messages that the template refuses or leaves out.
+    Raises the errors of `encode` for messages that the template refuses or leaves out.
     """
     prompt, tools = _opened(prompt)
     if is_messages(prompt):
@@ -484,7 +483,7 @@ def encode_all(prompts: Sequence[Prompt], tokenizer: Callable[[], Any]) -> list[
 def encode_apart(tokenizer: Any, texts: Sequence[Sequence[str]]) -> Iterator[list[list[int]]]:
     """Yield the token ids of the pieces of each text; no token crosses the border of a piece.
 
-    A later piece is tokenised as the continuation of the one before: SentencePiece puts a space before a text only.
+    A later piece is tokenised as a continuation of the piece before, because SentencePiece puts a space before texts.
     """
 
     def ids_of(texts: list[str]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from vectorlm.errors import ConfigError
 
 HASH = "sha256"
 COLUMNS = ("images", "image")
-"""Columns of a row with the pictures of its chat: a list of them, and a single one."""
+"""Columns with the pictures of a row's chat: a list of pictures, or a single picture."""
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 MARK = "<image>"
 """Text that stands for the next picture of a row, in verl's datasets."""
@@ -60,11 +60,11 @@ class Picture(str):
 
     @property
     def is_held(self) -> bool:
-        """Whether the picture has its content, without a file."""
+        """Whether the picture's content is in memory."""
         return getattr(self, "_data", None) is not None
 
     def as_text(self) -> str:
-        """Return what `picture_of` makes this picture of again: its path, or a ``data:`` URL."""
+        """Return a text that `picture_of` can read: the picture's path, or a ``data:`` URL."""
         data = getattr(self, "_data", None)
         return str(self) if data is None else f"data:;base64,{base64.b64encode(data).decode()}"
 
@@ -72,7 +72,7 @@ class Picture(str):
         """Return a ``PIL.Image`` in RGB, with the orientation of its EXIF data applied.
 
         Raises:
-            ImageError: The file cannot be read, or is no image.
+            ImageError: The file cannot be read, or is not an image.
         """
         from PIL import Image, ImageOps
 
@@ -93,7 +93,7 @@ def picture_of(value: Any) -> Picture:
     """Return the picture in a path, a ``file://`` or ``data:`` URL, bytes, a ``PIL.Image`` or a mapping of `datasets`.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The value is none of these, or a URL on the network.
     """
     if isinstance(value, Picture):
         return value
@@ -128,7 +128,7 @@ def picture_of(value: Any) -> Picture:
 
 
 def looks_like_image(value: Any) -> bool:
-    """Return whether the value of a column is an image or the path of an image, judged without a look at files."""
+    """Return whether the value of a column is an image or looks like the path of an image; no file is opened."""
     if isinstance(value, list | tuple):
         return bool(value) and looks_like_image(value[0])
     if isinstance(value, str | Path):
@@ -142,7 +142,7 @@ def is_image(part: Any) -> bool:
 
 
 def plain_image(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an image part as ``{"type": "image", "image": Picture}``, without `image` if it names none.
+    """Return an image part as ``{"type": "image", "image": Picture}``, without `image` if the part names no image.
 
     Raises:
         ValueError: See `picture_of`.
@@ -187,8 +187,8 @@ def column_images(row: Mapping[str, Any]) -> list[Any]:
 def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
     """Return a chat whose image parts hold the pictures of a row's column `images`, in order.
 
-    Without image parts, ``<image>`` in a text is the next picture, as in verl. Without that too, all pictures come
-    before the text of the first message of the user, as in TRL.
+    Without image parts, ``<image>`` in a text is the next picture, as in verl. Without image parts and ``<image>``, all
+    pictures come before the text of the user's first message, as in TRL.
 
     Raises:
         ValueError: There are more or fewer empty image parts than pictures.
@@ -253,7 +253,7 @@ def _with_marks_as_parts(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def with_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose pictures hold their content, because whoever sent them may overwrite the files.
+    """Return messages whose pictures hold their content, because their sender may overwrite the files.
 
     Raises:
         ValueError: A picture cannot be read.
@@ -268,7 +268,7 @@ def with_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_parts(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """Return copies of messages with every part of their contents changed."""
+    """Return copies of messages, with `change` applied to every part of their contents."""
     return [
         {**message, "content": list(map(change, message["content"]))}
         if isinstance(message.get("content"), list)
@@ -278,7 +278,7 @@ def _with_parts(messages: Sequence[Mapping[str, Any]], change: Callable[[Any], A
 
 
 def with_paths(value: Any, folder: Path) -> Any:
-    """Return a JSON value whose pictures without a path are written to `folder`, and named by their files."""
+    """Write the pictures without a path to `folder`; return the JSON value with the paths of their files."""
     if isinstance(value, Picture):
         path = folder / value.removeprefix(f"{HASH}:")
         if not value.startswith(f"{HASH}:"):
@@ -321,11 +321,11 @@ class PlacedPicture:
 
     picture: Picture
     start: int
-    """The row's first token of the picture."""
+    """Index of the picture's first token in the row."""
 
 
 class ImageTokens:
-    """The tokens of pictures, by transformers' processor of the model; no code here knows the model.
+    """The tokens of pictures, from the model's processor in transformers; no code here depends on the model.
 
     On the way to the engine a picture is one placeholder token, which vLLM expands. `expand` does the same for the
     trainer.
@@ -345,14 +345,14 @@ class ImageTokens:
         """The token whose embeddings a picture's features replace."""
         other = getattr(processor, "video_token_id", None)
         self.reserved = {self.placeholder, self.image_token} | ({other} if isinstance(other, int) else set())
-        """Tokens that a model's forward pass takes for pictures, also where the policy has sampled them."""
+        """Tokens that a model's forward pass treats as pictures, even if the policy has sampled them."""
 
     def save(self, folder: str | Path) -> None:
         """Write the processor's files into a model's folder."""
         self._processor.save_pretrained(folder)
 
     def processed(self, images: Sequence[Any], text: str | None = None) -> Mapping[str, Any]:
-        """Return what the processor makes of some ``PIL.Image`` in one text; by default the text of placeholders."""
+        """Return the processor's output for a list of ``PIL.Image`` and a text; by default, a text of placeholders."""
         text = self._text * len(images) if text is None else text
         found: Mapping[str, Any] = self._processor(
             text=[text], images=[list(images)], add_special_tokens=False, return_tensors="pt"
@@ -364,7 +364,7 @@ class ImageTokens:
 
         def ids_of(content: Any) -> list[int]:
             chat = [{"role": "user", "content": content}]
-            # SmolVLM's processor would warn of an argument of its own.
+            # SmolVLM's processor itself would warn about one of its arguments.
             tokenizer, template = self._processor.tokenizer, self._processor.chat_template
             text = tokenizer.apply_chat_template(chat, tokenize=False, chat_template=template)
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -377,7 +377,7 @@ class ImageTokens:
             try:
                 found = self.processed([blank], written)["input_ids"][0].tolist()
             except Exception:
-                # No image replaces a token beside the placeholder, such as the start of vision.
+                # The token is not the placeholder, but next to it, such as the start of vision.
                 continue
             if found != [token]:
                 return token, written
@@ -404,7 +404,7 @@ class ImageTokens:
     def pieces(
         self, token_ids: Iterable[int], pictures: Iterable[Picture]
     ) -> Iterator[tuple[list[int], Picture | None]]:
-        """Yield the tokens that take the place of each token, and the picture that they show, if they show one.
+        """Yield the tokens that replace each token, and the picture that they show, or None.
 
         Raises the errors of `expand`.
         """
@@ -421,7 +421,7 @@ class ImageTokens:
             raise ValueError("a prompt has fewer placeholders of images than images")
 
     def length(self, token_ids: Sequence[int], pictures: Iterable[Picture]) -> int:
-        """Return the tokens of a prompt in the engine, whatever else in `token_ids` looks like a placeholder.
+        """Return the number of a prompt's tokens in the engine; other tokens may look like placeholders.
 
         Raises:
             ValueError: A picture cannot be read.
@@ -437,11 +437,11 @@ class ImageTokens:
 
 
 IMAGE_TOKENS = "vectorlm_image_tokens"
-"""Attribute of a tokenizer: its model's `ImageTokens`."""
+"""Attribute of a tokenizer for its model's `ImageTokens`."""
 
 
 def takes_images(tokenizer: Any) -> bool:
-    """Return whether the model of a tokenizer has an image processor beside it."""
+    """Return whether the folder of a tokenizer's model has an image processor."""
     from transformers.utils import cached_file
 
     options = {
@@ -454,7 +454,7 @@ def takes_images(tokenizer: Any) -> bool:
 
 
 def image_tokens_of(tokenizer: Any) -> ImageTokens:
-    """Return the `ImageTokens` of a tokenizer's model, made once.
+    """Return the `ImageTokens` of a tokenizer's model, which the tokenizer caches.
 
     Raises:
         ConfigError: The processor cannot be read, for example because a package is missing.

@@ -30,14 +30,14 @@ FILLER_ID = -1
 
 @dataclass(frozen=True)
 class Collator:
-    """Settings for padding rows to a batch."""
+    """A collator that pads rows to a batch."""
 
     pad_token_id: int
     """Value of `input_ids` in the padding."""
     ignore_index: int
     """Label of tokens outside the loss."""
     max_seq_len: int
-    """Rows are cut off after this many tokens."""
+    """Largest number of tokens of a row; the rest is cut off."""
 
     def collate(self, rows: Sequence[Mapping[str, Any]], num_rows: int) -> Batch:
         """Pad `rows` on the right to the longest of them, then add filler rows up to `num_rows`.
@@ -61,7 +61,7 @@ class Collator:
         )
 
     def _images(self, row: Mapping[str, Any], input_ids: torch.Tensor) -> list[PlacedPicture]:
-        """Return the pictures of a row; raise if a row that holds some was cut."""
+        """Return the pictures of a row; raise DatasetError if a row with pictures was cut."""
         pairs = zip(row.get("images") or (), row.get("image_starts") or (), strict=True)
         placed = [PlacedPicture(picture_of(image), start) for image, start in pairs]
         if placed and len(input_ids) < len(row["input_ids"]):
@@ -81,7 +81,7 @@ class Collator:
             text_ids = [text for text, length in enumerate(lengths) for _ in range(length)]
             columns = [torch.tensor(column, dtype=torch.int64) for column in (input_ids, labels, text_ids)]
             is_kept = torch.tensor(mask, dtype=torch.bool)
-        # A null or a text in a list, or a number over int64.
+        # A list contains a null, a text or a number over int64.
         except (TypeError, ValueError, RuntimeError) as error:
             raise DatasetError(
                 f"row {row['id']} of the dataset must hold lists of integers ({error}). Preprocess the dataset again."
@@ -107,12 +107,12 @@ class Collator:
 
 @dataclass(eq=False)
 class StepLoader:
-    """Splits each epoch into optimizer steps, and each step into this rank's micro-batches.
+    """A loader that splits each epoch into optimizer steps, and each step into this rank's micro-batches.
 
     The rows of a step depend only on the seed, the epoch and the global batch size
-    ``num_data_shares * micro_batch_size * num_micro_batches``, not on how that product is split. Each epoch has each
-    row exactly once. Filler rows, which count in no loss, complete a short last step, so that all ranks make the same
-    number of forward passes. There is no state to save: the loader can start at any step of any epoch.
+    ``num_data_shares * micro_batch_size * num_micro_batches``, not on how that product is split. Each epoch has every
+    row exactly once. Filler rows, which do not count in the loss, complete a short last step, because all ranks must
+    make the same number of forward passes. There is no state to save: the loader can start at any step of any epoch.
 
     Raises:
         ValueError: The dataset lacks a column.
@@ -129,9 +129,9 @@ class StepLoader:
     num_micro_batches: int = 1
     """Forward passes of one rank per optimizer step."""
     seed: int
-    """Determines the order of the rows, with the epoch; at least 0."""
+    """Seed of the order of the rows, together with the epoch; at least 0."""
     shuffle: bool
-    """False keeps the order of the dataset."""
+    """Whether to shuffle the rows in every epoch; False keeps the order of the dataset."""
     references: torch.Tensor | None = None
     """float32 [rows of the dataset, 2], the `references` of batches; None if a loss needs none."""
 
@@ -178,7 +178,7 @@ class StepLoader:
         size = self.micro_batch_size
         for step in range(start_step, len(self)):
             start = step * self.global_batch_size
-            # Every num_data_shares-th row, so that ranks share a short last step about equally.
+            # Every num_data_shares-th row, because ranks then share a short last step about equally.
             rows = order[start : start + self.global_batch_size]
             mine = rows[self.topology.data_share :: self.topology.num_data_shares]
             starts = range(0, size * self.num_micro_batches, size)
@@ -203,7 +203,7 @@ class StepLoader:
 
 
 def load_dataset(path: str | Path, tokenizer: Any = None) -> Dataset:
-    """Load a dataset of preprocessing (or of ``datasets.Dataset.save_to_disk``), to train with `tokenizer`.
+    """Load a preprocessed dataset (or a folder of ``save_to_disk``), and compare its vocabulary with `tokenizer`.
 
     Raises:
         DatasetError: The folder does not exist or does not hold a single dataset, or the dataset was made with another

@@ -27,18 +27,18 @@ VALUES = {"pairs": "margin", "labels": "label", "steps": "labels"}
 
 @dataclass(frozen=True)
 class TokenisedText:
-    """Tokens, and which of them count in the loss."""
+    """The tokens of a text, and whether each of them counts in the loss."""
 
     input_ids: list[int]
     counted: list[bool]
     seq_lengths: Sequence[int] = ()
-    """Tokens of each text in a packed row."""
+    """Number of tokens of each text in a packed row."""
     value: float = 0.0
-    """The margin of a pair, or whether a completion is good."""
+    """The margin of a pair, 1 or 0 for a good or bad completion, or the number of steps."""
     step_labels: Sequence[bool] = ()
     """Whether each step is right; the last token of a step counts."""
     images: tuple[tuple[str, int], ...] = ()
-    """The path or ``data:`` URL of each image, and the first of its tokens."""
+    """The path or ``data:`` URL of each image, and the index of its first token."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -53,7 +53,7 @@ class TokenisedText:
         return TokenisedText(self.input_ids[where], self.counted[where], images=images)
 
     def moved(self, by: int) -> tuple[tuple[str, int], ...]:
-        """Return the images with places after so many more tokens."""
+        """Return the images with `by` added to the indices of their first tokens."""
         return tuple((image, start + by) for image, start in self.images)
 
     def labels(self, ignore_index: int) -> list[int]:
@@ -77,7 +77,7 @@ class Frame:
     """
 
     max_seq_len: int
-    """Most tokens of a packed or truncated row."""
+    """Largest number of tokens of a packed or truncated row."""
     bos_token_id: int | None = None
     """First token of each row; None for no token."""
     eos_token_id: int | None = None
@@ -99,7 +99,7 @@ class Frame:
 
     @property
     def opening(self) -> TokenisedText:
-        """The tokens before each row."""
+        """The tokens at the beginning of each row."""
         return NOTHING if self.bos_token_id is None else TokenisedText([self.bos_token_id], [False])
 
     @property
@@ -138,8 +138,8 @@ def pack_texts(
 ) -> Iterator[TokenisedText]:
     """Cut texts into chunks of at most `frame.max_seq_len` tokens; `summary` counts the cuts within texts.
 
-    ``partial`` cuts each text by itself, so that its last chunk may be short. ``full`` joins all texts, with EOS
-    between them, so that only the very last chunk may be short. No token counts in the loss twice.
+    ``partial`` cuts each text by itself; its last chunk may be short. ``full`` joins all texts, with EOS between them;
+    only the very last chunk may be short. No token counts in the loss twice.
     """
     waiting = _Stretch(NOTHING, [], 0)
     for text in filter(len, texts):
@@ -160,7 +160,7 @@ class _Stretch:
     ends: list[bool]
     """Whether a token is the last one of a text."""
     num_repeated: int
-    """Number of first tokens that the previous chunk has too."""
+    """Number of tokens at the beginning that repeat the end of the previous chunk."""
 
 
 def _cut(
@@ -169,7 +169,7 @@ def _cut(
     """Cut off all complete chunks, or everything if nothing follows; return the chunks and the rest."""
     rows = []
     start, fresh, length = 0, stretch.num_repeated, len(stretch.text)
-    # A chunk waits for the token behind it, which may be the EOS that belongs to the chunk.
+    # A chunk waits for the next token, which may be the EOS that belongs to the chunk.
     while fresh < length and (is_last or start + frame.capacity < length):
         end = min(start + frame.capacity, length)
         if end < length and stretch.ends[end] and frame.ending:
@@ -228,7 +228,7 @@ def join(texts: Sequence[TokenisedText]) -> TokenisedText:
 
 
 def value_of(name: str, row: Mapping[str, Any], examples: str) -> float:
-    """Return the value of a row: a pair's margin (default 0), 1 or 0 for a good or bad completion, the number of steps.
+    """Return a row's value: a pair's margin (default 0), 1 or 0 for a good or bad completion, or the number of steps.
 
     Raises:
         DatasetError: The value is missing, has a wrong type, or steps and labels differ in number.
@@ -263,8 +263,8 @@ def rows_of_two(
 ) -> Iterator[TokenisedText]:
     """Yield rows of two texts, each with its own BOS and EOS; `overlong` decides about texts over `max_seq_len`.
 
-    A pair has the texts chosen and rejected. A labelled completion has its own text, and its prompt with the completion
-    of the next row that has another prompt, from which KTO estimates a KL divergence.
+    The texts of a pair are chosen and rejected. The first text of a labelled completion is its own. The second is its
+    prompt with the completion of the next row that has another prompt; KTO estimates a KL divergence from it.
     """
     last_prompt = stranger = None
     for row in rows:

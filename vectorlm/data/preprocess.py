@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 _TOKENS_PER_WRITE = 2**18
 MAX_NAMED = 5
-"""Most unread files to name; a folder may hold thousands of pictures."""
+"""Largest number of unread files to name; a folder may contain thousands of pictures."""
 _OWN_FILES = ("*.arrow", "state.json", "dataset_info.json")
-"""Files of `save_to_disk`, and caches that datasets puts beside them."""
+"""Files of `save_to_disk`, and caches that the library datasets puts next to them."""
 
 
 def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -> Summary:
     """Make rows of `input_ids`, `labels`, `attention_mask`, `id` and `seq_lengths`, and save them at `save_path`.
 
     Memory does not grow with the dataset, except for about 100 bytes per text with `best_fit`: intermediate rows are in
-    a temporary folder beside `save_path`. The rows appear at `save_path` once they are complete.
+    a temporary folder next to `save_path`. The rows appear at `save_path` once they are complete.
 
     Args:
         settings: The source of the texts, and the rules for packing, special tokens and the loss.
         tokenizer: A transformers tokenizer.
-        max_seq_len: Most tokens of a packed or truncated row.
+        max_seq_len: Largest number of tokens of a packed or truncated row.
 
     Returns:
         Counts of the rows.
@@ -57,7 +57,7 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
     Raises:
         DatasetError: There is nothing to read, a row cannot be read (it is named), or no row is left.
         ConfigError: A setting has no effect or does not fit, the tokenizer lacks a token or a chat template,
-            `save_path` holds other files than a dataset, or the package datasets is missing.
+            `save_path` contains files that are not a dataset's, or the package datasets is missing.
     """
     if not is_installed("datasets"):
         raise ConfigError("preprocessing needs the package datasets. Run `pip install datasets`.")
@@ -128,7 +128,7 @@ def _bars_in_terminals() -> Iterator[None]:
 
 
 def _require_replaceable(path: Path, settings: PreprocessSettings) -> None:
-    """Refuse to replace anything but a dataset."""
+    """Raise ConfigError if `path` is anything but a dataset, which the new one replaces."""
     if path == Path(settings.load_path).resolve():
         raise ConfigError(
             f"dataset_preprocess.save_path={settings.save_path!r} must differ from load_path, whose texts it would "
@@ -185,7 +185,7 @@ def _best_fit(chunks: Iterable[TokenisedText], max_seq_len: int, scratch: Path) 
 def _save(
     rows: Iterable[TokenisedText], summary: Summary, scratch: Path, value: str | None, *, has_images: bool
 ) -> None:
-    """Save and count the rows; `value` is the name of the column for their values, None for none."""
+    """Save and count the rows; `value` is the column for their values, None if they have no values."""
     from datasets import Features, Sequence, Value
 
     def columns() -> Iterator[dict[str, Any]]:

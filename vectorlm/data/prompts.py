@@ -51,7 +51,7 @@ RULE = f"every line must be a JSON object with a {PROMPT}."
 KEYS = {"prompt", "prompt_token_ids", "tools"}
 """Keys of a prompt that is a mapping: the keys of vLLM's ``TextPrompt`` and ``TokensPrompt``, and `tools`."""
 MAX_BYTES_IN_MEMORY = 2**28
-"""Larger sources stay on the disk, and a row is read when it is needed."""
+"""Size of the largest source to keep in memory; rows of larger sources are read from the disk when needed."""
 
 
 class LazyPrompts(Sequence[PromptRecord]):
@@ -83,7 +83,7 @@ def read_prompts(
 ) -> Sequence[PromptRecord]:
     """Return prompts from a list, or from rows with a ``prompt`` and any other columns.
 
-    A source over `MAX_BYTES_IN_MEMORY` stays on the disk. All rows are checked once.
+    A source over `MAX_BYTES_IN_MEMORY` is not kept in memory. All rows are checked once.
 
     Args:
         source: Prompts; the path of a JSONL file, a Parquet file (``.parquet``) or a folder of
@@ -233,7 +233,7 @@ def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _VERL_COLUMNS = {"reward_model": ("ground_truth",), "extra_info": ("tools_kwargs", "interaction_kwargs")}
-"""By column of verl's datasets: the keys inside it that are columns here."""
+"""Columns of verl's datasets, with the keys inside them that become columns of the prompt."""
 
 
 def _prompt_record_of(columns: Any) -> PromptRecord:
@@ -273,13 +273,15 @@ def check_lengths(
     vocab_size: float = math.inf,
     tools: Sequence[Any] = (),
 ) -> None:
-    """Check the prompts of `setting`, with the `tools` of their environment; encode only those that may be too long.
+    """Check that the prompts of `setting` have at most `room` tokens; encode only prompts that may be longer.
+
+    `tools` are the tools of the prompts' environment.
 
     Raises:
         ConfigError: The tokenizer has no chat template, or the template refuses the messages.
-        DatasetError: A prompt is longer than `room`, or holds a token beyond `vocab_size`.
+        DatasetError: A prompt is longer than `room`, or contains a token beyond `vocab_size`.
     """
-    # Not its length: the numbers of tokens may have gaps.
+    # Not the length of the vocabulary, because token ids may have gaps.
     may_be_beyond = max(tokenizer.get_vocab().values(), default=0) >= vocab_size
     for index, record in enumerate(prompt_records):
         prompt = asked(record, tools)
@@ -303,7 +305,7 @@ def check_lengths(
 def longest_prompt(
     prompt_records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, setting: str
 ) -> int:
-    """Return the tokens of the longest prompt of `setting`; raises `ConfigError` as `check_lengths` does."""
+    """Return the length of the longest prompt of `setting`, in tokens; raises `ConfigError` as `check_lengths` does."""
     return max(
         (len(_encoded(record, index, tokenizer, setting, ())) for index, record in enumerate(prompt_records)),
         default=0,
@@ -335,7 +337,7 @@ def _bound(
 def _with_advice(
     work: Callable[[], Found], index: int, tokenizer: PreTrainedTokenizerBase, setting: str
 ) -> Found:
-    """Return what `work` returns; let its error name the prompt."""
+    """Return the result of `work`; raise its errors with the index of the prompt."""
     try:
         return work()
     except ImageError as error:
@@ -360,7 +362,7 @@ def fit_prompts(
     overlong: Overlong,
     tools: Sequence[Any] = (),
 ) -> tuple[Sequence[PromptRecord], str]:
-    """Drop prompts longer than `room`, or cut their beginnings off; return the prompts, and a note ("" if all fit).
+    """Drop prompts of more than `room` tokens, or cut their beginnings off; return prompts and a note ("" if all fit).
 
     Raises:
         ConfigError: See `check_lengths`.
@@ -434,13 +436,13 @@ def as_list(prompts: Sequence[Prompt] | str) -> list[Prompt]:
 
 
 def _is_prompt(prompt: Any) -> bool:
-    """Check the first element only, because prompts may be long."""
+    """Return whether a value is a prompt; only its first element is checked, because prompts may be long."""
     if isinstance(prompt, str):
         return True
     if isinstance(prompt, Mapping):
         return bool(prompt) and prompt.keys() <= KEYS
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        # Arrays and tensors of token ids are no `Sequence`.
+        # Arrays and tensors of token ids are not a `Sequence`.
         return hasattr(prompt, "tolist") and hasattr(prompt, "__len__") and getattr(prompt, "ndim", 1) == 1
     if not len(prompt):
         return True

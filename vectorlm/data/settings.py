@@ -20,7 +20,7 @@ EvaluationFolders = Annotated[
 
 
 Overlong = Literal["error", "drop", "truncate_left"]
-"""Fate of a prompt that leaves no room for `max_tokens`."""
+"""Treatment of a prompt that leaves no room for `max_tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +66,9 @@ class PreprocessSettings:
     ignore_index: Label = -100
     """Label of tokens outside the loss; must equal `dataset.ignore_index`."""
     dataset_format: str = "hf"
-    """Not read; accepted so that existing files load."""
+    """Not read; accepted because existing files have it."""
     dataset_type: str | None = None
-    """Not read; accepted so that existing files load."""
+    """Not read; accepted because existing files have it."""
     packing_type: Literal["full", "partial", "best_fit"] | None = None
     """How texts fill rows: `full` joins all texts and cuts them into rows of `max_seq_len`; `partial` cuts each long
     text by itself; `best_fit` packs whole texts to minimise unused space (longer texts are cut first). The texts of a
@@ -76,13 +76,13 @@ class PreprocessSettings:
     overlap: NonNegativeInt = 0
     """Tokens that each chunk repeats from the previous chunk when packing; they count in the loss only once."""
     add_bos_eos_tokens: bool = True
-    """Put the tokenizer's BOS and EOS around each text, or around each chunk when packing (an EOS in the middle of a
-    text does not count in the loss). Messages get the tokens of their chat template instead."""
+    """Put the tokenizer's BOS and EOS around each text, or around each chunk when packing. An EOS in the middle of a
+    text does not count in the loss. Messages get the tokens of their chat template instead."""
     from_disk: bool = True
-    """Not read, because `load_path` decides; accepted so that existing files load."""
+    """Not read, because `load_path` decides; accepted because existing files have it."""
     seperator: str | None = None
-    """Text up to and including the first separator does not count in the loss; rows without it are skipped.
-    May also be written `separator`."""
+    """Text up to and including the first separator does not count in the loss; rows without it are skipped. null counts
+    the whole text. May also be written `separator`."""
     assistant_only_loss: bool = False
     """For messages, count only the assistant's text in the loss, including the end of its turn."""
     split: str | None = None
@@ -94,10 +94,10 @@ class PreprocessSettings:
     """Truncate texts at `max_seq_len` tokens, without packing or with `best_fit`. A truncated text ends in EOS, but
     messages do not."""
     overlong_prompts: Annotated[Overlong, ReadIf("dataset_preprocess.examples", ("pairs", "labels"))] = "drop"
-    """How to treat preference data over `max_seq_len`: stop (`error`), leave the row out (`drop`), or cut the beginning
+    """Treatment of preference data over `max_seq_len`: stop (`error`), leave the row out (`drop`), or cut the beginning
     of its prompt off (`truncate_left`)."""
     pre_pend: str | None = None
-    """Text put before each example."""
+    """Text put before each example; null puts none."""
     num_proc: PositiveInt = 1
     """Number of processes for tokenising."""
 
@@ -107,7 +107,8 @@ class ChatSettings:
     """Settings for the model's chat template."""
 
     chat_template: PathText | None = None
-    """File with a chat template (Jinja) that replaces the tokenizer's, also in `final-model`."""
+    """File with a chat template (Jinja) that replaces the tokenizer's, also in `final-model`; null keeps the
+    tokenizer's."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template for all chats: prompts, datasets, evaluations and requests of agents. For example
     `{enable_thinking: false}` for Qwen3."""
@@ -119,25 +120,26 @@ PLAIN_CHAT = ChatSettings()
 
 @dataclass(frozen=True, kw_only=True)
 class CurriculumSettings:
-    """Levels of difficulty that follow the mean score; all attributes of the task's curriculum have the same level."""
+    """Settings for levels of difficulty that follow the mean score. All attributes of the task's curriculum have the
+    same level."""
 
     rise_above: UnitInterval = 0.8
     """Mean score at or above which the next level begins."""
     fall_below: UnitInterval = 0.2
     """Mean score at or below which the previous level returns."""
     num_groups: PositiveInt = 32
-    """Number of groups, the newest of the level, whose scores are averaged. The level cannot change before it has this
-    many."""
+    """Number of groups whose scores are averaged: the newest groups of the level. The level cannot change before it has
+    this many groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings:
-    """A source of prompts in full: rows from `path`, or tasks of `reasoning_gym` or `verifiers`."""
+    """Settings for a source of prompts: rows from `path`, or tasks of `reasoning_gym` or `verifiers`."""
 
     path: PathText | None = None
     """JSONL or Parquet file, folder of `Dataset.save_to_disk`, or name of a dataset on the hub."""
     split: Text | None = None
-    """With `path`, which rows of a dataset: `train`, or an expression such as `train[:1000]`."""
+    """Rows of the dataset at `path`: `train`, or an expression such as `train[:1000]`; null takes the only split."""
     hub_config: Text | None = None
     """Configuration of a dataset on the hub, for one that has several."""
     reasoning_gym: Text | None = None
@@ -148,16 +150,16 @@ class PromptSettings:
     """The task's own settings. For `composite`: the list `datasets` with `name`, `weight` and `config` of each task.
     For `verifiers`: the keys of its `[env]` section (`taskset`, `agent`), and `select`."""
     size: PositiveInt | None = None
-    """Number of the task's items; null means 10,000 to train on, and 100 held-out ones."""
+    """Number of the task's items; null means 10,000 items to train on, and 100 held-out items."""
     seed: NonNegativeInt | None = None
-    """Item i is made with seed + i; null means 0 to train on, and 1,073,741,824 for held-out ones."""
+    """Item i is made with seed + i; null means 0 for items to train on, and 1,073,741,824 for held-out items."""
     level: NonNegativeInt | None = None
     """Difficulty of the items by the task's curriculum, from 0; null means its defaults, or 0 with `curriculum`."""
     curriculum: CurriculumSettings | None = None
-    """How the difficulty follows the scores, from `level` on; null keeps it."""
+    """Rules by which the difficulty follows the scores, from `level` on; null keeps the difficulty."""
     system_prompt: Text | None = None
-    """System message before each question: a text, or the name of one of reasoning-gym's (`default` asks for the answer
-    between `<answer>` tags)."""
+    """System message before each question: a text, or the name of a system prompt of reasoning-gym (`default` asks for
+    the answer between `<answer>` tags); null adds none."""
     form: Literal["chat", "text"] = "chat"
     """Whether a question is a chat message or a text."""
 

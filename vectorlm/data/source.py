@@ -45,10 +45,10 @@ class Source:
 
     dataset: Dataset
     lines: str | None = None
-    """For rows from files: the form of the column `line` (`text` or `jsonl`), beside the columns `file` and `number`.
-    None if the dataset has the columns of the rows."""
+    """For rows from files: the form of the column `line` (`text` or `jsonl`); the other columns are `file` and
+    `number`. None if the dataset has the columns of the rows."""
     unread: Sequence[str] = ()
-    """Files at `load_path` with another suffix than those in `FORMS`."""
+    """Files at `load_path` whose suffix is not in `FORMS`."""
 
     def rows(self, batch: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> Iterator[tuple[str, Any]]:
         """Yield each row's name for errors and its columns; None for an empty line.
@@ -119,7 +119,7 @@ def open_source(settings: PreprocessSettings, scratch: Path) -> Source:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a missing path could be a name on the hub: `name` or `owner/name`, without a folder `owner`."""
+    """Return whether a missing path could be a name on the hub: `name` or `owner/name`, if no folder is `owner`."""
     owner, _, name = path.rpartition("/")
     is_plain = not path.startswith((".", "~", "/")) and "/" not in owner and Path(name).suffix not in FORMS
     return is_plain and not (owner and Path(owner).is_dir())
@@ -148,7 +148,7 @@ def load_saved(folder: Path, name: str) -> Dataset | DatasetDict:
     """Load a folder of ``save_to_disk``; `name` is its name in errors.
 
     Raises:
-        DatasetError: It cannot be read.
+        DatasetError: The folder cannot be read.
     """
     import pyarrow
     from datasets import load_from_disk
@@ -179,7 +179,7 @@ def _files(path: str) -> tuple[dict[str, list[str]], list[str]]:
     pattern = os.path.join(escape(path), "**") if folder.exists() else path
     found = sorted({name for name in glob(pattern, recursive=True) if Path(name).is_file()})
     saved = {os.path.dirname(name) for name in found if os.path.basename(name) in SAVED}
-    # Skip datasets that `vectorlm preprocess` has saved beside the texts.
+    # Skip datasets that `vectorlm preprocess` has saved next to the texts.
     found = [name for name in found if saved.isdisjoint(map(str, Path(name).parents))]
     known = [name for name in found if _suffix(name) in FORMS]
     splits = _splits_of_names(known, path) if folder.exists() else {"train": known}
@@ -197,7 +197,7 @@ def _splits_of_names(files: Sequence[str], path: str) -> dict[str, list[str]]:
     if not files:
         return {}
     with TemporaryDirectory(prefix="vectorlm-names-") as names:
-        # Empty files with these names, because datasets takes [ ] * ? and :: in paths for patterns.
+        # Empty files with plain names, because datasets reads [ ] * ? and :: in paths as patterns.
         originals = {}
         for index, name in enumerate(files):
             relative = re.sub(r"[^\w./-]", "-", os.path.relpath(name, path))
@@ -318,7 +318,7 @@ def _naming(place: str) -> Iterator[None]:
 def write_rows(
     rows: Iterator[dict[str, Any]], features: Any, path: Path, rows_per_write: int = 1000
 ) -> Dataset:
-    """Write rows to an Arrow file and map it into memory; at most `rows_per_write` rows are in memory at once."""
+    """Write rows to an Arrow file and map it into memory; at most `rows_per_write` rows are in memory at a time."""
     from datasets import Dataset
     from datasets.arrow_writer import ArrowWriter
 
@@ -334,7 +334,7 @@ def _read_parquet(files: dict[str, list[str]], path: str, scratch: Path) -> Mapp
     from datasets.exceptions import DatasetGenerationError
 
     with TemporaryDirectory(prefix="vectorlm-names-") as names:
-        # Links with plain names, because datasets takes some characters for patterns.
+        # Links with plain names, because datasets reads some characters as patterns.
         links: dict[str, list[str]] = {split: [] for split in files}
         for split, name in ((split, name) for split, some in files.items() for name in some):
             link = Path(names, f"{split}-{len(links[split])}.parquet")

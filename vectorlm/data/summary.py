@@ -25,7 +25,7 @@ _KEY = "vectorlm"
 """Key of the summary in a dataset's description."""
 
 Rows = dict[str, tuple[int, str]]
-"""By reason: the number of rows, and the name of the first."""
+"""The number of rows and the name of the first row, by reason."""
 
 
 def steps_per_epoch(num_rows: int, rows_per_step: int) -> int:
@@ -35,10 +35,10 @@ def steps_per_epoch(num_rows: int, rows_per_step: int) -> int:
 
 @dataclass
 class Summary:
-    """Counts of the rows that come in, are skipped, are cut, and go out."""
+    """Counts of the rows that were read, skipped, cut and written."""
 
     max_seq_len: int
-    """Tokens of a row that training reads."""
+    """Largest number of tokens of a row that training reads."""
     ignore_index: int
     rows_in: int = 0
     """Rows of the source, including skipped rows; 0 if the dataset was not made by preprocessing."""
@@ -81,7 +81,7 @@ class Summary:
     tokenizer: str = ""
     """Folder or name of the tokenizer; empty if unknown."""
     vocabulary: str = ""
-    """`vocabulary_of` the tokenizer; empty if unknown."""
+    """Digest of the tokenizer's vocabulary (`vocabulary_of`); empty if unknown."""
 
     @classmethod
     def read(cls, dataset: Dataset) -> Summary | None:
@@ -98,7 +98,7 @@ class Summary:
 
     @classmethod
     def of(cls, dataset: Dataset, max_seq_len: int, ignore_index: int) -> Summary:
-        """Return the saved summary of `dataset`, with new counts if it was made for other lengths or labels."""
+        """Return the saved summary of `dataset`; count again if it was made for another length or ignore index."""
         found = cls.read(dataset) or cls(max_seq_len, ignore_index)
         is_other = (found.rows_out, found.ignore_index) != (len(dataset), ignore_index)
         cuts_other = max_seq_len != found.max_seq_len and found.longest > min(max_seq_len, found.max_seq_len)

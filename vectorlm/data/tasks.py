@@ -18,11 +18,11 @@ from vectorlm.types import PromptRecord
 COMPOSITE = "composite"
 TRAIN_SIZE, HELD_OUT_SIZE = 10_000, 100
 HELD_OUT_SEED = 2**30
-"""Far from the training seeds: item i is made with seed + i."""
+"""Default seed of held-out items; far from the training seeds, because item i is made with seed + i."""
 NUM_SAMPLED = 8
-"""Items that are checked before a run starts."""
+"""Number of items that are checked before a run starts."""
 BY_HASH = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
-"""Tasks (0.1.25) whose items depend on the order of sets, which needs PYTHONHASHSEED to agree between processes."""
+"""Tasks of reasoning-gym 0.1.25 whose items depend on the order of sets: all processes need one PYTHONHASHSEED."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Tasks(Sequence[PromptRecord]):
     @overload
     def __getitem__(self, index: slice) -> list[PromptRecord]: ...
     def __getitem__(self, index: int | slice) -> PromptRecord | list[PromptRecord]:
-        """Make items, with the columns ``item``, for the reward `reasoning_gym`, and ``answer``."""
+        """Make items, with the columns ``item`` (for the reward `reasoning_gym`) and ``answer``."""
         if isinstance(index, slice):
             return [self[place] for place in range(self.size)[index]]
         item = self._dataset[range(self.size)[index]]
@@ -122,7 +122,7 @@ class Tasks(Sequence[PromptRecord]):
         return self[:: -(-self.size // NUM_SAMPLED)]
 
     def shares_items_with(self, other: Tasks) -> bool:
-        """Whether both may have the same item."""
+        """Return whether the two may have items in common."""
         apart = self.seeds.stop <= other.seeds.start or other.seeds.stop <= self.seeds.start
         return not apart and not set(self._names).isdisjoint(other._names)
 

@@ -50,7 +50,7 @@ class Tokens:
     input_ids: list[int]
     counted: list[bool]
     reason: str
-    """Why a row without tokens is skipped."""
+    """The reason to skip the row if it has no tokens."""
     remarks: Sequence[str] = ()
     """Remarks on this row for the summary."""
     num_first: int = 0
@@ -58,23 +58,23 @@ class Tokens:
     step_labels: Sequence[bool] = ()
     """Whether each step is right; the last token of each step counts."""
     images: Sequence[tuple[str, int]] = ()
-    """The path or ``data:`` URL of each image, and the first of its tokens."""
+    """The path or ``data:`` URL of each image, and the index of its first token."""
 
     @property
     def skipped(self) -> str:
-        """Why the row is skipped; empty if it is not."""
+        """The reason to skip the row; empty if it is kept."""
         return "" if self.input_ids else self.reason
 
 
 @dataclass(frozen=True)
 class Tokeniser:
-    """Turns rows of one form into tokens, without the special tokens around texts."""
+    """A tokeniser for rows of one form; it adds no special tokens around texts."""
 
     source: Source
     tokenizer: Any
     settings: PreprocessSettings
     columns: tuple[str, ...]
-    """The column of text or messages, or the two of prompt and completion."""
+    """The column with text or messages, or the columns with prompt and completion."""
     is_chat: bool
     """Whether rows hold messages instead of text."""
     progress: Progress
@@ -186,7 +186,7 @@ class Tokeniser:
             raise
 
     def _texts(self, rows: Sequence[tuple[str, Any]]) -> list[Tokens]:
-        """Tokenise prompts apart from completions, as for sampling, and leave them out of the loss."""
+        """Tokenise prompts separately from completions, as for sampling; prompts do not count in the loss."""
         pairs = [self._pair(name, row) for name, row in rows]
         encoded = encode_apart(self.tokenizer, [pair or ("", "") for pair in pairs])
         return [
@@ -195,7 +195,7 @@ class Tokeniser:
         ]
 
     def _text(self, prompt: list[int], completion: list[int]) -> Tokens:
-        """Join a prompt and a completion, without a BOS and EOS of the text itself."""
+        """Join a prompt and a completion; with `add_bos_eos_tokens`, remove the text's own BOS and EOS."""
         if len(self.columns) == 2 and not completion:
             return Tokens([], [], "an empty completion")
         tokens, counted = prompt + completion, [False] * len(prompt) + [True] * len(completion)
@@ -212,7 +212,7 @@ class Tokeniser:
         return Tokens(tokens[first:last], counted[first:last], "an empty text", remarks)
 
     def _steps(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Tokens]:
-        """Join each prompt and its steps, tokenised one by one with a separator after each step, as TRL does."""
+        """Join each prompt and its steps, which are tokenised one by one, with a separator after each, as in TRL."""
         prompts = self._encode([pair[1] for name, row in rows if (pair := self._pair(name, row))])
         steps = [(name, step) for name, row in rows for step in self._value(name, row, "completions")]
         for name, step in steps:

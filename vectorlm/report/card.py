@@ -20,7 +20,7 @@ SHOWN = (
     "reward/mean",
     "reference/kl",
 )
-"""Metrics in the card, with their newest value."""
+"""Metrics whose newest values are in the card."""
 
 _FULL = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -128,7 +128,7 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
 
 
 def noted_of(model: Path, name: str, kind: type) -> Any:
-    """Return the value of type `kind` under `name` in the card of an exported model; None if it has none.
+    """Return the value of type `kind` under `name` in the card of an exported model; None if the card has none.
 
     `step` is the step of the weights, and `quantization` the quantization of the base of adapters.
     """

@@ -22,7 +22,7 @@ from vectorlm.report.step_lines import StepLines
 from vectorlm.types import MetricSink
 
 if TYPE_CHECKING:
-    from vectorlm.train.recorder import Timer  # it imports torch, which reading a run does without
+    from vectorlm.train.recorder import Timer  # it imports torch, which reading a run does not need
 
 Say = Callable[[str], None]
 FEW_STEPS = 30
@@ -30,7 +30,7 @@ FEW_STEPS = 30
 WARMUP_STEPS = 2
 """Steps that a profile skips: they allocate memory and compile kernels."""
 MAX_BYTES = 32 << 20
-"""A profile records no further step once its traces have this size."""
+"""Size of the traces, in bytes, at which a profile stops recording steps."""
 OF_ACCELERATE = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab")
 """Trackers that accelerate opens; their packages have the same names."""
 TRACKERS = {
@@ -46,7 +46,7 @@ class Sink(MetricSink, AbstractContextManager[Any], Protocol):
 
 
 class FanOut:
-    """Write to several sinks as if they were one."""
+    """A sink that writes to several sinks."""
 
     def __init__(self, sinks: Sequence[MetricSink]) -> None:
         self._sinks = tuple(sinks)
@@ -58,7 +58,7 @@ class FanOut:
 
 
 class JsonlSink(AbstractContextManager[Any]):
-    """Write one JSON line per call, ``{"step": 10, "train/loss": 2.31, …}``, on disk when the call returns.
+    """A sink that writes one JSON line per call, ``{"step": 10, "train/loss": 2.31, …}``, before the call returns.
 
     NaN and infinity become null, because JSON has no form for them. The arguments are the same as for `StepLines`.
     """
@@ -79,7 +79,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 
 def printable(text: str) -> str:
-    """Return a text for a console, with escapes for control characters: a model may write any of them."""
+    """Return a text for a console, with escapes for control characters, because a model may write any of them."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -99,10 +99,10 @@ _SHOWN = {
 
 
 class ProgressSink:
-    """Show the progress of a run: a bar in a terminal, plain lines in a log file.
+    """A sink that shows the progress of a run: a bar in a terminal, plain lines in a log file.
 
-    Outside a terminal, a run of few steps prints a line per step. A longer run prints at most a line per `interval_s`,
-    or every step if steps take longer than half of it, and always for an evaluation and for the last step.
+    Outside a terminal, a run of few steps prints a line per step. A longer run prints at most one line per
+    `interval_s`, or every step if a step takes longer than half of it. It always prints evaluations and the last step.
 
     Args:
         total_steps: Optimizer steps of the whole run.
@@ -147,7 +147,7 @@ class ProgressSink:
             if name in self._latest and name != hidden:
                 at, value = self._latest[name]
                 is_old = name.startswith("eval/") and at != step
-                # The bar is a single line, so it repeats the last evaluation. Plain lines print it once.
+                # The bar is a single line and repeats the last evaluation. Plain lines print it once.
                 if not is_old or self._bar is not None:
                     shown.append(form.format(value) + (f" at step {at}" if is_old else ""))
         if self._bar is not None:
@@ -189,9 +189,9 @@ def short_run(profile_steps: int, num_steps: int) -> tuple[str, str] | None:
 
 
 class ProfileSink:
-    """Record a trace of some steps, and write a table of times to ``profile.txt``.
+    """A sink that records a trace of some steps, and writes a table of times to ``profile.txt``.
 
-    A trace is ``trace-step-<n>.json.gz``, for chrome://tracing and ui.perfetto.dev.
+    Open a trace, ``trace-step-<n>.json.gz``, in chrome://tracing or ui.perfetto.dev.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class ProfileSink:
 
 
 class Tracker(AbstractContextManager[Any]):
-    """A program that takes a run's metrics; its errors are printed, and end neither a step nor the run.
+    """A sink that sends metrics to another program; it prints the program's errors, and the run continues.
 
     `log` gets the values and the step, and `close` whether the run failed.
     """
@@ -283,7 +283,7 @@ def open_trackers(
     resume_step: int | None,
     say: Say = print,
 ) -> list[Tracker]:
-    """Open the `trackers`, arguments by name, of a run that resumes after `resume_step` or is new."""
+    """Open the trackers of a run; `trackers` has their arguments by name, `resume_step` is None for a new run."""
     found = []
     for name, given in trackers.items():
         arguments = given or {}
@@ -302,7 +302,7 @@ def open_trackers(
 
 
 def _open_own(tracker: Any, say: Say) -> Tracker:
-    """Take the user's tracker, an object with ``write(metrics, step)`` and ``close()``."""
+    """Wrap the user's tracker, an object with ``write(metrics, step)`` and ``close()``."""
     return Tracker(tracker.write, lambda failed: tracker.close(), say)
 
 
@@ -338,7 +338,7 @@ def _open_of_accelerate(
     resume_step: int | None,
     say: Say,
 ) -> Tracker:
-    """Send the metrics to a tracker of accelerate; `arguments` are those of its class in `accelerate.tracking`."""
+    """Send the metrics to a tracker of accelerate; `arguments` are for its class in `accelerate.tracking`."""
     from accelerate import tracking
 
     # accelerate's logger would create its process state, which changes the devices and threads of this rank.
@@ -364,7 +364,7 @@ def _open_of_accelerate(
 
 
 def _open_trackio(arguments: Mapping[str, Any], run_config: Mapping[str, Any], say: Say) -> Tracker:
-    """Send the metrics to trackio, which keeps them here unless the `arguments` name a Space or a server."""
+    """Send the metrics to trackio, which stores them on this machine unless `arguments` name a Space or a server."""
     import trackio
 
     run = trackio.init(**arguments, config=dict(run_config))
@@ -382,10 +382,10 @@ def open_wandb(
 
     Args:
         settings: Keyword arguments of ``wandb.init``: ``project``, ``name``, ``entity``, ``mode``, ``dir`` ….
-        run_config: The resolved config, shown beside the run.
-        id_file: Keeps the id of the run.
-        resumes: Whether to continue the run in `id_file`; `settings` win.
-        say: Prints errors.
+        run_config: The resolved config, shown with the run.
+        id_file: The file for the id of the run.
+        resumes: Whether to continue the run in `id_file`; `settings` take precedence.
+        say: The function that prints errors.
     """
     import wandb
 

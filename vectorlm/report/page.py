@@ -1,4 +1,4 @@
-"""Write one HTML page about runs, which needs no other file and no network."""
+"""Write one self-contained HTML page about runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_PICTURES, PICTURE_SIZE = 300, 96
 
 
 def write_page(runs: Sequence[RunFolder], output: Path, reload_s: float | None = None) -> None:
-    """Write the page, which reloads every `reload_s` seconds; it shows a sample of the texts of long runs."""
+    """Write the page; it reloads every `reload_s` seconds (None: never) and shows a sample of a long run's texts."""
     names = names_of(runs)
     described = [_describe(run, name) for run, name in zip(runs, names, strict=True)]
     data = {
@@ -82,7 +82,7 @@ def _describe(run: RunFolder, name: str) -> dict[str, Any]:
 
 
 def _thin(points: Series) -> list[list[float | None]]:
-    """Round to four digits; of many points, keep the lowest and the highest in stretches of equal length."""
+    """Round to four digits; if there are many points, keep the lowest and the highest of each stretch."""
     width = 1 if len(points) <= MAX_POINTS else -(-2 * len(points) // (MAX_POINTS - 1))
     kept: dict[float, float] = {}
     for start in range(0, len(points), width):
@@ -163,7 +163,7 @@ def _images(line: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _thumbnails(runs: Sequence[RunFolder], described: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return small copies of the pictures in the rows of the runs, as URLs by name; unreadable ones are left out."""
+    """Return small copies of the pictures in the runs' rows, as URLs by name; unreadable pictures are left out."""
     found: dict[str, str] = {}
     for run, data in zip(runs, described, strict=True):
         rows = [*data["rollouts"]["rows"], *data["samples"]["rows"], *data["worst"]]
@@ -182,7 +182,7 @@ def _thumbnails(runs: Sequence[RunFolder], described: Sequence[Mapping[str, Any]
 
 
 def _worst_prompts(path: Path) -> list[dict[str, Any]]:
-    """Return the prompts with the lowest mean reward; among equals, the ones with the most rollouts first."""
+    """Return the prompts with the lowest mean reward; if means are equal, prompts with more rollouts come first."""
     totals: dict[str, float] = {}
     found: dict[str, dict[str, Any]] = {}
     for line in read_lines(path):
@@ -204,7 +204,7 @@ def _columns(line: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a prompt or an answer as text, chat messages one per line; of a long text both ends."""
+    """Return a prompt or an answer as text, with one chat message per line; the middle of a long text is cut out."""
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         value = "\n".join(
             f"{message.get('role', '')}: {shown_content(message.get('content', ''))}" for message in value

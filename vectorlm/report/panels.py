@@ -21,12 +21,12 @@ class Panel(NamedTuple):
     """Whether the values are shares, from 0 to 1."""
     divisor: float = 1.0
     from_zero: bool = False
-    """Whether the axis begins at 0, so that small changes look small."""
+    """Whether the axis begins at 0, which makes small changes look small."""
     logarithmic: bool = False
     always_named: bool = False
     """Whether a single curve has a legend too."""
     pattern: str = ""
-    """Regular expression: if several metrics match, they are the curves, labelled by its group."""
+    """Regular expression for metrics: if several metrics match, they are the curves, labelled by its group."""
 
 
 PANELS = (
@@ -207,11 +207,11 @@ PHASES = {
     "save": Phase("checkpoints", 5),
     "other": Phase("everything else: data, logging, export"),
 }
-"""In the order of a step. The engine measures `sample`, and the parts of `evaluate` add up to it."""
+"""Phases in the order of a step. The engine measures `sample`; the parts of `evaluate` add up to `evaluate`."""
 
 
 class PhaseTimes:
-    """Adds up the seconds of each phase over the metrics of steps."""
+    """The seconds of each phase, added up over steps."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)

@@ -33,7 +33,7 @@ LINES = ("-", "--", ":", "-.")
 """Line styles of curves, if colours mean runs or curves may overlap."""
 DIM = "#666666"
 PANEL_WIDTH, PANEL_HEIGHT = 4.4, 3.1
-"""Inches."""
+"""Size of a panel in inches."""
 NUM_STEPS = 12
 """Number of last steps in a timeline."""
 
@@ -95,9 +95,12 @@ def metric_panel(name: str, runs: Sequence[RunFolder]) -> Panel:
 def plot_correction(run: RunFolder, drift_path: Path, output_png: Path, band: tuple[float, float]) -> bool:
     """Draw the difference of the engine's and the trainer's probabilities from ``metrics.jsonl`` and `drift_path`.
 
-    Four panels: the log-ratios of the first and the last tenth of the steps, the effective sample size over the steps,
-    the share of tokens with a ratio outside `band` by their position in a completion, and the gap of log-probabilities
-    over the steps. Panels without data are left out.
+    The picture has four panels; panels without data are left out:
+
+    - the log-ratios of the first and the last tenth of the steps
+    - the effective sample size over the steps
+    - the share of tokens with a ratio outside `band`, by their position in a completion
+    - the gap of log-probabilities over the steps
 
     Returns:
         Whether there was data; without data there is no picture.
@@ -153,7 +156,7 @@ def _draw_ratios(axes: Axes, drift: list[dict[str, Any]], band: tuple[float, flo
     bounds = [math.log(bound) for bound in band if bound > 0]
     for bound in bounds:
         axes.axvline(bound, color=DIM, linewidth=1, linestyle=":")
-    # Leave space for the legend beside the band.
+    # Leave space for the legend next to the band.
     reach = 2.4 * max([reach, *map(abs, bounds)])
     _finish(axes)
     # The axis spans at least four decades: otherwise a healthy peak has an axis from 0.46 to 0.55.
@@ -250,7 +253,7 @@ def _new_figure(num_panels: int, title: str) -> tuple[Figure, list[Axes]]:
 
 
 def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[RunFolder]) -> None:
-    """Draw the curves of one run in different colours; with several runs, colours are runs and lines are curves."""
+    """Draw a panel; with one run, curves differ in colour; with several, runs differ in colour and curves in style."""
     _head(axes, panel.title, panel.look_for, "step", panel.unit)
     is_alone = len(runs) == 1
     labels: dict[str, str] = {}
@@ -282,7 +285,7 @@ def _curves(run: RunFolder, panel: Panel) -> list[tuple[str, Series]]:
 
 
 def _head(axes: Axes, title: str, look_for: str, xlabel: str, ylabel: str) -> None:
-    """Add the title of a panel, and below it what to look for."""
+    """Add the title of a panel, and the advice `look_for` below it."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
     axes.text(0, 1.03, look_for, transform=axes.transAxes, fontsize=8, color=DIM, va="bottom")
     axes.set_xlabel(xlabel, fontsize=9)
@@ -341,6 +344,6 @@ def _finish(axes: Axes, panel: Panel | None = None) -> None:
 
 
 def _save(figure: Figure, output_png: Path) -> None:
-    """Write the picture, and the folder that it is in."""
+    """Write the picture; create its folder if necessary."""
     output_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output_png)

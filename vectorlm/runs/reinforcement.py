@@ -75,8 +75,8 @@ def reinforce(
     Args:
         config: The config of the run, with a section ``rl``. Rank 0 checks it unless it is checked already.
         topology: This rank's position; None reads it from the environment.
-        engine: An engine to sample with, which stays open; None starts the one that the config describes. It must
-            report log-probabilities of the distribution that it samples from, which is every engine's default.
+        engine: An engine to sample with, which stays open; None starts the engine of the config. It must report
+            log-probabilities of the distribution that it samples from, which is every engine's default.
         callbacks: See `vectorlm.reinforce`.
         recorded: A source of recorded rollouts that replaces the engine's.
 
@@ -85,7 +85,7 @@ def reinforce(
         CheckpointError: The checkpoints in ``output_dir`` belong to another run, or a node cannot read them.
         NonFiniteLoss: Training diverged.
         RewardError: A reward function failed and `rl.on_reward_error` is ``stop``, or no completion had a reward.
-        WorkersDied: The reward workers die one after the other.
+        WorkersDied: The reward workers die again and again.
         RolloutError: An environment failed.
         EngineError: The teacher's server does not answer.
     """
@@ -113,7 +113,7 @@ def _build(
     turn = run.make_turn(models.policy.model, models.policy_step.optimizer)
     assert run.engine is not None
     assert turn is not None
-    # Held-out questions without a source have the environment of prompts without one.
+    # Held-out questions without a source have the environment of prompts without a source.
     names = {source: rl.collect.environment_of(source) for source in ("", *rl.by_source)}
     environments = SamplerBuilder(
         {source: name for source, name in names.items() if name is not None},
@@ -167,7 +167,7 @@ def _build(
 
 
 def _adapters(run: Run, rl: RLSettings, models: RLModels) -> OtherAdapters | None:
-    """Return what sends the reference and older policies to the engine; None if nobody may ask them."""
+    """Return the object that sends the reference and older policies to the engine; None if nothing may ask them."""
     if not run.config.asks_adapters:
         return None
     assert run.engine is not None
@@ -176,7 +176,7 @@ def _adapters(run: Run, rl: RLSettings, models: RLModels) -> OtherAdapters | Non
 
 
 def _teacher_prompt(run: Run, rl: RLSettings) -> Callable[[PromptRecord], Sequence[int]] | None:
-    """Return what encodes the prompts that the policy reads as its own teacher."""
+    """Return the function that encodes the policy's prompts as its own teacher; None without a prompt column."""
     column = None if rl.teacher is None else rl.teacher.prompt_column
     if column is None:
         return None

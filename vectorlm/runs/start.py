@@ -71,7 +71,7 @@ from vectorlm.train.shard import load_sharded
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run on one rank, and methods that make more of them from the config. `open_run` returns it."""
+    """The parts of a run on one rank, from `open_run`, and methods that make further parts from the config."""
 
     checked: CheckedConfig
     topology: Topology
@@ -79,7 +79,7 @@ class Run:
     """The engine; None for fine-tuning without evaluation by answers."""
     tokenizer: PreTrainedTokenizerBase
     stack: ExitStack
-    """Closes what the run opens."""
+    """The stack that closes the resources of the run."""
     reward_workers: WorkerPool | None = None
     """Worker processes for reward functions; None if there are no rewards or the ranks compute them."""
     context: ContextGroup | None = None
@@ -97,7 +97,7 @@ class Run:
 
     @cached_property
     def image_tokens(self) -> ImageTokens | None:
-        """The tokens of pictures, if the model is a vision-language model."""
+        """The tokens of pictures; None if the model is not a vision-language model."""
         return image_tokens_of(self.tokenizer) if reads_images(self.config.model) else None
 
     def read_model(self, *, is_empty: bool) -> Any:
@@ -142,12 +142,12 @@ class Run:
             return exact(model) if settings.model.exact else model
 
         model = load_sharded(load, self.topology, settings.model, self._share_base)
-        # Ranks that split a model drop out the same numbers.
+        # Ranks that split a model must drop out the same numbers.
         set_seed((settings.seed + self.topology.rank // self.topology.model_parallel) % 2**32)
         return model
 
     def _share_base(self, model: nn.Module) -> Collection[nn.Parameter]:
-        """Make the frozen base of `model` the engine's, if the config allows it; return its parameters."""
+        """Make the frozen base of `model` share the engine's memory, if the config allows it; return its parameters."""
         parameters: Collection[nn.Parameter] = ()
         if self.engine is None or not shares_base(self.config, self.topology.is_cuda):
             return parameters
@@ -161,7 +161,7 @@ class Run:
             text = f"the base is in memory twice: {error}"
         else:
             parameters = shared.parameters
-            return_freed_memory()  # The weights that were read.
+            return_freed_memory()  # The memory of the weights that were read.
             text = f"{amount(shared.num_bytes)} of the base are in memory once"
             if shared.num_private_bytes:
                 text += f", and {amount(shared.num_private_bytes)}, in another layout, twice"
@@ -242,13 +242,13 @@ def on_main(topology: Topology, work: Callable[[], Any]) -> Any:
 
 
 def merge_of_run(model: Any, run: Path, adapters: Path) -> Any:
-    """Merge the adapters of `model` into it. They come from the folder `adapters`, perhaps of the run in `run`.
+    """Merge the adapters of `model` into it; they come from the folder `adapters`, perhaps of the run in `run`.
 
     Raises:
         ConfigError: As `vectorlm.train.lora.merged`.
     """
     settings = run / "config.yaml"
-    # The model card, for adapters that were copied out of their run.
+    # The model card has it too, for adapters that were copied out of their run.
     quantization = noted_of(adapters, "quantization", str)
     if settings.is_file():
         quantization = quantization or load_config(settings).train_parameters.model.quantization
@@ -289,9 +289,9 @@ def open_run(
             shutil.rmtree(leftover, ignore_errors=True)
         notes = [f"  note: {note}" for note in (*notes_of(checked.config), *dry_run(checked.config))]
         print(*notes, report, sep="\n", file=sys.stderr, flush=True)
-        # An earlier run's: `vectorlm watch` shows this run as starting until its models are loaded.
+        # The file of an earlier run: `vectorlm watch` shows this run as starting until its models are loaded.
         (output / START).unlink(missing_ok=True)
-        return checked if given is None else None  # The other ranks have the given one already.
+        return checked if given is None else None  # The other ranks have the given config already.
 
     with ExitStack() as stack:
         placement = place_ranks(plain, topology, stack)

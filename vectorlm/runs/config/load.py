@@ -47,7 +47,7 @@ ARGUMENT = "an argument"
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read a config file; touches no device and imports neither torch nor vLLM.
 
-    Your own algorithm (``rl.algorithm: file.py:NAME``) is imported, because its row has settings.
+    Your own algorithm (``rl.algorithm: file.py:NAME``) is imported, because it declares settings.
 
     Args:
         path: The YAML file.
@@ -71,9 +71,9 @@ def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
     """Read keyword arguments like a config file.
 
     Args:
-        settings: Sections, and settings by the last part of their path. Of several such settings the one nearest the
-            top is meant, outside the section ``rl`` unless that is `section`.
-        section: The section for names that the schema does not have and that are no settings of the algorithm.
+        settings: Sections, and settings by the last part of their path. If several settings have this name, the one
+            nearest the top is set; settings in ``rl`` count only if `section` is ``rl``.
+        section: The section for names that neither the schema nor the algorithm has.
 
     Raises:
         ConfigError: As `load_config`.
@@ -113,7 +113,7 @@ def _algorithm_in_full(name: str, value: Any) -> Any:
 
 
 def _own_settings(settings: Mapping[str, Any]) -> Iterable[str]:
-    """Return the names of the settings of an algorithm of the user."""
+    """Return the names of the settings of the user's own algorithm."""
     for section in (settings, settings.get("rl")):
         algorithm = section.get("algorithm") if isinstance(section, Mapping) else None
         if isinstance(algorithm, Mapping) and isinstance(name := algorithm.get("name"), str):
@@ -169,7 +169,7 @@ def _read_file(path: str) -> Entry:
 
 
 def _resolve_aliases(tree: Entry) -> None:
-    """Move settings from their older places."""
+    """Move settings from their older places to the current places."""
     for alias in ALIASES:
         parents, _, key = alias.rpartition(".")
         entry = _section_at(tree, parents).pop(key, None)
@@ -185,10 +185,10 @@ def _section_at(tree: Entry, path: str) -> dict[str, Entry]:
 
 
 def _place(tree: Entry, alias: str, entry: Entry, *, replaces: bool = False) -> None:
-    """Put a setting from an older place where it belongs.
+    """Move a setting from its older place `alias` to its current place.
 
     Raises:
-        ConfigError: It has a value there already, and `replaces` is false.
+        ConfigError: The current place has a value already, and `replaces` is false.
     """
     place = _canonical_path(alias)
     if "." not in place and isinstance(entry.value, dict):  # a section
@@ -214,7 +214,7 @@ def _place(tree: Entry, alias: str, entry: Entry, *, replaces: bool = False) -> 
 
 
 def _with_further(further: Entry, first: Entry | None) -> Entry:
-    """Return VectorLM's rewards as weights: `eval/reward` is the first alone."""
+    """Return VectorLM's rewards as weights; only the first has a weight above 0, because it alone is `eval/reward`."""
     if not isinstance(further.value, list):
         return further
     given = [] if first is None else first.plain() or []
@@ -225,7 +225,7 @@ def _with_further(further: Entry, first: Entry | None) -> Entry:
 
 
 def _read_section(section: type, entry: Entry, prefix: str, problems: list[str]) -> Any:
-    """Return the section as its dataclass, or None after adding to `problems`."""
+    """Return the section as its dataclass; if it has problems, add them to `problems` and return None."""
     num_before = len(problems)
     values: dict[str, Any] = {}
     beside: dict[str, Any] = {}
@@ -327,7 +327,7 @@ def _apply_override(tree: Entry, text: str) -> None:
     """Set one value, `a.b=c` with `c` in YAML, in a tree without aliases."""
     origin = f"--set {text}"
     name, equals, written = text.partition("=")
-    name = name.lstrip("+")  # Hydra's mark of an added setting
+    name = name.lstrip("+")  # Hydra's prefix for an added setting
     if not equals or not name:
         raise ConfigError(f"{origin!r} must name a setting and its value. Write --set name=value.")
     value = parse_yaml(written, lambda line: origin)
@@ -364,7 +364,7 @@ def _canonical_path(path: str) -> str:
 
 
 def _describe_unknown(prefix: str, key: str, entry: Entry, known: Sequence[str]) -> list[str]:
-    """Return the error messages for an unknown key, with the name that is meant or the most similar one.
+    """Return the error messages for an unknown key, with its counterpart or the most similar name.
 
     A section of verl gets a message for each of its settings.
     """
@@ -388,7 +388,7 @@ def _describe_unknown(prefix: str, key: str, entry: Entry, known: Sequence[str])
 
 
 def _describe_verl(section: str, entry: Entry) -> list[str]:
-    """Return an error message for every setting in a section of verl; one message lists those without a counterpart."""
+    """Return an error message per setting in a section of verl, and one for all settings without a counterpart."""
     messages, strange = [], []
     for path, leaf in _leaves(section, entry):
         places = [place for place in all_settings() if place.rpartition(".")[2] == path.rpartition(".")[2]]

@@ -1,4 +1,4 @@
-"""The table of all settings, rendered from the schema for docs/config.md."""
+"""Render docs/config.md, the tables of all settings, from the schema."""
 
 from __future__ import annotations
 

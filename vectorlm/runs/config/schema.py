@@ -60,7 +60,7 @@ from vectorlm.train.settings import (
 )
 
 OLD_SECTION = "train_parameters.sampler"
-"""VectorLM's section for what are two sections now."""
+"""VectorLM's section for the settings that are now in `engine` and `evaluation`."""
 _OF_EVALUATION = ("prompts", "sampling_params", "output_jsonl_path", "at_k", "tasks")
 ALIASES: Mapping[str, str] = {
     "lora_peft_config": "train_parameters.lora_peft_config",
@@ -75,17 +75,17 @@ ALIASES: Mapping[str, str] = {
     f"{OLD_SECTION}.engine": "engine",
     OLD_SECTION: "engine",
 }
-"""Older places of settings and sections, and their places in the resolved config; of several, the longest counts."""
+"""Older places of settings and sections, and their places in the resolved config; the longest match counts."""
 
 
 def old_names(prefix: str) -> Mapping[str, str]:
-    """Return the older names of settings that begin with `prefix`, without it, and their places now."""
+    """Return the older names of settings that begin with `prefix`, without the prefix, and their current places."""
     return {old.removeprefix(prefix): place for old, place in ALIASES.items() if old.startswith(prefix)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """How the model is trained."""
+    """Settings for training the model."""
 
     output_dir: PathText
     """Folder for checkpoints, metrics, samples, plots and the final model."""
@@ -99,8 +99,8 @@ class TrainSettings:
     lora_peft_config: Mapping[str, Any] | None = None
     """Arguments of `peft.LoraConfig`; null trains all weights. It may also be a top-level key."""
     adapters: PathText | None = None
-    """LoRA adapters of `model` to continue training: a folder, or a name on the Hub. If `model` is such a folder, the
-    run sets this itself."""
+    """LoRA adapters of `model` to continue training: a folder, or a name on the Hub. null continues none. If `model` is
+    itself a folder of adapters, the run fills this in."""
     merge_adapters: Annotated[bool, ReadIf("train_parameters.adapters", fix="Name a folder of adapters.")] = (
         False
     )
@@ -112,7 +112,7 @@ class TrainSettings:
     optimizer: OptimizerSettings
     """Arguments of the optimizer, such as `{lr: 1.0e-5}`."""
     batch_size: int | None = None
-    """Not read; accepted so that existing files load."""
+    """Not read; accepted because existing files have it."""
     schedule: ScheduleSettings = inline(ScheduleSettings)
     checkpointing_enabled: bool = False
     """Save checkpoints during training, and resume from the latest one."""
@@ -132,7 +132,7 @@ class AlgorithmChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class RLSettings:
-    """Reinforcement learning on completions that the engine samples; with it, `dataset` is not needed."""
+    """Settings for reinforcement learning on completions that the engine samples; it does not need `dataset`."""
 
     algorithm: AlgorithmChoice
     """The algorithm: its name, or a section with `name` and the algorithm's settings."""
@@ -146,9 +146,9 @@ class RLSettings:
     update: UpdateSettings = inline(UpdateSettings)
     kl: KLSettings = inline(KLSettings)
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
-    """Where completions come from."""
+    """Source of the completions."""
     critic: CriticSettings = field(default_factory=CriticSettings)
-    """How the critic is trained."""
+    """Training of the critic."""
     teacher: TeacherSettings | None = None
     """A teacher to learn from, with or without rewards; null learns only from rewards."""
     keep_adapters: KeptAdapters | None = None
@@ -158,7 +158,7 @@ class RLSettings:
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     """Off-policy correction."""
     async_: AsyncSettings | None = field(default=None, metadata={"key": "async"})
-    """How sampling and training overlap; null alternates them."""
+    """Overlap of sampling and training; null alternates them."""
     save_every: Annotated[PositiveInt, WITH_CHECKPOINTS] = 50
     """Steps between two checkpoints, with `train_parameters.checkpointing_enabled`."""
     show_every: NonNegativeInt = 10
@@ -172,7 +172,7 @@ class RLSettings:
 
     @property
     def by_source(self) -> Mapping[str, SourceSettings]:
-        """The sources with the settings that they inherit; `prompts` are one source with the name ""."""
+        """The sources with the settings that they inherit; `prompts` alone are one source with the name ""."""
         given = self.collect.sources
         if not given and self.collect.prompts is not None:
             given = {"": SourceSettings(prompts=self.collect.prompts)}
@@ -223,7 +223,7 @@ class Config:
     ignore_memory_plan: bool = False
     """Start the run even if the memory plan does not fit (`--ignore_memory_plan`). The run prints the plan."""
     train_parameters: TrainSettings
-    """How the model is trained."""
+    """Training of the model."""
     engine: EngineSettings = field(default_factory=EngineSettings)
     """The engine that samples, in reinforcement learning and for evaluations."""
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -237,7 +237,7 @@ class Config:
     rl: RLSettings | None = None
     """Reinforcement learning instead of supervised fine-tuning."""
     dataset_preprocess: PreprocessSettings | None = None
-    """How to make the datasets; null if they already exist."""
+    """Preprocessing of text into the datasets; null if they already exist."""
     origins: Mapping[str, str] = field(
         default_factory=dict, compare=False, repr=False, metadata={"is_setting": False}
     )
@@ -305,12 +305,12 @@ class Config:
 
     @property
     def longest_rollout(self) -> int:
-        """The most tokens of a prompt with its completion, in reinforcement learning."""
+        """Largest number of tokens of a prompt and its completion, in reinforcement learning."""
         return int(self.engine.engine_args.get("max_model_len") or self.train_parameters.max_seq_len)
 
     @property
     def samples_path(self) -> Path:
-        """The file that answers of evaluations are appended to."""
+        """The file to which evaluations append their answers."""
         given = self.evaluation.output_jsonl_path
         return Path(self.train_parameters.output_dir) / "samples.jsonl" if given is None else Path(given)
 
@@ -349,7 +349,7 @@ class Config:
 
     @property
     def judges(self) -> Mapping[str, str]:
-        """The rewards that ask an adapter of the run's own engine, with its name."""
+        """The names of rewards that ask an adapter of the run's own engine, with the name of the adapter."""
         names = [*self.evaluation_rewards, *self.held_out_rewards.values()]
         names += [] if self.rl is None else self.rl.all_rewards
         return {name: asked for name in names if (asked := adapter_of_judge(name)) is not None}
@@ -364,7 +364,7 @@ class Config:
 
     @property
     def num_other_slots(self) -> int:
-        """LoRA slots for other adapters than the policy's: older policies, and a reference that is not the base."""
+        """Number of LoRA slots besides the policy's: for older policies, and for a reference that is not the base."""
         if not self.asks_adapters or self.rl is None:
             return 0
         keep = self.rl.keep_adapters
@@ -372,7 +372,7 @@ class Config:
 
     @property
     def overlap(self) -> AsyncSettings | None:
-        """How sampling and training overlap; None if they alternate."""
+        """Settings for the overlap of sampling and training; None if they alternate."""
         return None if self.rl is None else self.rl.async_
 
     @property
@@ -388,14 +388,14 @@ class Config:
 
     @property
     def evaluation_rewards(self) -> Mapping[str, Any]:
-        """The weights of the rewards for `evaluation.prompts`; those for training if the section has none."""
+        """The weights of the rewards for `evaluation.prompts`; the training rewards if the section has none."""
         if self.evaluation.rewards or self.evaluation.prompts is None or self.rl is None:
             return self.evaluation.rewards
         return {} if self.rl.collect.environment_of("") else self.rl.reward.rewards
 
     @property
     def held_out_rewards(self) -> Mapping[str, str]:
-        """The reward that decides what is right, by source; the name "" stands for `evaluation.prompts`."""
+        """The reward that decides whether an answer is right, by source; "" is the name of `evaluation.prompts`."""
         sources = {} if self.rl is None else self.rl.by_source
         found = {"": next(iter(self.evaluation_rewards))} if self.evaluation_rewards else {}
         for name, source in sources.items():
@@ -413,7 +413,7 @@ class Config:
         """The datasets of supervised fine-tuning.
 
         Raises:
-            ConfigError: There are none.
+            ConfigError: The config has no datasets.
         """
         if self.dataset is None:
             raise ConfigError("there is no section 'dataset': supervised fine-tuning needs one.")

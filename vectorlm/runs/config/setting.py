@@ -57,7 +57,7 @@ class Setting:
 
     @property
     def item_section(self) -> type | None:
-        """The dataclass of the values, if the key holds a mapping of sections."""
+        """The dataclass of the values if the key holds a mapping of sections; otherwise None."""
         item = get_args(self.hint)[-1] if get_origin(self.hint) is Mapping else None
         return item if is_dataclass(item) and isinstance(item, type) else None
 
@@ -148,7 +148,7 @@ def to_plain(value: Any) -> Any:
 
 
 def other_keys_of(cls: type) -> str | None:
-    """Return the field that holds the keys of a section that it does not declare; None if it refuses them."""
+    """Return the name of the field for keys that a section does not declare; None if the section refuses them."""
     return next((entry.name for entry in fields(cls) if "other_keys" in entry.metadata), None)
 
 
@@ -204,7 +204,7 @@ def refuse(config: Config, path: str, rule: str, fix: str, value: Any = _GIVEN) 
 
 @cache
 def _docs_in(cls: type) -> dict[str, str]:
-    """Return the docstrings of fields, which Python does not keep."""
+    """Return the docstrings of fields, read from the source because Python does not keep them."""
     docs = {}
     for base in reversed(cls.__mro__[:-1]):
         tree = ast.parse(inspect.getsource(base))

@@ -1,4 +1,4 @@
-"""Values of a config file: parsed with their places, and converted to the types of the schema."""
+"""Parse the values of a config file with their places, and convert them to the types of the schema."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def convert(hint: Any, entry: Entry, path: str) -> Any:
     except ValidationError as error:
         places = [part for detail in error.errors() for part in detail["loc"] if isinstance(part, int)]
         if isinstance(value, list) and places and places[0] < len(value):
-            # Blame the item, which has its own line.
+            # Report the item, which has its own line.
             convert(next(_items(hint)), entry.value[places[0]], f"{path}[{places[0]}]")
         rule = f"must be {describe(hint)}"
         raise ConfigError(describe_refusal(path, value, rule, _fix(hint, value), entry.origin)) from None
@@ -194,7 +194,7 @@ _FLOAT = "tag:yaml.org,2002:float"
 _EXPONENT_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)[eE][-+]?[0-9]+$")
 
 MAX_VALUES = 20_000
-"""Limit for the values of one text, because nested anchors make millions of a few lines."""
+"""Largest number of values in one YAML text; nested anchors could turn a few lines into millions."""
 
 
 class Loader(yaml.SafeLoader):
@@ -254,7 +254,7 @@ def parse_yaml(text: str | bytes, origin_of_line: Callable[[int], str]) -> Entry
 
 
 class _Reader:
-    """Converter from YAML nodes to entries."""
+    """A converter from YAML nodes to entries."""
 
     def __init__(self, loader: Loader, origin_of_line: Callable[[int], str]) -> None:
         self._loader = loader

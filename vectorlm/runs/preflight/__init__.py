@@ -1,1 +1,1 @@
-"""Whether a run can be carried out on this machine: checks, memory plan, resuming, and a summary for people."""
+"""Checks before a run starts: rules, memory plan, dry run, resuming, and a summary for people."""

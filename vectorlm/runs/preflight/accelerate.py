@@ -10,7 +10,7 @@ from vectorlm.runs.config.setting import to_plain, value_at
 from vectorlm.runs.config.value import raise_problems, show
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
-"""In accelerate's order: its variables may hold a number from 1."""
+"""Sharding strategies in accelerate's order: its variable may contain their number, counted from 1."""
 SWITCHES = {
     "FSDP_OFFLOAD_PARAMS": "train_parameters.cpu_offload",
     "FSDP_ACTIVATION_CHECKPOINTING": "train_parameters.use_activation_checkpointing",
@@ -26,16 +26,16 @@ REFUSED = {
     "FSDP_AUTO_WRAP_POLICY": ("SIZE_BASED_WRAP", "NO_WRAP"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("true",),
 }
-"""Values that are not supported."""
+"""Variables with the values that are not supported."""
 WHAT_THERE_IS = (
     "The library shards with FSDP2, a transformer block at a time, and computes in float32 or bfloat16."
 )
 
 
 def accelerate_overrides(config: Config, environment: Mapping[str, str], world_size: int) -> list[str]:
-    """Return accelerate's settings that the config does not write, as ``name=value``.
+    """Return accelerate's settings that the config does not set, as ``name=value``.
 
-    Variables without a setting (prefetching, state dicts) are ignored; so is a mixed precision of ``no``, which is also
+    Variables without a setting (prefetching, state dicts) are ignored, and also a mixed precision of ``no``, which is
     accelerate's default. `world_size` is the script's argument.
 
     Raises:
@@ -73,14 +73,14 @@ def accelerate_overrides(config: Config, environment: Mapping[str, str], world_s
 
 
 def _wanted(environment: Mapping[str, str]) -> Iterator[tuple[str, str, tuple[object, ...]]]:
-    """Yield variables, settings and allowed values; the first is the value if the config writes none."""
+    """Yield variables, settings and allowed values; if the config sets none, the first value is used."""
     if environment.get("ACCELERATE_MIXED_PRECISION") == "bf16":
         yield "ACCELERATE_MIXED_PRECISION", "train_parameters.use_mp", (True,)
     if environment.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return
     path = "train_parameters.sharding_strategy"
     if environment.get("FSDP_VERSION") == "2":
-        # It does not tell whether weights are sharded over all ranks or within a node.
+        # This variable does not show whether weights are sharded over all ranks or within a node.
         name = "FSDP_RESHARD_AFTER_FORWARD"
         if name in environment:
             frees = environment[name].lower() == "true"

@@ -54,12 +54,12 @@ class CheckedConfig:
     evaluation_prompts: Sequence[PromptRecord] = ()
     """The held-out prompts: ``evaluation.prompts``, and ``held_out`` of ``rl.sources``."""
     resumption: Resumption | None = None
-    """How the run resumes from its output folder; None starts from the beginning."""
+    """The checkpoint that the run resumes from; None starts from the beginning."""
 
 
 @without_gc()
 def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedConfig:
-    """Check whether a config can run here; reads every file once and touches no device.
+    """Check whether a config can run on this machine; reads every file once and touches no device.
 
     Args:
         config: The config.
@@ -68,7 +68,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
 
     Raises:
         ConfigError: Lists every problem found, or a prompt cannot be encoded.
-        CheckpointError: The checkpoints in the output folder are of another run, or cannot be read.
+        CheckpointError: The checkpoints in the output folder belong to another run, or cannot be read.
         DatasetError: A prompt leaves no room for an answer.
         EngineError: The teacher's server does not answer.
     """
@@ -92,7 +92,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     except ConfigError as error:
         problems.append(str(error))
     if rl is not None:
-        # These import torch, which the check of a config for fine-tuning does without.
+        # These import torch, which the check of a config for fine-tuning does not need.
         from vectorlm.runs.preflight.rl import (
             check_teacher,
             image_problems,
@@ -136,7 +136,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
 def _rendered_notes(config: Config, prompts: Sequence[SourcePrompts], max_tokens: float) -> list[str]:
     """Check prompts and stop strings with the model's tokenizer; return notes on its chat template.
 
-    Loads the tokenizer, which imports torch, only if it matters: a text has at most as many tokens as bytes, plus the
+    Loads the tokenizer, which imports torch, only if necessary: a text has at most as many tokens as bytes, plus the
     tokens around it.
     """
     rl = config.rl
@@ -154,7 +154,7 @@ def _rendered_notes(config: Config, prompts: Sequence[SourcePrompts], max_tokens
     from vectorlm.train.load import load_tokenizer
 
     tokenizer = load_tokenizer(config.model, config.chat)
-    # Silent: answers would go on to their longest.
+    # Silent: answers would always run until `max_tokens`.
     raise_problems(list(stop_problems(config, tokenizer)))
     size = vocab_size(Path(config.model))
     for source in prompts:
@@ -170,7 +170,7 @@ def _rendered_notes(config: Config, prompts: Sequence[SourcePrompts], max_tokens
 
 
 def _with_steps(rl: RLSettings, num_prompts: int) -> RLSettings:
-    """Return the settings with the steps of the run."""
+    """Return the settings with `max_steps` filled in, and limited by `num_epochs_over_prompts`."""
     if rl.num_epochs_over_prompts is None:
         return rl
     steps = math.ceil(rl.num_epochs_over_prompts * num_prompts / rl.collect.prompts_per_step)
@@ -178,7 +178,7 @@ def _with_steps(rl: RLSettings, num_prompts: int) -> RLSettings:
 
 
 def _room(config: Config, is_held_out: bool, longest: float) -> float:
-    """Return the most tokens of a prompt that leave room for `max_tokens`; raise `ConfigError` if none do."""
+    """Return the largest number of prompt tokens that leaves room for `max_tokens`; raise `ConfigError` if it is 0."""
     rl = config.rl
     parameters = config.evaluation.sampling_params if is_held_out or rl is None else rl.collect.sampling
     asked = answer_tokens(parameters)
@@ -205,7 +205,7 @@ def _fitted(
             tokenizer = load_tokenizer(config.model, config.chat)
             records, note = fit_prompts(source.records, tokenizer, room, source.setting, how, tools)
             notes += [note] if note else []
-            # Of endless tasks, a sample is checked.
+            # Only a sample of endless tasks is checked.
             shown = records if source.shown is source.records else records[: len(source.shown)]
             source = source._replace(records=records, shown=shown)
         found.append(source)
@@ -213,7 +213,7 @@ def _fitted(
 
 
 def _generation_notes(config: Config, is_evaluated: bool) -> Iterator[str]:
-    """Yield notes where sampling differs from the settings or from the model's generation_config.json."""
+    """Yield notes if sampling ignores the model's generation_config.json, or answers have vLLM's default length."""
     advice = description_of(Path(config.model), "generation_config.json") or {}
     for path, parameters in config.sampling_params.items():
         left = {
@@ -221,11 +221,11 @@ def _generation_notes(config: Config, is_evaluated: bool) -> Iterator[str]:
             for name in ADVISED
             if name not in parameters and advice.get(name) not in (None, *PARAMETERS[name].neutral)
         }
-        # Silent: other tools take these over, and their answers would be others.
+        # Silent: other tools use these values, and their answers would be different.
         if left and parameters.get("temperature") != 0:
             listed = ", ".join(f"{name} {value}" for name, value in left.items())
             yield f"{path}: {listed} of the model's generation_config.json are not used; write them here to use them"
-    # Silent: half an answer is a wrong one.
+    # Silent: a truncated answer counts as wrong.
     if is_evaluated and "max_tokens" not in config.evaluation.sampling_params:
         yield (
             "evaluation.sampling_params: answers to held-out prompts end after 16 tokens, vLLM's "
@@ -238,11 +238,11 @@ def _end_notes(tokenizer: Any) -> Iterator[str]:
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = str(render_chat(tokenizer, messages, tokenize=False))
-    except Exception:  # A template may raise whatever its author chose, and may want other messages.
+    except Exception:  # A template may raise any exception, and may need other messages.
         return
     end = text.rpartition(ANSWER)[2]
     if not end_tokens(tokenizer) & set(tokenizer.encode(end, add_special_tokens=False)):
-        # Silent: answers would go on to their longest.
+        # Silent: answers would always run until `max_tokens`.
         yield (
             "the chat template does not end assistant turns with an end token (eos_token of the tokenizer, or "
             "eos_token_id in generation_config.json), so the model cannot learn to stop. Correct the template or the "
@@ -251,7 +251,7 @@ def _end_notes(tokenizer: Any) -> Iterator[str]:
 
 
 def _prompt_notes(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
-    """Yield notes on prompts without the chat template, and on columns that rewards do not get."""
+    """Yield notes on prompts without the chat template, and on columns that rewards or the model do not get."""
     has_template = config.chat.chat_template is not None or has_chat_template(config.model)
     for source in prompts if has_template else ():
         if any(isinstance(record.prompt, str) for record in source.shown):
@@ -307,7 +307,7 @@ def _read(config: Config, name: str, is_held_out: bool, source: Any, problems: l
 
 
 def _overlaps(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
-    # Silent: questions that were trained on would be held out.
+    # Silent: the run would train on held-out questions.
     for source, held_out in product(prompts, prompts):
         tasks, asked = source.records, held_out.records
         if source.is_held_out or not held_out.is_held_out:

@@ -42,7 +42,7 @@ def dry_run(config: Config) -> list[str]:
     """Export and merge the model of a run in a temporary folder; return notes about the model.
 
     Raises:
-        ConfigError: The model cannot be exported, merged or sampled from; the text says why.
+        ConfigError: The model cannot be exported, merged or sampled from; the text has the reason.
     """
     train = config.train_parameters
     output = Path(train.output_dir).absolute()
@@ -56,7 +56,7 @@ def dry_run(config: Config) -> list[str]:
                 base = load_scorer(config.model, tokenizer, dtype=train.model.dtype, is_empty=True)
             else:
                 base = load_model(config.model, dtype=train.model.dtype, is_empty=True)
-                with suppress(OSError):  # A model without one gets transformers' own.
+                with suppress(OSError):  # A model without this file gets transformers' default.
                     base.generation_config = GenerationConfig.from_pretrained(config.model)
             return base if train.lora_peft_config is None else add_lora(base, train.lora_peft_config)
 
@@ -74,7 +74,7 @@ def dry_run(config: Config) -> list[str]:
             whole = merged(load())
             write_model(whole, saved_tensors(whole), tokenizer, folder / "merged", card)
             if config.reward_model is None:
-                # As `vectorlm sample` sends them.
+                # `vectorlm sample` sends the merged weights.
                 expected = manifest_of(load_model(config.model, is_empty=True))
                 require_same(merged_source(model, Topology()).manifest(), expected)
         write_model(model, weights, tokenizer, folder / "final-model", card)
@@ -87,7 +87,7 @@ def dry_run(config: Config) -> list[str]:
 
 
 def _length_problems(config: Config, policy: Any) -> Iterator[str]:
-    """Refuse models whose results for a short row depend on longer rows of the batch; only a note for texts."""
+    """Refuse models whose results for a short row depend on longer rows of the batch; for texts, yield a note."""
     rl, train = config.rl, config.train_parameters
     longest = train.max_seq_len if rl is None else config.longest_rollout
     models = {"model": policy}
@@ -141,9 +141,9 @@ def _untrained(config: Config, model: Any) -> Iterator[str]:
 
 
 def rows_apart(model: Any, longest: int) -> int | None:
-    """Return the longest row that leaves the position embeddings of other rows as they are; None if `longest` does.
+    """Return the longest row that keeps the position embeddings of other rows as they are; None if `longest` does.
 
-    Calls the modules without weights that turn positions into embeddings.
+    This calls the modules without weights that turn positions into embeddings.
     """
 
     def embedded(last: int) -> list[torch.Tensor]:
@@ -156,7 +156,7 @@ def rows_apart(model: Any, longest: int) -> int | None:
             kinds = set(module.config.layer_types) if "layer_type" in taken else {None}
             for kind in sorted(kinds, key=str):
                 more = {} if kind is None else {"layer_type": kind}
-                # Modules of several kinds may take positions of another shape; they show nothing here.
+                # Modules of several kinds may take positions of another shape; they are skipped here.
                 with suppress(Exception):
                     found += tree_leaves(module(torch.zeros(1, 9, 1), position_ids=positions, **more))
         return [embedding[..., :8, :].clone() for embedding in found]
@@ -181,7 +181,7 @@ def _errors_as_config(config: Config) -> Iterator[None]:
         fix = "Make it writable, or name another folder."
         raise ConfigError(refuse(config, "train_parameters.output_dir", rule, fix)) from error
     except Exception as error:
-        if "allocate memory" in str(error):  # torch on CPU, whose error no file or adapter would mend.
+        if "allocate memory" in str(error):  # torch on CPU; other files or adapters would not help.
             raise
         what = "" if isinstance(error, VectorLMError) else f"{type(error).__name__}: "
         raise ConfigError(

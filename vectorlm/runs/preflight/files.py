@@ -37,7 +37,7 @@ WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 def file_problems(config: Config) -> Iterator[str]:
-    """Yield files that are missing or damaged."""
+    """Yield files that are missing, damaged or not supported."""
     train, folder = config.train_parameters, Path(config.model)
     # Costs more than a minute: transformers asks the Hub for it, in every rank.
     if not folder.is_dir():
@@ -188,7 +188,7 @@ def callback_problems(config: Config) -> Iterator[str]:
 
 
 def _host_without_key(config: Config) -> str | None:
-    """Return the host that needs a key for wandb; None if there is a key or none is needed."""
+    """Return the host that needs a key for wandb; None if there is a key or no key is necessary."""
     mode = config.wandb_config.get("mode") or os.environ.get("WANDB_MODE", "online")
     if mode != "online" or any(map(os.environ.get, WANDB_KEYS)):
         return None

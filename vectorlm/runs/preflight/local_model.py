@@ -1,7 +1,7 @@
 """Find the folder of a config's model: a folder, a converted GGUF file, or a snapshot of the Hub.
 
 A snapshot is a folder in the local Hugging Face cache (``HF_HOME``), one per revision of a model. A complete snapshot
-is used without asking the Hub, so that a resumed run finds the same files.
+is used without a request to the Hub, because a resumed run must find the same files.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, opti
 HUB_NAME = re.compile(r"(?!\.)([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 """A possible name of a model on the Hub, `owner/name` or `owner/name@revision`; short relative paths match too."""
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
-"""Files to download; ``*.bin`` too if none of these holds weights."""
+"""Files to download; ``*.bin`` too if none of these contains weights."""
 WHOLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files of weights without an index."""
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-"""Names of the longest sequence in config.json, by model family."""
+"""Names of the length limit in config.json, by model family."""
 HEADS = ("num_attention_heads", "n_head")
 """Names of the number of attention heads."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -40,12 +40,12 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def resolve_model(config: Config) -> Config:
     """Replace the model by its folder, adapters by their base, and a `max_seq_len` of -1 by the model's own length.
 
-    A model that is not on this machine stays for `preflight` to refuse. Imports no package if the config names an
+    A model that is not on this machine is kept; `preflight` refuses it. No package is imported if the config names an
     existing folder.
 
     Raises:
-        ConfigError: The model has no length of its own; or the adapters are not LoRA, contradict `lora_peft_config`, or
-            have no base on this machine.
+        ConfigError: The model has no length limit; or the adapters are not LoRA, contradict `lora_peft_config`, or have
+            no base on this machine.
     """
     notes, train = list(config.notes), config.train_parameters
     if train.adapters is not None and (found := local_folder(train.adapters)) != train.adapters:
@@ -132,7 +132,7 @@ def local_folder(name: str) -> str:
 def download(name: str) -> bool:
     """Download missing files of a model of the Hub, or convert a GGUF file; return whether that was necessary.
 
-    Nothing is downloaded offline.
+    In offline mode nothing is downloaded.
 
     Raises:
         ConfigError: The Hub does not answer, has no such model or requires a login; or the GGUF file is not readable.
@@ -162,7 +162,7 @@ def fetch(name: str, path: Path | None = None) -> None:
     """Download a model of the Hub into the cache, or into the folder `path`.
 
     Raises:
-        ConfigError: The Hub does not answer, has no such model, or wants a login.
+        ConfigError: The Hub does not answer, has no such model, or requires a login.
     """
     from huggingface_hub import snapshot_download
 
@@ -249,19 +249,19 @@ def missing_weights(folder: Path) -> list[str]:
 
 
 def own_length(description: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence by a model's config.json; None if it does not tell."""
+    """Return the length limit in a model's config.json, in tokens; None if it has none."""
     return number_in(description, LENGTHS)
 
 
 def number_in(description: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """Return the first of these numbers in a model's description or its `text_config`; None without any."""
+    """Return the first positive integer with one of `names` in a description or its `text_config`; None without one."""
     sections = (description, description.get("text_config"))
     named = (section.get(name) for section in sections if isinstance(section, Mapping) for name in names)
     return next((number for number in named if type(number) is int and number > 0), None)
 
 
 def is_mxfp4(folder: Path) -> bool:
-    """Whether the experts of a model are in MXFP4, as gpt-oss is published."""
+    """Return whether the experts of a model are in MXFP4, as in the published gpt-oss."""
     quantised = (description_of(folder) or {}).get("quantization_config")
     return isinstance(quantised, Mapping) and quantised.get("quant_method") == "mxfp4"
 
@@ -272,7 +272,7 @@ def four_bit_method_of(folder: str | Path) -> str | None:
 
 
 def vocab_size(folder: Path) -> float:
-    """Return the vocabulary size by config.json; infinity if it does not tell."""
+    """Return the vocabulary size in config.json; infinity if it has none."""
     return number_in(description_of(folder) or {}, ("vocab_size",)) or math.inf
 
 
@@ -286,7 +286,7 @@ def description_of(folder: Path, name: str = "config.json") -> Mapping[str, Any]
 
 
 def _converted(name: str) -> Path | None:
-    """Return the folder for a converted GGUF file, complete or not; None for other names."""
+    """Return the folder of a converted GGUF file, complete or not; None for other names."""
     return Path(name).with_suffix("") if name.endswith(".gguf") and Path(name).is_file() else None
 
 

@@ -49,8 +49,8 @@ def memory_report(
 ) -> str:
     """Return the memory plan of a run as a table, or the reason that there is none.
 
-    `device_bytes` is the memory of one CUDA device; None plans for CPU, with the memory of this machine. All ranks run
-    on one node unless `ranks_per_node` says otherwise.
+    `device_bytes` is the memory of one CUDA device; None plans for CPU, with the memory of this machine. If
+    `ranks_per_node` is None, all ranks run on one node.
 
     Raises:
         ConfigError: The plan does not fit, and `ignore_memory_plan` is false. The text names settings to change.
@@ -149,7 +149,7 @@ def _num_averages(train: TrainSettings, model: ModelSize) -> float:
 
 
 def _logit_bytes(config: Config) -> int:
-    """Return the most bytes per logit of a chunk; tests of the losses measure them."""
+    """Return the largest number of bytes per logit of a chunk; tests of the losses measure it."""
     rl, most = config.rl, 12
     if rl is not None and rl.update.entropy_coef > 0:
         most += 9
@@ -159,7 +159,7 @@ def _logit_bytes(config: Config) -> int:
 
 
 def _micro_batch_size(config: Config, is_cpu: bool, num_shares: int) -> int:
-    """Return the most sequences of maximum length in one forward pass of a rank."""
+    """Return the largest number of sequences of maximum length in one forward pass of a rank."""
     train, rl = config.train_parameters, config.rl
     if rl is None:
         return config.text.train_bs * (2 if config.examples in ("pairs", "labels") else 1)
@@ -188,7 +188,7 @@ def _micro_batch_size(config: Config, is_cpu: bool, num_shares: int) -> int:
 
 
 def _image_tokens(config: Config, micro_batch_size: int) -> int:
-    """Return the most image tokens of a pass: all tokens, or without environments all tokens of prompts."""
+    """Return the largest number of image tokens of a pass: all tokens, or in RL without environments the prompts'."""
     rl, tokens = config.rl, micro_batch_size * config.train_parameters.max_seq_len
     if rl is None or any(source.environment is not None for source in rl.by_source.values()):
         return tokens
@@ -200,7 +200,7 @@ def _image_tokens(config: Config, micro_batch_size: int) -> int:
 
 
 def _image_demand(config: Config, vision: VisionSize, micro_batch_size: int) -> dict[str, Any]:
-    """Return the fields of `Demand` for images, by what the model's processor makes of one."""
+    """Return the fields of `Demand` for images, measured on one image with the model's processor."""
     from PIL import Image
 
     from vectorlm.data.images import image_tokens_of
@@ -267,7 +267,7 @@ def _engine_demand(
         reserves_kv_cache=is_vllm,
         device_share=share,
         max_model_len=context,
-        # The arena of a quantised engine on CPU is no memory of its parameters.
+        # On CPU, a quantised engine has an arena in addition to its parameters.
         is_packed=is_cpu
         and is_vllm
         and not in_4_bits
@@ -280,7 +280,7 @@ def _engine_demand(
 
 
 def _tokens_at_once(config: Config, context: int) -> int:
-    """Return the most tokens in the KV cache of an engine that does not reserve one."""
+    """Return the largest number of tokens in the KV cache of an engine that does not reserve one."""
     rl, num_sequences = config.rl, config.engine.engine_args.get("max_num_seqs") or MAX_NUM_SEQS
     if rl is None:
         return num_sequences * min(
@@ -319,7 +319,7 @@ def _problems(config: Config, world_size: int, near: int) -> set[str]:
 
 
 def _settings_to_change(config: Config, plan: MemoryPlan) -> Iterator[tuple[str, Any]]:
-    """Yield settings with values that may save memory; slow ones and those that change results come last."""
+    """Yield settings with values that may save memory; values that are slow or change results come last."""
     train, demand, engine = "train_parameters", plan.demand, plan.demand.engine
     if engine is not None:
         yield "engine.sleep", "all"
@@ -355,7 +355,7 @@ def _settings_to_change(config: Config, plan: MemoryPlan) -> Iterator[tuple[str,
 
 
 def step_sizes(device_bytes: int) -> tuple[int, int]:
-    """Return the most tokens and sequences of a step of vLLM; an A100 of 80 GiB has the values of small devices."""
+    """Return vLLM's default limits of tokens and sequences per step; too high for an A100 of 80 GiB (8192, 256)."""
     return (16384, 1024) if device_bytes >= 70 * GIB else (8192, 256)
 
 
@@ -379,7 +379,7 @@ def device_memory_bytes() -> int | None:
 
 
 NUM_FIXES = 3
-"""Most settings that one error names."""
+"""Largest number of settings that one error names."""
 
 
 class Change(NamedTuple):
@@ -401,7 +401,7 @@ class Shortage(NamedTuple):
     text: str
 
     def advice(self, changes: Iterable[Change]) -> str:
-        """Return advice: the first changes that are enough, or those that save most."""
+        """Return advice: the first changes that are enough, or the changes that save most."""
         before, found = needs_of(self.plan), []
         for change in changes:
             after = needs_of(change.plan)

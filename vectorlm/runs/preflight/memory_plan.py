@@ -14,9 +14,9 @@ CPU_LAUNCHER_BYTES, CPU_RANK_BYTES, CPU_SAMPLER_BYTES = 280 << 20, 600 << 20, 50
 NF4_BYTES = 1 / 2 + (1 + 4 / 256) / 64
 """Bytes per NF4 weight: 4 bits, an 8-bit scale per 64 weights, an fp32 scale per 256 scales."""
 FOUR_BIT_BYTES = 1 / 2 + (2 + 1 / 2) / 32
-"""Most bytes per weight of AWQ and GPTQ: 4 bits, a scale in 16 bits and a zero point in 4 per 32 weights or more."""
+"""Upper bound of bytes per weight of AWQ and GPTQ: 4 bits; per 32 weights a 16-bit scale and a 4-bit zero point."""
 CUDA_PROCESS_BYTES, CUDA_HOST_PROCESS_BYTES = 1 * GIB, 3 * GIB
-"""Memory of a process besides tensors: measured on CPU (docs/dev/log.md), assumed for CUDA devices and their hosts."""
+"""Bytes of a process besides tensors: measured on CPU (docs/dev/log.md), assumed for CUDA devices and their hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,17 @@ class EngineDemand:
     """Memory demand of the engines of a node."""
 
     bytes_per_weight: int
-    """2 or 4."""
+    """Bytes per weight: 2 or 4."""
     tensor_parallel: int = 1
     """Devices that share one engine's weights and KV cache."""
     num_engines: int = 1
     """Engines that the run starts on this node; 0 for a server."""
     step_tokens: int = 0
-    """Most tokens of one engine step; not used on CPU."""
+    """Largest number of tokens of one engine step; not used on CPU."""
     step_sequences: int = 0
-    """Most sequences of one engine step; not used on CPU."""
+    """Largest number of sequences of one engine step; not used on CPU."""
     kv_cache_bytes: int | None = None
-    """Size of the KV cache per device; None derives it from `device_share`."""
+    """Bytes of the KV cache per device; None derives them from `device_share`."""
     reserves_kv_cache: bool = True
     """Whether the engine allocates its KV cache at its start; the cache must then hold one sequence."""
     device_share: float = 0.35
@@ -42,13 +42,13 @@ class EngineDemand:
     max_model_len: int
     """Longest sequence, in tokens."""
     is_packed: bool = False
-    """Whether the weights are held twice, plain and in oneDNN's layout (CPU)."""
+    """Whether the weights are stored twice, plain and in oneDNN's layout (CPU)."""
     bytes_in_blocks: float | None = None
-    """Bytes per weight in the transformer blocks, where they are quantised; None where they are not."""
+    """Bytes per weight in the transformer blocks if they are quantised; None if they are not."""
     staged_bytes: int | None = None
-    """The most host memory for weights that are being sent; None for a whole copy."""
+    """Largest host memory, in bytes, for weights that are being sent; None for a whole copy."""
     sleep: str = "none"
-    """What sleeps during training: `none`, `kv_cache` or `all`."""
+    """Memory that sleeps during training: `none`, `kv_cache` or `all`."""
     offload_optimizer: bool = False
     """Whether the optimizer leaves the device during sampling."""
 
@@ -61,23 +61,23 @@ class Demand:
     num_trainable: int
     """Trained parameters."""
     num_frozen: int = 0
-    """Parameters of frozen parts of a vision-language model, of a run that trains the others whole."""
+    """Parameters of the frozen parts of a vision-language model whose other weights are all trained."""
     num_image_tokens: int = 0
-    """Most image tokens in one pass of a rank."""
+    """Largest number of image tokens in one pass of a rank."""
     image_token_bytes: float = 0
-    """Bytes of what a processor makes of an image, for each image token."""
+    """Bytes of the processor's output for an image, per image token."""
     image_token_patches: float = 0
-    """Patches for each image token."""
+    """Patches per image token."""
     trains_vision: bool = False
     """Whether gradients flow through the vision model."""
     num_averages: float = 2
     """Size of the optimizer's state as a multiple of the trained parameters."""
     bytes_per_weight: int = 4
-    """2 or 4; adapters have 4."""
+    """Bytes per weight: 2 or 4; adapters have 4."""
     is_quantized: bool = False
     """Whether the blocks are frozen in NF4; every rank then holds all of them."""
     shares_base: bool = False
-    """Whether the frozen base is the engine's, so that the trainer has adapters alone."""
+    """Whether the frozen base is the engine's; the trainer then has only adapters."""
     cpu_offload: bool = False
     """Whether weights, gradients and optimizer state stay on the host."""
     loads_on_main: bool = False
@@ -111,22 +111,22 @@ class Demand:
     num_trained_copies: int = 0
     """Other trained models of the same size: a critic."""
     num_frozen_copies: float = 0
-    """Frozen models in sizes of the policy: a reference and reward models 1 each, a teacher its own."""
+    """Size of the frozen models in multiples of the policy: 1 per reference or reward model; a teacher may differ."""
     logit_bytes: int = 12
     """Bytes per logit of a chunk: three fp32 numbers, more with an entropy bonus or a teacher's distributions."""
     learns_distributions: bool = False
     """Whether the loss compares whole distributions with a teacher's."""
     engine: EngineDemand | None
-    """None trains without an engine."""
+    """Memory demand of the engines; None for a run without an engine."""
     device_bytes: int
-    """Memory of one device; on CPU of the machine, which all ranks and the engine share."""
+    """Memory of one device in bytes; on CPU the machine's memory, which all ranks and the engine share."""
     is_cpu: bool
     host_bytes: int | None = None
-    """Memory of a CUDA node's host; None if it is not known."""
+    """Memory of a CUDA node's host in bytes; None if it is not known."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the model's own weights are trained, and not adapters."""
+        """Whether the run trains the model's own weights instead of adapters."""
         return self.num_trainable + self.num_frozen == self.model.num_parameters
 
     @property
@@ -202,9 +202,9 @@ def plan_memory(demand: Demand) -> MemoryPlan:
     computed number (bf16: 2, fp32: 4)::
 
         weights w P / S     gradients t T / S     optimizer a t T / S (a: `state_bytes` / t; of AdamW 2)
-        gathered: c (everything outside the blocks + 2 blocks), or c P where blocks stay gathered;
+        gathered: c (everything outside the blocks + 2 blocks), or c P if blocks stay gathered;
                   and 4 (everything outside the blocks, or one block) for the gradients of the largest group;
-                  c P + 4 T of a small model (`train.settings.gathers_once`); nothing where FSDP is not used
+                  c P + 4 T of a small model (`train.settings.gathers_once`); nothing if FSDP is not used
         critic: (2 + a) w P / S   reference and reward models: w P / S each, assumed as large as the policy
         teacher: w P_t / S of its own P_t parameters
         engine: its bytes per weight x P / tensor_parallel, and `engine_step_bytes`
@@ -230,7 +230,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         MemoryUse("activations", ranks * activation_bytes(demand), 0),
         MemoryUse("images", ranks * image_bytes(demand), ranks * pixel_bytes(demand)),
     ]
-    # Weights, gradients and averages; only the policy's optimizer leaves the device, and only the policy is quantised.
+    # A critic has weights, gradients and averages. Only the policy is quantised, and only its optimizer is offloaded.
     plain = on_device * sharded_bytes(replace(demand, is_quantized=False, shares_base=False))[0]
     critic = int((2 + demand.num_averages) * plain) * demand.num_trained_copies
     frozen = int(plain * demand.num_frozen_copies)
@@ -293,10 +293,10 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
 
 
 def gathered_bytes(demand: Demand) -> int:
-    """Estimate the unsharded weights and gradients that FSDP2 holds at once on one rank."""
+    """Estimate the unsharded weights and gradients that FSDP2 holds at the same time on one rank."""
     model, number = demand.model, 2 if demand.is_mixed else 4
     outside = model.num_parameters - model.num_in_blocks
-    # One matrix at a time, in the dtype that it was loaded in and the one that it computes in.
+    # One matrix at a time, in the dtype in which it was loaded and in the dtype in which it computes.
     matrix = (demand.bytes_per_weight + number) * model.hidden_size * model.intermediate_size
     if demand.is_plain:
         return matrix if demand.is_quantized else 0
@@ -309,23 +309,24 @@ def gathered_bytes(demand: Demand) -> int:
     if demand.gathers_once:
         return number * whole + 4 * demand.num_trainable * whole // model.num_parameters
     gathered = whole if demand.keeps_gathered else outside + 2 * block
-    # In the dtype that they are summed in.
+    # Gradients have the dtype of their sum.
     gradients = 4 * max(outside, block) * trained_share
     return number * gathered + int(gradients)
 
 
 def activation_bytes(demand: Demand) -> int:
-    """Estimate the activations that a Llama-like decoder keeps from one forward pass for its backward.
+    """Estimate the activations that a Llama-like decoder keeps from one forward pass for its backward pass.
 
-    For n tokens of a rank, hidden size h, feed-forward i, queries q and keys k, with c bytes per number, each block
-    keeps ``n (c (6 h + 3 q + 2 k + 4 i) + 2 (4 - c) h)``, as its two norms work in fp32; 4 h beside adapters, as frozen
-    norms do not keep what they multiply. The output layer is computed in chunks (`chunk_tokens`), forward and backward:
-    ``logit_bytes V`` for each token.
-    Blocks that are computed again keep only their input, on the host with `offload`, and one at a time, when logits are
-    gone, the rest and gradients of its feed-forward, ``2 c i``; with `keep_attention` its output and the sums of its
-    heads too.
-    Attention matrices are not kept (SDPA). Rows that are padded keep their logits too, in c bytes. Ranks that share a
-    pass have a key head each at least. Tensor parallelism divides q, k and i.
+    A rank has n tokens. The sizes are: hidden h, feed-forward i, queries q, keys k, and c bytes per number.
+
+    - Each block keeps ``n (c (6 h + 3 q + 2 k + 4 i) + 2 (4 - c) h)``, because its two norms work in fp32. With
+      adapters ``6 h`` is ``4 h``, because frozen norms do not keep their inputs.
+    - The output layer is computed in chunks (`chunk_tokens`), forward and backward: ``logit_bytes V`` per token.
+    - Recomputed blocks keep only their input, with `offload` on the host; with `keep_attention` they also keep the
+      output of attention and the sums of its heads. After the logits are freed, one block at a time has its other
+      activations and the gradients of its feed-forward network, ``2 c i``.
+    - Attention matrices are not kept (SDPA). Padded rows also keep their logits, in c bytes.
+    - Ranks that share a pass have at least one key head each. Tensor parallelism divides q, k and i.
     """
     model, number, ranks = demand.model, 2 if demand.is_mixed else 4, demand.context_parallel
     tokens = num_tokens(demand)
@@ -342,7 +343,7 @@ def activation_bytes(demand: Demand) -> int:
     inputs = 0 if demand.recomputes == "offload" and not demand.is_cpu else block_input_bytes(demand)
     again = 0
     if demand.recomputes:
-        # Blocks that are kept behind the last one that is computed again are gone then.
+        # The kept blocks after the last recomputed block are freed by then.
         behind = (model.num_layers - 1) % (demand.recomputes if isinstance(demand.recomputes, int) else 1)
         again = (1 - behind) * block + 2 * number * model.intermediate_size
     return tokens * kept + inputs + max(logits, tokens * again)
@@ -354,10 +355,10 @@ def pixel_bytes(demand: Demand) -> int:
 
 
 def image_bytes(demand: Demand) -> int:
-    """Estimate what a pass holds of its images: pixels, and activations of the vision model.
+    """Estimate the memory for the images of a pass: pixels, and activations of the vision model.
 
-    A vision model that is trained keeps what goes into and comes out of the matrices of all its blocks. If it is frozen
-    or its blocks are computed again, it holds one block at a time; the inputs of the blocks are not counted.
+    A trained vision model keeps the inputs and outputs of the matrices of all its blocks. If it is frozen or its blocks
+    are recomputed, it holds one block at a time; the inputs of the blocks are not counted.
     """
     vision = demand.model.vision
     if vision is None:
@@ -412,7 +413,7 @@ def engine_step_bytes(demand: Demand, engine: EngineDemand) -> int:
     model = demand.model
     wide = 4 * model.hidden_size + 3 * model.intermediate_size // engine.tensor_parallel
     if model.vision is not None:
-        # vLLM computes images of as many tokens as a step has, before the tokens.
+        # Before the tokens, vLLM computes images with at most as many tokens as a step.
         wide = max(wide, int(demand.image_token_patches * model.vision.block_width))
     return engine.bytes_per_weight * engine.step_tokens * wide + 12 * engine.step_sequences * model.vocab_size
 
@@ -425,7 +426,7 @@ def sequence_kv_bytes(demand: Demand, engine: EngineDemand) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a container; None is no limit."""
+    """Limits of a container; None means no limit."""
 
     memory_bytes: int | None = None
     cores: float | None = None

@@ -1,4 +1,4 @@
-"""Decide whether a config can resume from the checkpoints in its output_dir, and list what has changed."""
+"""Decide whether a config can resume from the checkpoints in its output_dir, and list the changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ OUTPUTS = (
 DESCRIPTIONS = ("config.json", ADAPTER_CONFIG)
 """The files that describe a model, or adapters."""
 NUM_PIECES, PIECE_BYTES = 64, 4096
-"""Pieces of a weight file that go into its digest. Reading 10 GB takes a minute, and two models differ everywhere."""
+"""Number and size of the pieces of a weight file in its digest. Reading 10 GB would take a minute, and the weights of
+two models differ everywhere."""
 REWARDS = re.compile(r"rl\.(sources\.[^.]*\.)?rewards\.")
 """Prefix of settings whose keys are rewards."""
 STOPS_EARLY = ("train_parameters.early_stopping_patience", "train_parameters.early_stopping_min_delta")
@@ -62,7 +63,7 @@ STOPS_EARLY = ("train_parameters.early_stopping_patience", "train_parameters.ear
 
 @dataclass(frozen=True)
 class Resumption:
-    """How a run resumes from its newest checkpoint."""
+    """The newest checkpoint of a run, which it resumes from."""
 
     step: int
     changes: tuple[str, ...]
@@ -119,7 +120,7 @@ def settings_of_rank(config: Config) -> dict[str, Any]:
 
 
 def find_resumption(config: Config, world_size: int, num_examples: int | None = None) -> Resumption | None:
-    """Return how this run resumes from its output_dir; None if there is no checkpoint.
+    """Return the checkpoint in output_dir that this run resumes from; None if there is no checkpoint.
 
     Raises:
         CheckpointError: The checkpoint cannot be read, or belongs to a run that this config cannot resume.
@@ -173,7 +174,7 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[st
     refused: list[str] = []
     changes: list[str] = []
     for name in sorted(before["settings"].keys() | now["settings"].keys()):
-        # Versions without the setting did what its default does.
+        # Versions without the setting worked as its default does.
         old, new = before["settings"].get(name, _default(name)), now["settings"].get(name)
         if old != new:
             is_fixed = any(name == fixed_name or name.startswith(f"{fixed_name}.") for fixed_name in FIXED)
@@ -201,7 +202,7 @@ def _steps_for_batch(config: Config, world_size: int, before: Mapping[str, Any])
 
 
 def _default(name: str) -> Any:
-    """Return a setting's default as JSON holds it; None where it has none, or is not a plain value."""
+    """Return a setting's default as a JSON value; None if it has no default or is a section."""
     setting = all_settings().get(name)
     is_plain = setting is not None and not setting.is_required and setting.section is None
     return json.loads(json.dumps(setting.default)) if setting is not None and is_plain else None
@@ -225,7 +226,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def content_of(name: str) -> Any:
     """Return a digest of a model, a saved dataset or a file; None for any other path."""
-    if os.path.isfile(name):  # Not of `Path`, which raises for long texts.
+    if os.path.isfile(name):  # Not `Path.is_file`, which raises for long texts.
         return _digest(name)
     is_model = any(os.path.isfile(os.path.join(name, file)) for file in DESCRIPTIONS)
     return _model_digest(Path(name)) if is_model else _fingerprint(Path(name))

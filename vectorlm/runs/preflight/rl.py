@@ -90,7 +90,7 @@ def image_problems(config: Config, rl: RLSettings, prompts: Sequence[SourcePromp
 
 
 def text_alone(config: Config, rl: RLSettings) -> Iterator[tuple[str, str, Any]]:
-    """Yield the settings that do not work with images: path, what to do instead, value."""
+    """Yield the settings that do not work with images: path, fix and value."""
     inference, num = config.engine.inference, config.train_parameters.model.context_parallel
     if inference != "vllm":
         yield "engine.inference", "Use vllm.", inference
@@ -113,7 +113,7 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
     if collect.group_size < spec.min_group_size:
         rule = f"must be larger: {spec.name} compares completions of one prompt"
         yield refuse(config, "rl.group_size", rule, f"Use {spec.min_group_size} or more.")
-    # A critic's advantages differ within a completion; others that are whitened do not.
+    # A critic's advantages differ within a completion; other advantages that are whitened do not.
     hparams = rl.algorithm.settings
     whitens = isinstance(hparams, WhiteningSettings) and hparams.whiten_advantages and not spec.needs_critic
     num_completions = collect.prompts_per_step * collect.group_size
@@ -122,7 +122,7 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
         what = "rl.algorithm.whiten_advantages" if whitens else spec.name
         rule = f"makes a step of {num_completions} completions, which is too few for {what}"
         yield refuse(config, "rl.prompts_per_step", rule, f"Use {least} or more.")
-    # Silent: the run would sample on and on.
+    # Silent: the run would sample forever.
     if collect.group_size < 2 and rl.algorithm.settings.dynamic_sampling:
         rule = "must be larger with rl.algorithm.dynamic_sampling, which drops groups of equal rewards"
         yield refuse(config, "rl.group_size", rule, "Use 2 or more.")
@@ -130,7 +130,7 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
     if rl.update.num_mini_batches > collect.prompts_per_step:
         rule = f"must be at most rl.prompts_per_step={collect.prompts_per_step}, because groups stay whole"
         yield refuse(config, "rl.num_mini_batches", rule, "Use fewer, or more prompts.")
-    # Silent: the baseline would be one turn, without what environments say and give.
+    # Silent: the baseline would be one turn, without the replies and rewards of environments.
     if spec.needs_greedy and _has_environment(rl):
         rule = "uses a single-turn greedy completion as its baseline, which does not work with environments or agents"
         yield refuse(config, "rl.algorithm.name", rule, "Use rloo, for example.")
@@ -138,7 +138,7 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
 
 def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     given = rl.collect.sampling_params
-    # All of these are silent: the policy would learn from other completions than the formulas are about.
+    # All of these are silent: the policy would learn from other completions than the formulas assume.
     for name, place in _SET_ELSEWHERE.items():
         if name in given:
             yield refuse(config, f"rl.sampling_params.{name}", "must be set elsewhere", f"Set '{place}'.")
@@ -253,11 +253,11 @@ def _source_problems(config: Config, rl: RLSettings) -> Iterator[str]:
 
 def _mixture_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
     sources = rl.collect.sources
-    # Costs more than a minute: the first step would take its prompts from nowhere.
+    # Costs more than a minute: the first step would have no prompts.
     if (rl.collect.prompts is None) != bool(sources):
         yield "the section 'rl' must have either 'prompts' or 'sources'. Add one, or remove one."
     given = [source.weight for source in sources.values() if source.weight is not None]
-    # Silent: another mixture than the one that was written down.
+    # Silent: the mixture would differ from the config's weights.
     if given and (len(given) < len(sources) or not math.isclose(sum(given), 1, abs_tol=0.005)):
         names = ", ".join(f"{name} {source.weight}" for name, source in sources.items())
         yield (
@@ -291,7 +291,7 @@ def _mixture_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> It
         if SCORE not in source.rewards:
             rule = f"needs the reward {SCORE} in {path}.rewards"
             yield refuse(config, f"{path}.prompts.curriculum", rule, "Add it.", "…")
-        # Silent: the level would change for ever.
+        # Silent: the level would never stop changing.
         if curriculum.fall_below >= curriculum.rise_above:
             rule = f"must be below rise_above={curriculum.rise_above}"
             place = f"{path}.prompts.curriculum.fall_below"
@@ -307,7 +307,7 @@ def _reward_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
             place = f"rl.sources.{name}" if name else "the section 'rl'"
             own = f"rl.sources.{name}.rewards, " if name else ""
             yield f"{place} must have a reward. Fill {own}rl.rewards or rl.reward_models."
-    # Silent: one would take the other's place.
+    # Silent: one reward would replace the other.
     full_names = {"environment": "rl.environment"} if _has_environment(rl) else {}
     for name in [*rl.all_rewards, *reward.reward_models]:
         other = full_names.setdefault(short_name(name), name)
@@ -346,7 +346,7 @@ def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
         ("gate", ("gate_level", "gate_low", "gate_high")),
     ):
         if getattr(correction, kind) is None:
-            # A preset turns both off by being `off` alone.
+            # Only the preset `off` turns both off.
             switch = "preset" if rl.correction.preset == "off" else kind
             note = (f"rl.correction.{kind}=null", f"rl.correction.{switch}")
             unread |= {f"correction.{name}": note for name in names}
@@ -429,7 +429,7 @@ def _adapter_problems(config: Config, rl: RLSettings) -> Iterator[str]:
         yield refuse(config, "rl.keep_adapters", needs, fix, to_plain(rl.keep_adapters))
     for name in config.judges if not config.has_adapters else ():
         yield refuse(config, f"rl.rewards.{name}", needs, fix, "…")
-    # Silent: an adapter of nobody, or an answer of an engine that sleeps.
+    # Silent: the adapter would be ignored, or the engine would be asked while it sleeps.
     names = [*config.evaluation_rewards, *config.held_out_rewards.values()]
     for name in dict.fromkeys([*rl.all_rewards, *names]):
         given = given_of(name) if without_arguments(name) == JUDGE else {}
@@ -489,7 +489,7 @@ def _router_problems(config: Config, rl: RLSettings) -> Iterator[str]:
 
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
-"""Tokens that must be equal besides the vocabulary; padding is never compared."""
+"""Special tokens that must be equal, in addition to the vocabulary; padding is never compared."""
 
 
 def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
@@ -585,7 +585,7 @@ def teacher_prompt_problems(
 def check_teacher(config: Config) -> None:
     """Raise `ConfigError` unless the teacher has the policy's tokenizer.
 
-    A server only returns the texts of the policy's tokens, so special tokens and further tokens are not compared.
+    A server only returns the texts of the policy's tokens; its special tokens and further tokens are not compared.
 
     Raises:
         EngineError: The server does not answer, or does not answer like vLLM.
@@ -599,7 +599,7 @@ def check_teacher(config: Config) -> None:
     if rl.teacher.model is not None:
         difference = tokenizer_difference(policy, load_tokenizer(rl.teacher.model))
     elif rl.teacher.server is not None:
-        # This imports the HTTP client, which other checks do without.
+        # This imports the HTTP client, which other checks do not need.
         from vectorlm.sampling.backends.server.client import ScoringServer
 
         server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)

@@ -1,4 +1,4 @@
-"""Sampling parameters that vLLM would refuse at its first prompt."""
+"""Check sampling parameters that vLLM would refuse at its first prompt."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Parameter(NamedTuple):
     """A sampling parameter of vLLM."""
 
     type: Any = None
-    """Its type and range; None if only vLLM checks it. A test compares the two."""
+    """Its type and range; None if only vLLM checks it. A test compares them with vLLM's."""
     neutral: tuple[Any, ...] = ()
     """Values that leave the distribution as it is."""
     is_followed: bool = True
-    """Whether the trainer computes the log-probabilities of the distribution that this parameter makes."""
+    """Whether the trainer applies this parameter when it computes log-probabilities."""
 
 
 PARAMETERS: Mapping[str, Parameter] = {
@@ -75,7 +75,7 @@ PARAMETERS: Mapping[str, Parameter] = {
 
 
 def answer_tokens(parameters: Mapping[str, Any]) -> int:
-    """Return the tokens to leave room for: `max_tokens`, 16 by vLLM's default, and 1 if answers may have any length."""
+    """Return the number of answer tokens to leave room for: `max_tokens` (vLLM's default is 16), or 1 if it is null."""
     asked = parameters.get("max_tokens", 16)
     return asked if type(asked) is int else 1
 

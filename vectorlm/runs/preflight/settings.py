@@ -84,7 +84,7 @@ def _rank_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[
         yield describe_refusal("world_size", world_size, "must be an integer >= 1", "Use 1 or more.")
     if num_nodes < 1:
         yield describe_refusal("nnodes", num_nodes, "must be an integer >= 1", "Use 1 or more.")
-    # Silent: `vectorlm check` would plan the memory of other ranks than the ones that are started.
+    # Silent: `vectorlm check` would plan the memory of a wrong number of ranks.
     elif world_size % num_nodes:
         rule = f"must be a multiple of nnodes={num_nodes}, because it counts the ranks of all nodes"
         fix = f"Use {world_size + num_nodes - world_size % num_nodes}, for example."
@@ -116,10 +116,10 @@ _UNSPLIT_VALUES: Mapping[str, tuple[Any, ...]] = {
     **{f"train_parameters.{name}": (False,) for name in ("exact", "compile")},
     **{"train_parameters.quantization": (None,), "train_parameters.context_parallel": (1,)},
     "train_parameters.sharding_strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"),
-    # A scale is of a whole row.
+    # Every scale belongs to a whole row.
     "engine.quantization": (None,),
 }
-"""Values of settings that work with a model that ranks split."""
+"""Values of settings that work with a model that is split over ranks."""
 
 
 def _split_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
@@ -233,7 +233,7 @@ def step_problems(config: Config) -> Iterator[str]:
 
 
 def weight_problems(config: Config, setting: str, weights: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the weights of rewards that are no numbers."""
+    """Yield the weights of rewards that are not finite numbers."""
     # Costs more than a minute: the first sum of rewards comes after the first completions.
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -377,7 +377,7 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
             yield refuse(config, f"engine.{name}", "must be set elsewhere", f"Set '{place}' instead.", value)
         # Costs more than a minute: the engine starts after models are loaded.
         elif known and name not in known and name not in _SECRETS:
-            # VectorLM's section held settings of evaluations too.
+            # VectorLM's section had settings of evaluations too.
             old = old_names(f"{OLD_SECTION}.")
             near = closest(name, [*settings_of(EngineSettings), *known, *old])
             fix = "Leave it out." if near is None else f"Did you mean {old.get(near, near)!r}?"
@@ -459,11 +459,11 @@ def _lora_problems(config: Config) -> Iterator[str]:
             )
             rule = "must be an argument of peft.LoraConfig"
             yield refuse(config, f"{_LORA}.{option}", rule, fix or "Leave it out.", value)
-    # Silent: an engine would sample from different weights than the trained ones.
+    # Silent: an engine would not sample from the trained weights.
     mode = config.engine.lora_mode_of_run if config.has_engine else "merged"
     options = {option: value for option, value in options.items() if not known or option in known}
     kind = WRITES if config.reward_model is None else SCORES
-    # `_four_bit_problems` has its own answer.
+    # `_four_bit_problems` reports these itself.
     refused = [] if four_bit_method_of(config.model) else refused_options(options, mode)
     for option, value, rule, fix in (*refused, *refused_starts(options, kind)):
         yield refuse(config, f"{_LORA}.{option}", rule, fix, value)
@@ -500,7 +500,7 @@ def _quantization_problems(config: Config) -> Iterator[str]:
 
 
 def _frozen_base_problems(config: Config, what: str, names_options: bool) -> Iterator[str]:
-    """Yield the settings that would replace or train the base of adapters; `what` keeps it frozen."""
+    """Yield the settings that would replace or train the base of adapters; `what` is the reason that it is frozen."""
     if config.has_engine and config.engine.lora_mode_of_run != "adapter":
         fix = "Use inference: vllm with lora_mode: adapter."
         yield refuse(config, "engine.lora_mode", f"must be adapter with {what}", fix)
@@ -511,7 +511,7 @@ def _frozen_base_problems(config: Config, what: str, names_options: bool) -> Ite
 
 
 def _four_bit_problems(config: Config) -> Iterator[str]:
-    """Yield the settings that a model in 4 bits cannot be used with; nothing for other models."""
+    """Yield the settings that cannot be used with a model in 4 bits; nothing for other models."""
     # All of these cost more than a minute: the engine starts, and the model is read, first.
     for setting, folder in config.model_folders.items():
         described = description_of(Path(folder)) or {}
@@ -551,7 +551,7 @@ _EXACT_VALUES: Mapping[str, tuple[Any, ...]] = {
     **{"train_parameters.quantization": (None,), "train_parameters.context_parallel": (1,)},
     "rl.async.max_staleness": (0, None),
 }
-"""Values of settings with which trainer and engine can be exact; `EngineSettings.exact_problems` has the engine's."""
+"""Values of settings with which training can be exact; `EngineSettings.exact_problems` checks the engine's settings."""
 
 
 def _exact_problems(config: Config) -> Iterator[str]:

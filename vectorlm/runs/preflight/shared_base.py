@@ -1,4 +1,4 @@
-"""Settings that keep trainer and engine from sharing one base in memory."""
+"""Find the settings that prevent trainer and engine from sharing one base in memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     **{"train_parameters.quantization": (None,), "engine.quantization": (None,)},
     "engine.inference": ("vllm",),
     "engine.lora_mode": ("adapter", "auto"),
-    # vLLM's sleep mode has memory without handles on CUDA, also for weights that stay awake.
+    # In sleep mode, vLLM's memory on CUDA has no handles, even for weights that stay awake.
     "engine.sleep": ("none", "kv_cache"),
     **{f"engine.{name}_parallel_size": (1, None) for name in ("tensor", "pipeline")},
     **{"engine.enable_expert_parallel": (False, None), "engine.cpu_offload_gb": (0, None)},
 }
-"""Values of settings with which the engine holds every tensor of the base, whole, as the trainer computes with it."""
+"""Values of settings with which the engine holds every whole tensor of the base in the trainer's form."""
 _CUDA_VALUES: Mapping[str, tuple[Any, ...]] = {
     "engine.sleep": ("none",),
     "rl.async.placement": ("shared", None),
@@ -59,13 +59,13 @@ def sharing_problems(config: Config, is_cuda: bool) -> Iterator[tuple[str, str]]
 
 
 def shares_base(config: Config, is_cuda: bool) -> bool:
-    """Whether a run's trainer and engine have one base in memory, as far as the config tells."""
+    """Return whether trainer and engine share one base in memory, as far as the config shows."""
     is_refused = config.train_parameters.share_base is False
     return not is_refused and next(sharing_problems(config, is_cuda), None) is None
 
 
 def sharing_notes(config: Config, is_cuda: bool) -> Iterator[str]:
-    """Yield the line that tells whether a run with adapters and an engine has one base in memory, or two."""
+    """Yield a note on whether a run with adapters and an engine has its base once or twice in memory."""
     train = config.train_parameters
     if train.lora_peft_config is None or not config.has_engine:
         return

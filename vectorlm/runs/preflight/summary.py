@@ -50,7 +50,7 @@ def summarise(checked: CheckedConfig, world_size: int, num_nodes: int = 1, notes
 
 
 def notes_of(config: Config) -> Iterator[str]:
-    """Yield notes where the run differs from the config file."""
+    """Yield notes if the run differs from the config file."""
     yield from config.notes
     if not is_installed("matplotlib"):
         yield "pictures: none, because matplotlib is not installed. Run `pip install matplotlib`."

@@ -39,7 +39,7 @@ CALLED: dict[str, dict[str, tuple[str, ...]]] = {
     "respond": {"respond": ("text",), "close": ()},
     "trl": {"close": (), "get_reward": ()},
 }
-"""Methods and their arguments by form of environment; TRL's `reset` is left out: it gets the columns by name."""
+"""Methods and their arguments by form of environment, without TRL's `reset`, which gets the columns by name."""
 
 
 class SourcePrompts(NamedTuple):
@@ -91,8 +91,8 @@ def environment_problems(
 def require_environment(make: Any, where: str, columns: Collection[str] | None = None) -> None:
     """Raise `ConfigError` unless `make` can be an environment or an agent; objects made by a function are not checked.
 
-    A class needs methods with the right arguments, and tools with schemas. `columns` are those of all its prompts; they
-    must fill the parameters of the class or function.
+    A class needs methods with the right arguments, and tools with schemas. `columns` are the columns that all prompts
+    have; they must fill the parameters of the class or function.
     """
     if not callable(make):
         raise ConfigError(
@@ -154,7 +154,7 @@ def tool_notes(rl: RLSettings | None, source: SourcePrompts, tokenizer: Any) -> 
             return
         try:
             text = render_chat(tokenizer, prompt, tokenize=False)
-        except Exception:  # It needs tools.
+        except Exception:  # The template needs tools.
             return
         if render_chat(tokenizer, prompt, tools=told["tools"], tokenize=False) != text:
             return
@@ -200,7 +200,7 @@ def call_notes(rl: RLSettings, source: SourcePrompts, tokenizer: Any) -> Iterato
             render_chat(tokenizer, [*chat, last], tools=tools, tokenize=False)
             for last in ({"role": "assistant", "content": SPOKEN}, called)
         )
-    except Exception as error:  # Whatever the template's author chose.
+    except Exception as error:  # A template may raise any exception.
         why = f"{setting}: the chat template refuses calls of tools and their results ({type(error).__name__}: {error})"
         if not is_agent:
             raise ConfigError(f"{why}. Use another template, or an environment without tools.") from error
@@ -210,7 +210,7 @@ def call_notes(rl: RLSettings, source: SourcePrompts, tokenizer: Any) -> Iterato
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(with_text, with_call, strict=False))
     )
     ids, ends = tokenizer.encode(with_call[num_same:], add_special_tokens=False), end_tokens(tokenizer)
-    # As engines return it.
+    # Engines return the text without end tokens and special tokens.
     text = tokenizer.decode([*takewhile(lambda token: token not in ends, ids)], skip_special_tokens=True)
     if call.name in text and parse_calls(text, [call.name])[1] != [replace(call, id="")]:
         yield (
@@ -255,7 +255,7 @@ def reward_notes(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[s
     for _, _, name, source in _uses(config, prompts):
         kinds = RewardSignature.of(get_reward(name)).kinds
         columns = {column for record in source.shown for column in record.columns}
-        # Silent: a dataset's own conversation would be scored instead of the one with the completion.
+        # Silent: a dataset's own conversation would be scored instead of the conversation with the completion.
         for column in sorted(columns & {*EXTRAS} & {*kinds}):
             gets = (
                 "the run's function, not the column" if column == LOG else "the column, not the run's value"
@@ -293,7 +293,7 @@ def signature_problems(
     """Yield rule and fix for the parameters of a reward that the prompts of `source` cannot fill."""
     signature = RewardSignature.of(reward)
     columns = {name for record in records for name in record.columns if name not in RESERVED}
-    # Silent: it scores without a look at what was sampled.
+    # Silent: the reward would not depend on the completion.
     if not signature.sees_completion:
         yield "needs a parameter for the completion", "Add a parameter `completion`, or `messages`."
     for name in signature.missing(columns):
