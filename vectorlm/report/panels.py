@@ -46,7 +46,7 @@ PANELS = (
     Panel("Reward", "should rise, noisily", "mean of the completions", {"reward/mean": "sampled"}),
     Panel(
         "Rewards by name",
-        "one that falls as another rises is traded for it",
+        "should not fall while another one rises",
         "mean of the completions",
         {},
         pattern="reward/(.+)/mean",

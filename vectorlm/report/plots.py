@@ -220,7 +220,7 @@ def plot_timeline(timeline_path: Path, output_png: Path) -> None:
         axes.axvline(first, color=DIM, linewidth=0.6, linestyle=":")
     _head(
         axes,
-        f"Who worked when, steps {lines[0]['train_step']} to {lines[-1]['train_step']}",
+        f"Timeline of steps {lines[0]['train_step']} to {lines[-1]['train_step']}",
         "",
         "seconds",
         "",

@@ -256,7 +256,7 @@ def test_a_run_that_ignores_its_plan_starts(path, monkeypatch, capsys, ignore):
         assert "--ignore_memory_plan" in str(caught.value)
         assert not Path("run").exists()
         return
-    assert "this machine has 0.12 GiB. The run starts all the same." in capsys.readouterr().err
+    assert "this machine has 0.12 GiB. The run starts anyway." in capsys.readouterr().err
 
 
 def test_check_prints_the_plan_of_this_machine_or_of_a_device_that_is_elsewhere(path, capsys):

@@ -92,7 +92,7 @@ def test_the_cheapest_changes_that_are_enough_are_named_and_none_that_is_refused
     small = find_shortage(plan_memory(replace(LARGE, device_bytes=5 * GIB)))
     assert small.advice(
         [Change("kv_cache: 2", plan_memory(replace(small.plan.demand, engine=less)), lambda: True)]
-    ) == ("No one setting is enough; most is gained by kv_cache: 2 (14.8 GiB).")
+    ) == ("No single setting is enough; the most effective one is kv_cache: 2 (14.8 GiB).")
 
 
 RL = """\

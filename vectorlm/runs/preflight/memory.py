@@ -64,9 +64,7 @@ def memory_report(
     if shortage is None:
         return memory_table(plan)
     if config.ignore_memory_plan:
-        return (
-            f"  note: ignore_memory_plan: {shortage.text} The run starts all the same.\n{memory_table(plan)}"
-        )
+        return f"  note: ignore_memory_plan: {shortage.text} The run starts anyway.\n{memory_table(plan)}"
     fixes = shortage.advice(_changes(config, plan, world_size, near, device_bytes))
     raise ConfigError(f"{shortage.text} {fixes} If you know that the run fits, add --ignore_memory_plan.")
 
@@ -421,7 +419,9 @@ class Shortage(NamedTuple):
             return "No setting helps. Use a smaller model."
         enough = ", or ".join(text for is_short, _, text, _ in best if not is_short)
         most = ", or ".join(text for _, _, text, _ in best)
-        return f"Set {enough}." if enough else f"No one setting is enough; most is gained by {most}."
+        return (
+            f"Set {enough}." if enough else f"No single setting is enough; the most effective one is {most}."
+        )
 
 
 def needs_of(plan: MemoryPlan) -> dict[str, tuple[int, int]]:
