@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class RolloutBatch:
-    """All rows of a step, from which advantages are computed. It is equal on all ranks, and on the CPU."""
+    """All rows of a step, from which advantages are computed; the same on all ranks, and on the CPU."""
 
     input_ids: torch.Tensor
     """int64 [B, T], prompt and completion, padded on the right."""
@@ -24,7 +24,7 @@ class RolloutBatch:
     mask: torch.Tensor
     """bool [B, T], the tokens that the policy sampled, in rows that are trained on."""
     sampler_logprobs: torch.Tensor
-    """float32 [B, T], the engine's; 0 outside the completions."""
+    """float32 [B, T], the engine's log-probabilities; 0 outside the completions."""
     rewards: torch.Tensor
     """float32 [P, K], minus the KL penalty if `kl_in` is ``reward``. NaN for completions without a score; in
     `AlgorithmSpec.advantages` also for completions that are not `valid`."""
@@ -33,8 +33,8 @@ class RolloutBatch:
     columns: torch.Tensor
     """int64 [P, K], the index of every row among the sampled completions of its prompt."""
     token_rewards: torch.Tensor
-    """float32 [B, T]: the reward at the last token of a completion, or of a turn that has a reward, minus the KL
-    penalty of every token."""
+    """float32 [B, T], rewards minus the KL penalty of every token. A reward is at the last token of its completion or
+    turn."""
     values: torch.Tensor | None = None
     """float32 [B, T], the critic's values, if `needs_critic`."""
     greedy_rewards: torch.Tensor | None = None
@@ -44,19 +44,19 @@ class RolloutBatch:
     part_weights: torch.Tensor | None = None
     """float32 [N], the weights of the single rewards in their sum."""
     old_logprobs: torch.Tensor | None = None
-    """float32 [B, T], the policy's before the first optimizer step, if `needs_old`."""
+    """float32 [B, T], the policy's log-probabilities before the first optimizer step, if `needs_old`."""
     gradient_norms: torch.Tensor | None = None
     """float32 [B, T], squared norms of the gradients of log-probabilities by logits, if `needs_gradient_norms`."""
     weights: torch.Tensor | None = None
     """float32 [B, T], off-policy weights of the policy loss (with `bypass`: computed before the first optimizer step);
-    1 for completions used only as a baseline. None weighs every token with 1."""
+    1 for completions used only as a baseline. None means 1 for every token."""
     baseline_mask: torch.Tensor | None = None
     """bool [B, T], `mask` plus completions that enter baselines but no loss; None if there are none."""
     owners: torch.Tensor | None = None
-    """int64 [B], the main row of the rollout that a row belongs to; None if every row is a rollout. Only main rows are
+    """int64 [B], index of the main row of each row's rollout; None if every row is a rollout. Only main rows are
     `valid` and in `baseline_mask`. The other rows, branches that an agent made, are in `mask` only."""
     branch_lengths: torch.Tensor | None = None
-    """int64 [B], for `AlgorithmSpec.advantages`: the tokens in the branches of a rollout; None if no rollout has
+    """int64 [B], number of tokens in the branches of a rollout, for `AlgorithmSpec.advantages`; None if no rollout has
     branches."""
     turns: torch.Tensor | None = None
     """int64 [B, T], the turn of every sampled token, from 0; None if no turn has its own reward."""
@@ -69,13 +69,13 @@ class RolloutBatch:
     routes: Sequence[Any] | None = None
     """The experts that the engine chose in each row, an array [t, L, K] or None (see `vectorlm.types.Completion`)."""
     replayed: Sequence[Any] | None = None
-    """The experts that the policy uses in each row instead of its own choice, as `routes`."""
+    """The experts that the policy uses in each row instead of its own choice, in the format of `routes`."""
     prompts: Sequence[Any] = ()
-    """The P prompts, for messages; empty if nobody needs them."""
+    """The P prompts, for error messages; empty if no message needs them."""
     teacher_prompts: Sequence[Sequence[int]] | None = None
-    """The P prompts that a teacher reads in place of the policy's; None if it reads the same."""
+    """The P prompts that a teacher reads instead of the policy's prompts; None if it reads the same prompts."""
     prompt_lengths: Sequence[int] = ()
-    """Tokens of the prompt of each row, B numbers, if there are `teacher_prompts`."""
+    """Number of prompt tokens of each row, if there are `teacher_prompts`."""
 
     @property
     def rows_per_group(self) -> int:
@@ -84,7 +84,7 @@ class RolloutBatch:
 
     @cached_property
     def num_tokens(self) -> tuple[int, ...]:
-        """The lengths of the rows."""
+        """Number of tokens of each row."""
         return tuple(self.attention_mask.sum(dim=1).tolist())
 
     @cached_property
@@ -105,7 +105,7 @@ class RolloutBatch:
     def for_teacher(self) -> RolloutBatch:
         """The rows as the teacher reads them, with the tokens of `mask` in the same order.
 
-        Only tokens, masks and turn starts are of these rows; other fields keep the shape [B, T].
+        Only `input_ids`, the masks and `turn_starts` describe these rows; other fields keep the shape [B, T].
         """
         if self.teacher_prompts is None:
             return self
@@ -137,15 +137,14 @@ class RolloutBatch:
 
     @property
     def trained_rollouts(self) -> torch.Tensor:
-        """Which rows are the main row of a rollout that is trained on, bool [B]."""
+        """Whether each row is the main row of a rollout that is trained on, bool [B]."""
         rows = torch.arange(len(self.mask))
         return (self.lengths > 0) & (rows == (rows if self.owners is None else self.owners))
 
     def for_baselines(self) -> RolloutBatch:
         """Return the batch with all completions that enter baselines in its mask.
 
-        The rewards of branches, and of completions that a correction has rejected, become NaN, so that no baseline
-        includes them.
+        No baseline includes branches, or completions that a correction has rejected: their rewards become NaN.
         """
 
         def of_valid(rewards: torch.Tensor) -> torch.Tensor:
@@ -188,8 +187,8 @@ class RolloutBatch:
     def without(self, rejected: torch.Tensor) -> RolloutBatch:
         """Remove the `rejected` tokens, bool [B, T], from the mask.
 
-        A rollout that loses all its tokens becomes invalid. If only its main row does, the first of its rows with
-        tokens left becomes the main row.
+        A rollout that loses all its tokens becomes invalid. If only its main row loses all tokens, the rollout's first
+        row with tokens becomes the main row.
         """
         mask = self.mask & ~rejected
         has_tokens = mask.any(dim=1)
@@ -214,7 +213,7 @@ class RolloutBatch:
         return replace(left, token_rewards=placed)
 
     def penalised(self, penalty: torch.Tensor) -> RolloutBatch:
-        """Subtract a penalty per token, float32 [B, T], from the rewards; that of branches at the main row's end."""
+        """Subtract a penalty per token, float32 [B, T], from the rewards; branches pay at the end of the main row."""
         total, token_rewards = penalty.sum(dim=1), self.token_rewards - penalty
         if self.owners is not None:
             is_branch = self.owners != torch.arange(len(self.owners))
@@ -226,17 +225,18 @@ class RolloutBatch:
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """The inputs of a loss: B rows of a micro-batch, the rows of a group next to each other.
+    """The inputs of a loss: B rows of a micro-batch, where the rows of a group are neighbours.
 
-    For losses of whole rollouts, the tokens of a rollout's branches follow after its row, without gradient.
+    For losses of whole rollouts, the tokens of a rollout's branches follow its row, without gradient.
     """
 
     policy_logprobs: torch.Tensor
-    """float [B, T], with gradient."""
+    """float [B, T], the policy's log-probabilities, with gradient."""
     old_logprobs: torch.Tensor
-    """float [B, T], the trainer's before the batch's first optimizer step; with `bypass` the engine's."""
+    """float [B, T], log-probabilities by the trainer before the batch's first optimizer step; with `bypass`, by the
+    engine."""
     reference_logprobs: torch.Tensor | None
-    """float [B, T]; None if neither the algorithm nor a KL penalty needs a reference."""
+    """float [B, T], the reference's log-probabilities; None if neither the algorithm nor a KL penalty needs them."""
     advantages: torch.Tensor
     """float [B, T]."""
     rewards: torch.Tensor
@@ -248,7 +248,7 @@ class LossInputs:
     marked: torch.Tensor | None = None
     """bool [B, T], the result of `AlgorithmSpec.mark`."""
     log_weights: torch.Tensor | None = None
-    """float [B], logarithms of the correction's weights of whole completions, if `AlgorithmSpec.reads_weights`."""
+    """float [B], log of the correction's weights of whole completions, if `AlgorithmSpec.reads_weights`."""
 
 
 def place_rewards(
@@ -256,8 +256,8 @@ def place_rewards(
 ) -> torch.Tensor:
     """Place the rewards [P, K] at the last masked token of their rows, float32 [B, T].
 
-    The part of a reward that is in `turn_rewards` [B, T] stays at its token, or at the last masked token before it, so
-    that no token is credited with an earlier reward.
+    The part of a reward that is in `turn_rewards` [B, T] stays at its token, or at the last masked token before it. No
+    token is credited with an earlier reward.
     """
     token_rewards = torch.zeros(mask.shape)
     places = torch.where(mask, torch.arange(mask.shape[1]), -1).cummax(dim=1).values

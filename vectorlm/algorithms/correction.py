@@ -1,8 +1,8 @@
 """Off-policy correction: weights and masks for tokens whose probability differs between engine and trainer.
 
-`old_logprobs`, float [B, T], are the trainer's before the first optimizer step on the batch. `sampler_logprobs` are the
-engine's, and `mask`, bool or 0/1, marks the tokens that the policy sampled. r is the ratio of the trainer to the
-sampler, ``exp(old - sampler)``: above 1 if the sampler gave the token too little probability. Bounds are bounds of r.
+`old_logprobs`, float [B, T], are the trainer's log-probabilities before the first optimizer step on the batch;
+`sampler_logprobs` are the engine's. `mask`, bool or 0/1, marks the tokens that the policy sampled. The ratio r is the
+trainer's probability over the sampler's, ``exp(old - sampler)``. Bounds are bounds of r.
 No result has a gradient.
 """
 
@@ -47,16 +47,16 @@ def importance_weights(
         =========  =====================================  ===================================================
 
     Equal log-probabilities give weights of exactly 1. The expectation of ``exp(sum log r) f`` under the sampler is the
-    expectation of f under the trainer; token weights and bounds trade this property for less variance. Log-ratios of
+    expectation of f under the trainer. Token weights and bounds trade this property for less variance. Log-ratios of
     tokens, and their sums or means over rows, are clamped to +-20 before they are exponentiated. A token whose ratio is
-    NaN is dropped; at the levels of rows so is its row.
+    NaN is dropped; at the levels of rows the whole row is dropped.
 
     Source: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl (token truncate, TIS); Ling Team 2025,
     arXiv:2510.18855 (token mask, IcePop); Liu et al. 2025, "When speed kills stability" (masks by sequence).
 
     Args:
-        old_logprobs: float [B, T], the trainer's, before the first optimizer step on the batch.
-        sampler_logprobs: float [B, T], the engine's.
+        old_logprobs: float [B, T], the trainer's log-probabilities before the first optimizer step on the batch.
+        sampler_logprobs: float [B, T], the engine's log-probabilities.
         mask: [B, T], the tokens that count.
         level: The ratio that the bounds apply to.
         mode: Whether ratios out of bounds are clamped or dropped.
@@ -117,7 +117,7 @@ def rejection_mask(
 
     All of them estimate the divergence of trainer and sampler and are at least 0. ``level="token"`` drops tokens above
     `bound`; ``sum``, ``mean`` and ``max`` drop rows whose sum, mean or maximum over tokens is above it. `veto` drops
-    rows with a token whose r is below it. A token whose ratio is NaN is dropped; so is its row if rows are dropped.
+    rows with a token whose r is below it. A token whose ratio is NaN is dropped, with its row if rows are dropped.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html (k2, k3); the other two are divergences of the event
     that this token is sampled.
@@ -136,7 +136,7 @@ def rejection_mask(
             distances = kl_estimate(-log_ratios, torch.zeros_like(log_ratios), divergence)
         else:
             distances = binary_divergence(old_logprobs, sampler_logprobs, divergence)
-        # NaN is not below a bound, nor is a sum, mean or maximum with NaN.
+        # NaN is not below a bound, and neither is a sum, mean or maximum with NaN.
         distances = torch.where(mask.bool(), distances + 0 * log_ratios, 0.0)
         match level:
             case "sum":
@@ -162,10 +162,10 @@ def correction_metrics(
     """Return metrics of the raw ratios (log-ratios clamped to +-20) by name, with the prefix ``correction/``.
 
     ``ess`` is the effective sample size as a share, 1 / mean((r / mean r)^2) over tokens, in (0, 1], and ``chi2`` is
-    mean(r^2) - 1. ``*_sequences`` are the same for rows, with exp(sum log r). k1 and k3 estimate KL(sampler || trainer)
-    per token. ``ppl_ratio`` is the trainer's perplexity over the sampler's, a geometric mean over rows. ``pearson`` is
-    the correlation of the probabilities, absent if one of them is constant. Ratios below `low` or above `high` are out
-    of band. An empty mask gives the numbers of a perfect match.
+    mean(r^2) - 1. ``*_sequences`` are the same metrics of rows, with exp(sum log r). k1 and k3 estimate
+    KL(sampler || trainer) per token. ``ppl_ratio`` is the trainer's perplexity over the sampler's, a geometric mean
+    over rows. ``pearson`` is the correlation of the probabilities, absent if one of them is constant. Ratios below
+    `low` or above `high` are out of band. An empty mask gives the numbers of a perfect match.
     """
     log_ratios, known = _log_ratios(old_logprobs.double(), sampler_logprobs.double(), mask)
     log_tokens = log_ratios[known]
@@ -200,7 +200,7 @@ def correction_metrics(
 def _log_ratios(
     old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log r [B, T], 0 outside the mask, and where in the mask it is a number."""
+    """Return log r [B, T], 0 outside the mask; and the tokens in the mask for which it is a number, bool [B, T]."""
     difference = log_ratio(old_logprobs, sampler_logprobs).detach()
     # Two infinite log-ratios of a row must not cancel to NaN.
     finite = difference.nan_to_num(nan=torch.nan, posinf=INFINITE_LOG_RATIO, neginf=-INFINITE_LOG_RATIO)

@@ -50,7 +50,8 @@ def value_loss(
 ) -> torch.Tensor:
     """Return 0.5 max((v - R)^2, (v_old + clip(v - v_old, +-clip_range) - R)^2), float [B, T], not masked.
 
-    `values` carry the gradient, `old_values` are the critic's at the rollout; `clip_range=None` does not clip.
+    `values` carry the gradient. `old_values` are the critic's values before the first optimizer step on the batch.
+    `clip_range=None` does not clip.
 
     Source: Schulman et al. 2016 and the reference implementation of PPO (baselines), as used by Ouyang et al. 2022.
     """

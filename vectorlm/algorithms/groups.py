@@ -21,8 +21,8 @@ def group_advantages(
 ) -> torch.Tensor:
     """Compare each completion with the mean of its group: (r - mean) / (std + eps).
 
-    The deviation is the group's; with ``scale="batch"`` it is that of all rewards. ``scale="none"`` does not divide.
-    Groups of equal rewards and groups with fewer than two valid completions get 0.
+    std is the deviation of the group's rewards, or with ``scale="batch"`` of all rewards. ``scale="none"`` does not
+    divide. Groups of equal rewards and groups with fewer than two valid completions get 0.
 
     Source: Shao et al. 2024 (GRPO), arXiv:2402.03300, section 4.1.2, with the unbiased standard deviation;
     Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, for ``none``; Liu et al. 2025 (Lite PPO), arXiv:2508.08221, for
@@ -44,7 +44,7 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
-    """Compare each completion with the mean of the others of its group: r[i] - mean(r[j], j != i).
+    """Compare each completion with the mean of its group's other completions: r[i] - mean(r[j], j != i).
 
     Advantages of a group sum to 0. A completion without another valid one in its group gets 0.
 
@@ -61,8 +61,8 @@ def pass_at_k_advantages(
 ) -> torch.Tensor:
     """Compare the best of k completions with a completion among them to the best of any k.
 
-    The reward of a choice of k out of n completions is their maximum. With mean and std over all C(n, k) choices, and
-    mean[i] over the choices with completion i, the advantage is (mean[i] - mean) / (std + eps). For rewards of 0 and 1
+    The reward of a choice of k out of n completions is their maximum. The advantage is (mean[i] - mean) / (std + eps),
+    with mean and std over all C(n, k) choices, and mean[i] over the choices with completion i. For rewards of 0 and 1
     this is the analytical advantage of Pass@k training; for k = 1 it is `group_advantages` with the biased deviation.
     Groups with fewer than k valid completions get 0.
 
@@ -75,7 +75,7 @@ def pass_at_k_advantages(
     if not 1 <= k <= rewards.shape[1]:
         raise ValueError(f"k={k} must be between 1 and the group's {rewards.shape[1]} completions.")
     kept, count = _kept(rewards, valid)
-    # In ascending order, invalid ones last: a reward is the best of all choices among the rewards up to it.
+    # Ascending, invalid rewards last: a reward is the best of every choice of itself and rewards before it.
     order = torch.where(kept, rewards, torch.inf).argsort(dim=1)
     ordered = torch.where(kept, rewards, 0.0).gather(1, order).double()
     places = torch.arange(rewards.shape[1], device=rewards.device)
@@ -84,7 +84,7 @@ def pass_at_k_advantages(
     total = _choose(count, k).clamp(min=1)
     mean = (best * ordered).sum(dim=1, keepdim=True) / total
     variance = (best * (ordered - mean).square()).sum(dim=1, keepdim=True) / total
-    # The best of k with completion i is i itself among lower ones, or a higher one.
+    # The best of k with completion i is i itself if all others are lower, else a higher one.
     above = _choose(places - 1, k - 2).expand_as(ordered) * is_there * ordered
     higher = above.flip(1).cumsum(1).flip(1) - above
     mine = (best * ordered + higher) / _choose(count - 1, k - 1).clamp(min=1)
@@ -128,7 +128,7 @@ def length_weighted_advantages(
 def rescaled_advantages(rewards: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
     """Compare each completion with the mean of its group, times (groups / groups whose rewards differ).
 
-    Groups of equal rewards have no gradient; the factor compensates for their share in the mean.
+    Groups of equal rewards have no gradient; the factor compensates for their share of the batch.
 
     Source: Chu et al. 2025 (GPG), arXiv:2504.02546.
     """
@@ -150,12 +150,12 @@ def optimal_token_advantages(
 
         A[i, t] = G[i, t] - sum_j W[j, t] G[j, t] / sum_j W[j, t]
 
-    over the completions j of the group that have a token at t. Positions that only one completion has use the last
-    baseline of at least two completions.
+    over the completions j of the group that have a token at t. A position that only one completion has uses the
+    baseline of the last position that at least two completions have.
 
     Args:
         token_rewards: float [B, T], the rows of a group next to each other, with prompts of equal length.
-        gradient_norms: float [B, T], squared norms of the gradient of log policy by the logits,
+        gradient_norms: float [B, T], squared norms of the gradient of log pi by the logits,
             ``1 - 2 pi + sum pi^2``, with pi of the token in the second term and of all tokens in the third.
         mask: bool [B, T].
         group_size: Rows of a group; at least 2.
@@ -169,7 +169,7 @@ def optimal_token_advantages(
     norms = gradient_norms if weights is None else gradient_norms * weights.square()
     norms = torch.where(is_there, torch.where(mask, norms, 0.0).cumsum(1).view(shape), 0.0)
     baseline = (norms * returns).sum(dim=1) / norms.sum(dim=1).clamp(min=torch.finfo(norms.dtype).tiny)
-    # The last position up to here that two completions have.
+    # The last position, up to this one, that at least two completions have.
     places = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(is_there.sum(dim=1) >= 2, places, -1).cummax(dim=1).values
     baseline = torch.where(last >= 0, baseline.gather(1, last.clamp(min=0)), 0.0)
@@ -184,7 +184,9 @@ def batch_advantages(
 ) -> torch.Tensor:
     """Compare each completion with the mean of the whole batch, in units of its standard deviation.
 
-    Groups may be single completions. Source: Hu 2025 (REINFORCE++), arXiv:2501.03262.
+    Groups may be single completions.
+
+    Source: Hu 2025 (REINFORCE++), arXiv:2501.03262.
     """
     if rewards.numel() < 2:
         return torch.zeros_like(rewards)
@@ -247,7 +249,7 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> torch.Tens
 
 
 EQUAL_WITHIN = 1e-6
-"""Rewards that differ by less than this share of the largest are equal: eight steps of float32, which are rounding."""
+"""Rewards are equal if they differ by at most this share of the largest: eight rounding steps of float32."""
 
 
 def is_constant(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -261,7 +263,7 @@ def join_equal(rewards: torch.Tensor, addends: torch.Tensor) -> torch.Tensor:
     """Return the rewards of a group, float [G], with the same value for rewards that are equal up to rounding.
 
     `addends`, float [N, G], are the summands of the rewards: 100.1 + 0.2 and 100.0 + 0.3 differ by a rounding step of
-    100. NaN stays NaN.
+    their largest summand. NaN stays NaN.
     """
     allowed = EQUAL_WITHIN * addends.nan_to_num().abs().max().item()
     order = rewards.argsort().tolist()
@@ -309,10 +311,10 @@ def turn_advantages(
 
         A[i, k] = G[i, k] - mean_j G[j, k]
 
-    If no other completion has a turn k, the advantage of the last turn that another one has is used; 0 if there is
-    none. The baseline depends only on other completions and on turns before k, so it does not change the mean of the
-    gradient, whenever the policy decides to stop. A mean that includes completion i would change it: its share grows
-    when fewer completions have the turn, and a completion that is alone would learn nothing.
+    If no other completion has a turn k, the turn gets the advantage of the last turn that another completion has, or 0
+    if there is none. The baseline depends only on other completions and on turns before k. Therefore it does not change
+    the mean of the gradient, whenever the policy decides to stop. A mean that includes completion i would change it:
+    the share of i is larger if fewer completions have the turn. A completion without others would learn nothing.
 
     Args:
         token_rewards: float [B, T], the rows of a group next to each other.
@@ -342,7 +344,7 @@ def turn_advantages(
     by_turn = returns.transpose(1, 2).flatten(0, 1), has_turn.transpose(1, 2).flatten(0, 1)
     is_equal = is_constant(*by_turn).view(len(returns), 1, num_turns)
     compared = torch.where(is_equal, 0.0, returns - others)
-    # The last turn up to here that this completion and another have.
+    # The last turn, up to this one, that this completion and another one have.
     places = torch.arange(num_turns, device=mask.device)
     last = torch.where(has_turn & (num_others > 0), places, -1).cummax(dim=2).values
     found = torch.where(last >= 0, compared.gather(2, last.clamp(min=0)), 0.0)
@@ -358,8 +360,9 @@ def scaled_as_groups(
 ) -> torch.Tensor:
     """Scale the results of `turn_advantages` as `group_advantages` scales advantages of completions.
 
-    The first turn gets the advantage relative to a mean that includes the completion itself. The deviation is that of
-    all turns of the group, or with ``scale="batch"`` of the returns of all turns. ``scale="none"`` does not divide.
+    The first turn gets the advantage relative to a mean that includes the completion itself. The divisor is the
+    deviation of the group's advantages, or with ``scale="batch"`` of the returns of all turns. ``scale="none"`` does
+    not divide.
     """
     count = has_turn.any(dim=2).sum(dim=1).view(-1, 1, 1)
     centred = advantages * ((count - 1) / count.clamp(min=1))

@@ -11,7 +11,7 @@ KLKind = Literal["k1", "k2", "k3", "abs"]
 BinaryKind = Literal["tv", "bernoulli_kl"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios, of a token or summed over a row, are clamped to +- this before they are exponentiated: e^20 is 5e8."""
+"""Bound of log-ratios, of a token or summed over a row, before they are exponentiated: e^20 is 5e8."""
 
 
 def log_ratio(policy_logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def kl_estimate(
             lowest = 0.7 - math.log(torch.finfo(d.dtype).max)
             # A clamp would have no gradient: the penalty would vanish for the tokens that need it most.
             d = torch.where(d < lowest, lowest + d - d.detach(), d)
-            # Near 0 the terms cancel: expm1 keeps the digits, and rounding can leave a result below 0.
+            # Near 0 the terms cancel: expm1 keeps the digits, and rounding can give a result below 0.
             value = (torch.expm1(-d) + d).clamp(min=0.0)
         case "abs":
             value = d.abs()
@@ -79,19 +79,19 @@ def binary_divergence(
 
         tv   |p - q|      bernoulli_kl   q log(q / p) + (1 - q) log((1 - q) / (1 - p))
 
-    A lower bound of the divergence over the vocabulary.
+    The result is a lower bound of the divergence over the vocabulary.
     """
     policy, other = policy_logprobs.detach(), other_logprobs.detach()
     if kind == "tv":
         return (policy.exp() - other.exp()).abs()
-    # A probability of 1 is rounded: the rest is half a rounding step, not 0, which would have infinite divergence.
+    # A probability of 1 is rounded. The rest is half a rounding step: 0 would give an infinite divergence.
     dtype = torch.promote_types(policy.dtype, other.dtype)
     largest = -0.5 * torch.finfo(dtype).eps
     policy, other = (logprobs.double().where(logprobs < 0, largest) for logprobs in (policy, other))
     log_ratios_of_rest = torch.log(torch.expm1(policy) / torch.expm1(other))
     log_ratios = (policy - other).masked_fill(other == -torch.inf, 0.0)
     divergence = torch.expm1(other) * log_ratios_of_rest - other.exp() * log_ratios
-    # Rounding can leave the difference of two close numbers a little below 0.
+    # Rounding can make the difference of two close numbers a little less than 0.
     return divergence.clamp(min=0.0).to(dtype)
 
 
@@ -105,7 +105,7 @@ def generalised_jsd(
         beta KL(teacher || M) + (1 - beta) KL(policy || M)
         KL(teacher || policy) at beta = 0      KL(policy || teacher) at beta = 1
 
-    The formula itself is 0 at both ends; divided by beta, or by 1 - beta, it tends to these two.
+    The first formula is 0 at both ends. Divided by beta, or by 1 - beta, it tends to the two divergences below it.
 
     Source: Agarwal et al. 2023 (GKD), arXiv:2306.13649, eq. 1 and section 2.
 

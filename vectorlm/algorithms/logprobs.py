@@ -95,7 +95,7 @@ def entropy(
 ) -> torch.Tensor:
     """Return the entropy of the distribution of each token, in nats, float32 [B, T] with gradient.
 
-    ``entropy[b, t]`` is that of softmax(logits[b, t - 1] / temperature). For the arguments see `token_logprobs`.
+    ``entropy[b, t]`` is the entropy of softmax(logits[b, t - 1] / temperature). For the arguments see `token_logprobs`.
     """
     states = logits.flatten(0, 1)
     targets = torch.zeros(len(states), dtype=torch.int64, device=states.device)
@@ -161,7 +161,7 @@ def token_values(
         outside = torch.zeros(len(scores), dtype=scores.dtype, device=scores.device)
         if is_plain:
             chosen, logprobs, probabilities = _Chosen.apply(scores, targets[chunk], temperature)
-            del scores  # as large as the log-probabilities: frees memory for the entropies
+            del scores  # Frees memory for the entropies: it is as large as the log-probabilities.
             # Last: a backward pass stops recomputing a chunk once it has the tensors that it needs.
             return chosen, _spread(logprobs, probabilities) if entropy == "value" else outside, outside
         scores = scores if temperature == 1.0 else scores / temperature
@@ -170,13 +170,13 @@ def token_values(
             scores, is_outside = truncate(scores, targets[chunk], support, allowed)
             outside = is_outside.to(scores.dtype)
         logprobs = torch.log_softmax(scores, dim=-1)
-        del scores  # as large as the log-probabilities: frees memory for the entropies
+        del scores  # Frees memory for the entropies: it is as large as the log-probabilities.
         chosen = logprobs.gather(-1, targets[chunk, None])[:, 0]
         found = (chosen, _entropy(logprobs, entropy), outside)
         return found if compare is None else (*found, compare(chunk, logprobs))
 
     starts = range(0, max(len(targets), 1), chunk_tokens)
-    # The backward pass begins with the last chunk, so it is not checkpointed.
+    # The last chunk is not checkpointed, because the backward pass begins with it.
     *again, last = starts
     parts = [
         checkpoint(of_chunk, start, use_reentrant=False) if torch.is_grad_enabled() else of_chunk(start)
@@ -198,7 +198,7 @@ class _Chosen(torch.autograd.Function):
     def forward(
         ctx: Any, scores: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, ...]:
-        """Return log-probabilities [N] of the targets; and without gradient all of them, and probabilities, [N, V]."""
+        """Return log-probabilities [N] of the targets; without gradient, all log-probabilities and probabilities."""
         logprobs = torch.log_softmax(scores if temperature == 1.0 else scores / temperature, dim=-1)
         probabilities = logprobs.exp()
         ctx.save_for_backward(probabilities, targets)
@@ -222,7 +222,7 @@ def _spread(logprobs: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor
     """Return the entropies [N] of distributions [N, V], in nats, without gradient."""
     if logprobs.device.type == "cpu":
         spread = -torch.einsum("nv,nv->n", probabilities, logprobs)
-        # A model that masks tokens gives 0 times -inf.
+        # NaN comes from 0 times -inf, if a model masks tokens.
         if not np.isnan(spread.numpy()).any():
             return spread
     # Four times slower on CPU.
@@ -230,7 +230,7 @@ def _spread(logprobs: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor
 
 
 def _entropy(logprobs: torch.Tensor, kind: EntropyKind) -> torch.Tensor:
-    """Return the entropies of log-probabilities [N, V], float [N]."""
+    """Return the entropies of log-probabilities [N, V], or the sums that `kind` names, float [N]."""
     if kind == "none":
         return logprobs.new_zeros(len(logprobs))
     logprobs = logprobs if kind == "gradient" else logprobs.detach()

@@ -1,12 +1,13 @@
 """Losses of the policy: one value per token or per completion.
 
-`policy_logprobs`, float [B, T], carry the gradient; `old_logprobs` [B, T] are the trainer's at the weights of the
-rollout; A are the `advantages` [B, T], and r = policy / old. `mask`, bool or 0/1 [B, T], marks the tokens that the
-policy sampled. Losses are float [B, T], not masked and not reduced, unless their docstrings say otherwise.
+`policy_logprobs`, float [B, T], carry the gradient. `old_logprobs` [B, T] are the trainer's log-probabilities at the
+weights of the rollout. A are the `advantages` [B, T], and r = policy / old. `mask`, bool or 0/1 [B, T], marks the
+tokens that the policy sampled. Losses are float [B, T], not masked and not reduced, unless their docstrings have
+another shape.
 
 ``level="token"`` uses the r of each token. ``level="sequence"`` gives all tokens of a row the geometric mean of their
-ratios, ``exp(mean log r)`` over the `mask`; the gradient flows through each token's own ratio (GSPO-token,
-arXiv:2507.18071, eq. 13-14). It raises ValueError without a mask.
+ratios, ``exp(mean log r)`` over the `mask`. The gradient flows through each token's own ratio (GSPO-token,
+arXiv:2507.18071, eq. 13-14). Without a mask it raises ValueError.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def sapo_policy_loss(
 ) -> torch.Tensor:
     """Return -f(r) A with a soft gate in place of the clip: f(r) = sigmoid(tau (r - 1)) 4 / tau.
 
-    tau is `temperature_positive` where A > 0, else `temperature_negative`. At r = 1 the slope of f is 1, so the
-    gradient is the plain policy gradient; it fades on both sides, faster for a larger tau.
+    tau is `temperature_positive` where A > 0, else `temperature_negative`. At r = 1 the slope of f is 1, and the
+    gradient is the plain policy gradient. It fades on both sides, faster for a larger tau.
 
     Source: Gao et al. 2025 (SAPO), arXiv:2511.20347.
     """
@@ -168,7 +169,7 @@ def blocked_tokens(
     bound: float,
     divergence: BinaryKind,
 ) -> torch.Tensor:
-    """Return which tokens exceed `bound` in the `binary_divergence` of old from policy, and would exceed it further."""
+    """Return the tokens that exceed `bound` in `binary_divergence`, and that the loss would move further from old."""
     policy, old = policy_logprobs.detach(), old_logprobs.detach()
     goes_further = (advantages > 0) & (policy > old) | (advantages < 0) & (policy < old)
     return goes_further & (binary_divergence(policy, old, divergence) > bound)
@@ -186,9 +187,9 @@ def vespo_policy_loss(
     """Return -sg(phi(w)) A log policy, with the row's ratio w = exp(sum log r) and phi(w) = w^k exp(l (1 - w)).
 
     ``phi(1) = 1``, and phi falls to 0 for small and for large w. (k, l) is `positive` if A >= 0, else `negative`; a
-    larger k reduces the weight of small ratios, a larger l that of large ones. `log_weights`, float [B], are logarithms
-    of a correction's weights of the rows. They are added to log w, so that w compares the policy with the sampler, as
-    in TRL.
+    larger k reduces the weight of small ratios, a larger l the weight of large ratios. `log_weights`, float [B], are
+    logarithms of a correction's weights of the rows. They are added to log w. Then w compares the policy with the
+    sampler, as in TRL.
 
     Source: Shen et al. 2026 (VESPO), arXiv:2602.10693.
     """
@@ -209,7 +210,7 @@ def kl_cov_loss(
     marked: torch.Tensor,
     coef: float = 1.0,
 ) -> torch.Tensor:
-    """Return -r A, and -r A + coef |log r| for `marked` tokens, bool [B, T], those of highest `covariances`.
+    """Return -r A, plus coef |log r| for the `marked` tokens, bool [B, T], which have the highest `covariances`.
 
     Source: Cui et al. 2025 (KL-Cov), arXiv:2505.22617.
     """
@@ -256,9 +257,9 @@ def highest(values: torch.Tensor, mask: torch.Tensor, share: float) -> torch.Ten
 def drawn_between(
     values: torch.Tensor, mask: torch.Tensor, share: float, low: float, high: float, seed: int
 ) -> torch.Tensor:
-    """Draw a `share` of the number of masked tokens from those with low < value < high, bool [B, T] (Clip-Cov).
+    """Draw some of the masked tokens with low < value < high, bool [B, T] (Clip-Cov).
 
-    At least one is drawn if there is any, and at most all of them.
+    Their number is `share` times the number of masked tokens, at least one if there is any, and at most all.
     """
     chosen = torch.zeros_like(mask)
     places = torch.nonzero((mask & (values > low) & (values < high)).flatten())[:, 0]

@@ -1,4 +1,4 @@
-"""Losses of preferences: between completions of a prompt, by log-probabilities of whole completions or by scores."""
+"""Losses of preferences between completions, computed from log-probabilities of whole completions or from scores."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ def kto_loss(
 
     With the reward r = beta (logprobs - reference_logprobs) and z = beta `kl`, the divergence from the reference:
 
-        desirable_weight (1 - sigmoid(r - z)) of a good one,   undesirable_weight (1 - sigmoid(z - r)) of a bad one
+        good   desirable_weight (1 - sigmoid(r - z))        bad   undesirable_weight (1 - sigmoid(z - r))
 
-    Source: Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7 and 8; its KL divergence is estimated from completions of
-    other prompts, is at least 0 and has no gradient.
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, eq. 7 and 8. The paper estimates the KL divergence from
+    completions of other prompts; it is at least 0 and has no gradient.
     """
     excess = beta * (logprobs - reference_logprobs - kl)
     good, bad = settings.desirable_weight, settings.undesirable_weight

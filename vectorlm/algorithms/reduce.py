@@ -26,17 +26,17 @@ def reduce_loss(
         sequence_sum_fixed        sums over each sequence's tokens       its sequences times a fixed length (Dr. GRPO)
         ========================  =====================================  ==============================================
 
-    Only tokens in the mask count, and only sequences with such a token. The loss of a step is the sum of this function
-    over its micro-batches and ranks, all with the denominator of the step (`count_denominator`). It does not depend on
-    how the step is split.
+    Only tokens in the mask count, and only sequences with a token in the mask. The loss of a step is the sum of this
+    function over its micro-batches and ranks, all with the denominator of the step (`count_denominator`). The sum does
+    not depend on how the step is split.
 
     Args:
         per_token: float [B, T].
         mask: bool or 0/1 [B, T].
         how: A row of the table.
         denominator: Count over the whole step; None counts these rows, except for ``sequence_sum_fixed``.
-        lengths: int64 [B], the length of the whole sequence that a row belongs to, if sequences have several rows; None
-            if every row is a sequence.
+        lengths: int64 [B], the length of each row's whole sequence, if sequences have several rows; None if each row
+            is a sequence.
 
     Raises:
         ValueError: `how` is unknown, or ``sequence_sum_fixed`` has no denominator.

@@ -69,12 +69,12 @@ def _covariances(batch: RolloutBatch, advantages: torch.Tensor) -> torch.Tensor:
 
 
 def _tokens(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the arguments that every loss of tokens begins with."""
+    """Return the first arguments of every loss with one value per token."""
     return inputs.policy_logprobs, inputs.old_logprobs, inputs.advantages
 
 
 def _completions(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the arguments of a loss of completions: all tokens of one have its advantage, others have 0."""
+    """Return the arguments of a loss with one value per completion; its trained tokens all have the same advantage."""
     advantages = inputs.advantages.gather(1, inputs.advantages.abs().argmax(dim=1, keepdim=True))[:, 0]
     return inputs.policy_logprobs, inputs.old_logprobs, advantages, inputs.mask
 
@@ -266,7 +266,7 @@ ROWS: tuple[AlgorithmSpec, ...] = (
             hparams.covariance_share,
             hparams.covariance_low,
             hparams.covariance_high,
-            # The same draw on all ranks and in a resumed run, another one in the next step.
+            # All ranks and a resumed run draw the same tokens; the next step draws other tokens.
             seed=int(batch.input_ids.sum()),
         ),
         needs_old=True,

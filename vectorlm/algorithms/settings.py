@@ -1,6 +1,6 @@
 """Settings classes of algorithms and of preference losses.
 
-A small class holds the settings that one function reads. An algorithm's class combines those that its functions read.
+A small class has the settings that one function reads. An algorithm's class inherits the classes of its functions.
 This module does not import torch, because reading a config must not.
 """
 
@@ -23,7 +23,7 @@ BelowHalf = Annotated[float, Field(ge=0, lt=0.5, description="a number >= 0 and 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSettings:
-    """Settings of every algorithm."""
+    """Settings for all algorithms."""
 
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal with newly sampled groups."""

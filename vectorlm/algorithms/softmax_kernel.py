@@ -16,10 +16,10 @@ BLOCK = 4096
 
 @triton.jit
 def _forward(logits, stride, targets, found, size, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write a row's log-probability and entropy, and the largest score and the sum of exponentials for the backward."""
+    """Write a row's log-probability and entropy; and, for `_backward`, its largest score and sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     scores = logits + row * stride
-    # Finite, because the first difference to a score must be.
+    # Finite, because `highest - new` must be finite.
     highest = -3.0e38
     total = 0.0
     weighted = 0.0

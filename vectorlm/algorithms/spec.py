@@ -1,4 +1,4 @@
-"""The record that describes one algorithm: the functions that the loop calls, and what they need."""
+"""The record that describes one algorithm: the functions that the loop calls, and their needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vectorlm.algorithms.settings import AlgorithmSettings, ClipSettings, TokenSettings
 
 if TYPE_CHECKING:
-    # Readers of a config import this module, and they do without torch.
+    # Code that reads a config imports this module, and must not import torch.
     import torch
 
     from vectorlm.algorithms.batch import LossInputs, RolloutBatch
@@ -67,20 +67,20 @@ class AlgorithmSpec:
     level: Literal["token", "completion", "group"] = "token"
     """Whether `loss` returns a value per token, per completion or per group; the latter two are averaged."""
     scales_with_advantage: bool = False
-    """Whether loss and gradient of a completion are 0 if all its advantages are. The update then leaves groups without
-    any advantage out of its passes."""
+    """Whether loss and gradient of a completion are 0 if all its advantages are 0. The update then skips the forward
+    passes of groups without any advantage."""
     select: Callable[[torch.Tensor, torch.Tensor], Selection] = keep_all
-    """Chooses which completions of a group are trained on: from rewards float [P, G], NaN for a completion without one,
-    and eligible bool [P, G] to indices into each group, int64 [P, K], and whether these are valid, bool [P, K]."""
+    """Chooses the completions that are trained on. It takes their rewards, float [P, G] or NaN, and whether they are
+    eligible, bool [P, G]. It returns indices into each group, int64 [P, K], and whether they are valid, bool [P, K]."""
     needs_critic: bool = False
-    """Whether advantages are computed from a critic's values. The critic learns advantages + values, so only
-    `whiten_advantages` may normalise them."""
+    """Whether advantages are computed from a critic's values. The critic learns advantages + values. Therefore only
+    `whiten_advantages` may normalise the advantages."""
     needs_reference: bool = False
     """Whether the loss reads the reference's log-probabilities. (A KL penalty loads the reference by itself.)"""
     needs_greedy: bool = False
     """Whether the engine also samples a greedy completion of each prompt, to be scored."""
     needs_teacher: bool = False
-    """Whether the algorithm learns from `rl.teacher` alone. Rewards are then logged, but not learned from."""
+    """Whether the algorithm learns only from `rl.teacher`. Rewards are then only logged."""
     needs_parts: bool = False
     """Whether advantages are computed from each reward, not from their sum."""
     sums_turns: bool = False
@@ -97,10 +97,10 @@ class AlgorithmSpec:
     has_ratio: bool = False
     """Whether the loss weighs tokens by the ratio of the policy to `old_logprobs`."""
     clips: Literal["token", "sum"] | None = None
-    """Which ratio the loss clips, for the metrics: a token's (or its completion's mean log-ratio, see
-    `importance_sampling_level`), or the product of a completion's. None if no clip stops a token from learning."""
+    """The ratio that the loss clips, for the metrics: ``token``, at the `importance_sampling_level`; or ``sum``, the
+    product of a completion's ratios. None if no clip stops a token from learning."""
     samples_from_policy: bool = True
-    """Whether completions must be drawn from the policy itself, so that sampling penalties are refused."""
+    """Whether completions must be sampled from the policy itself. Sampling penalties are then refused."""
     observe: Callable[[LossInputs, Any], Mapping[str, torch.Tensor]] = lambda inputs, hparams: {}
     """Computes metrics by name, float [B] per completion or, if `level` is ``group``, [B / K]. Their mean is logged."""
     min_group_size: int = 1
@@ -120,7 +120,7 @@ class AlgorithmSpec:
             )
 
     def rows_per_loss(self, group_size: int) -> int:
-        """Return how many completions must be in one micro-batch: a whole group, for losses of groups."""
+        """Return how many completions must be in the same micro-batch: 1, or K for a loss with one value per group."""
         if self.level != "group":
             return 1
         import torch
@@ -130,7 +130,7 @@ class AlgorithmSpec:
 
     @property
     def learns_from_turns(self) -> bool:
-        """Whether rollouts of equal rewards teach something if rewards of their turns differ."""
+        """Whether rollouts with equal rewards have different advantages if the rewards of their turns differ."""
         return self.level == "token" and not (self.chooses or self.sums_turns)
 
     @property

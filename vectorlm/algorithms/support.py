@@ -40,14 +40,14 @@ WHOLE = Support()
 def truncate(
     scores: torch.Tensor, tokens: torch.Tensor, support: Support, bitmasks: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scores with -inf outside the support, so that their softmax is the sampler's distribution.
+    """Return the scores with -inf outside the support S; their softmax is the sampler's distribution.
 
     ``log pi(a) = scores[a] - log sum_{b in S} exp(scores[b])``. The grammar, min_p, top_k and top_p restrict S in this
     order, which is vLLM's; top_p sees probabilities that add up to 1 again. A token at the bound of min_p stays, as do
     all tokens as likely as the k-th (vLLM's CUDA kernel keeps exactly k). Of several equal tokens at the bound of top_p
-    some stay, including the sampled one.
+    some stay, including the sampled token.
 
-    The sampled token is always in S. Rounding, or an update of the weights, can have moved it outside, where its
+    The sampled token is always in S, even if rounding or an update of the weights would move it outside, where its
     log-probability would be -inf. S carries no gradient; the scores do.
 
     Args:
@@ -91,7 +91,7 @@ def _is_cut(scores: torch.Tensor, support: Support) -> torch.Tensor:
         return is_cut
     left = scores.masked_fill(is_cut, -torch.inf)
     total = left.logsumexp(dim=-1, keepdim=True)
-    # Tokens below an even share of the probability that top_p cuts are all cut: only the others need sorting.
+    # top_p cuts the probability 1 - top_p. Tokens below an even share of it are all cut: sort only the others.
     width = int((~(left < total + math.log((1 - support.top_p) / size))).sum(dim=-1).max())
     likeliest, places = left.topk(width)
     probabilities = (likeliest - total).exp()

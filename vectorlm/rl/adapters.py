@@ -1,4 +1,4 @@
-"""The adapters that a run's engine holds beside the policy's: the reference, and older policies."""
+"""The adapters that a run's engine has besides the policy's: the reference, and older policies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vectorlm.train.lora import start_alone
 from vectorlm.types import POLICY, InFlight, TrainedModel
 
 REFERENCE = "reference"
-"""The name of the policy before training."""
+"""Name of the adapter of the policy before training."""
 
 
 OLDER = f"{POLICY}@"
-"""The beginning of the names of older policies; the step follows."""
+"""Prefix of the names of older policies; the step follows."""
 
 
 class OtherAdapters:
-    """Sends the reference and older policies to the engine, and keeps the latter's weights; all calls are collective.
+    """Sends the reference and older policies to the engine; all calls are collective.
 
-    The trainer keeps a copy of this rank's shards, for checkpoints and for an engine whose weights have slept.
+    It keeps this rank's shards of the older policies, for checkpoints and for an engine whose weights have slept.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class OtherAdapters:
         self._kept: dict[int, nn.ParameterList] = {}
 
     def send(self, step: int) -> None:
-        """Bring the engine what it lacks, before the update to the weights of `step`, which the model holds."""
+        """Send the engine the adapters that it lacks, before the update to `step`, whose weights the model has."""
         kept = {f"{OLDER}{of_step}": of_step for of_step in self._keep(step)}
         for name in [*self._engine.adapters]:
             if name.startswith(OLDER) and name not in kept:
@@ -56,11 +56,11 @@ class OtherAdapters:
                     self._engine.update(self._model, of_step, self._in_flight, name=name)
 
     def trained(self, step: int) -> dict[str, TrainedModel]:
-        """Return the older policies for the checkpoint of `step`, to be written or read into."""
+        """Return the older policies for the checkpoint of `step`, which writes them or reads into them."""
         return {f"{OLDER}{kept}": TrainedModel(self._kept[kept], None) for kept in self._keep(step)}
 
     def _keep(self, step: int) -> list[int]:
-        """Copy the model's weights if those after `step` are to be kept; return the steps of all kept policies."""
+        """Copy the model's weights if the policy after `step` must be kept; return the steps of all kept policies."""
         if self._settings is None:
             return []
         steps = list(range(self._settings.every, step + 1, self._settings.every))[-self._settings.last :]
@@ -79,7 +79,7 @@ class OtherAdapters:
 
     @contextmanager
     def _weights_of(self, step: int, is_current: bool) -> Iterator[None]:
-        """Let the model hold the weights after `step` for a block."""
+        """Give the model the weights after `step` for a block."""
         if is_current:
             yield
             return

@@ -75,7 +75,7 @@ class RLLoop:
 
         With `overlaps_evaluation`, the next step is trained while the engine answers the held-out prompts.
         `teacher_prompt` returns the token ids of the prompt that a teacher reads in place of the policy's. `adapters`
-        are of a LoRA run whose other models may be asked.
+        sends the engine the other adapters of a LoRA run, which rewards and environments may ask.
         """
         self._adapters = adapters
         if adapters is not None:

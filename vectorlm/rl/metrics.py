@@ -22,17 +22,17 @@ from vectorlm.rl.rollout import Rollout, RolloutGroup, TrainBatch, kept_groups, 
 from vectorlm.train.recorder import memory_bytes, num_multiplied
 
 LOWEST, HIGHEST, NUM_BINS = -2.0, 2.0, 80
-"""Range and bins of the histogram of log-ratios; the outermost bins count everything beyond."""
+"""Range and number of bins of the histogram of log-ratios; the outermost bins also count larger values."""
 NUM_POSITIONS = 32
-"""Bins for the position of a token in its completion."""
+"""Maximum number of bins for the position of a token in its completion."""
 
 
 def rollout_metrics(
     groups: Sequence[RolloutGroup], step: int, oldest_version: int | None = None
 ) -> dict[str, float]:
-    """Return metrics of the sampled groups, dropped ones included, and their rewards; also by source, if named.
+    """Return metrics of the sampled groups, also of dropped ones, and of their rewards; also by source, if named.
 
-    `step` is the version being trained; tokens of versions before `oldest_version` count as masked.
+    `step` is the version that is trained; tokens of versions before `oldest_version` count as masked.
     """
     metrics = _describe(groups, step, oldest_version)
     for source in sorted({group.source for group in groups} - {""}):
@@ -80,7 +80,7 @@ def _describe(groups: Sequence[RolloutGroup], step: int, oldest_version: int | N
     metrics["rollout/turns_mean"] = num_turns / len(rollouts)
     metrics["rollout/rows_mean"] = sum(len(rollout.rows) for rollout in rollouts) / len(rollouts)
     metrics["rollout/replayed"] = 1 - sum(not rollout.is_replayed for rollout in rollouts) / len(rollouts)
-    # Dropped groups are not trained on, so their age does not matter.
+    # The age of dropped groups does not matter, because they are not trained on.
     trained = [
         rollout for group in kept_groups(groups) for rollout in group.rollouts if not rollout.is_replayed
     ]
@@ -106,7 +106,7 @@ def batch_metrics(batch: TrainBatch) -> dict[str, float]:
 def mismatch_metrics(
     batch: RolloutBatch, old_logprobs: torch.Tensor, band: tuple[float, float]
 ) -> dict[str, float]:
-    """Return metrics of the difference between the log-probabilities of trainer and engine, with the bounds `band`."""
+    """Return metrics of the difference between the log-probabilities of trainer and engine; `band` bounds the ratio."""
     logprobs = (old_logprobs, batch.sampler_logprobs, batch.mask)
     return logprob_gap(*logprobs) | correction_metrics(*logprobs, *band)
 
@@ -114,13 +114,13 @@ def mismatch_metrics(
 def logprob_gap(
     logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, float]:
-    """Return mean and largest difference, in nats, of the log-probabilities [B, T] of trainer and engine in `mask`."""
+    """Return the mean and largest difference of log-probabilities [B, T] of trainer and engine in `mask`, in nats."""
     gap = (logprobs - sampler_logprobs)[mask].abs()
     return {"sampler/logprob_gap_mean": gap.mean().item(), "sampler/logprob_gap_max": gap.max().item()}
 
 
 def first_difference(batch: RolloutBatch, rows: torch.Tensor, logprobs: torch.Tensor) -> str | None:
-    """Describe the first trained token of `rows` whose log-probability [b, t] is not the engine's, if there is one."""
+    """Describe the first trained token of `rows` whose log-probability [b, t] is not the engine's; None if all are."""
     columns = slice(logprobs.shape[1])
     sampler, mask, found = batch.sampler_logprobs[rows, columns], batch.mask[rows, columns], logprobs.cpu()
     places = torch.nonzero(mask & (found != sampler))
@@ -138,7 +138,7 @@ def first_difference(batch: RolloutBatch, rows: torch.Tensor, logprobs: torch.Te
 
 
 def accepted_tokens(engine: Any) -> dict[str, float]:
-    """Return how many proposed tokens an engine accepts per step of a sequence, if it proposes tokens."""
+    """Return how many draft tokens an engine accepts per step of a sequence, if it uses speculative decoding."""
     found = engine.accepted_tokens() if getattr(engine, "speculates", False) else None
     return {} if found is None else {"sampler/accepted_tokens": found}
 
@@ -169,8 +169,8 @@ def count_log_ratios(
     """Count the log-ratios of trainer and engine by size and by position, for ``correction.png``.
 
     Returns:
-        ``histogram``, the tokens per bin from ``lowest`` to ``highest``; ``tokens`` and ``out_of_band`` per bin of the
-        position in a completion, and ``tokens_per_place``, the width of these bins.
+        ``histogram``, the tokens per bin from ``lowest`` to ``highest``; ``tokens`` and ``out_of_band``, the tokens per
+        bin of positions in a completion; and ``tokens_per_place``, the width of these bins.
     """
     log_ratios = old_logprobs - batch.sampler_logprobs
     known = batch.mask & ~log_ratios.isnan()
@@ -193,7 +193,7 @@ def count_log_ratios(
 
 
 class SpeedMeter:
-    """Computes speeds from the times of a step; only `tokens_seen` outlives a step."""
+    """Computes speeds from the times of a step."""
 
     def __init__(self, models: RLModels, peak_flops: float | None = None) -> None:
         """Count the weights that multiply every token; `peak_flops` is the peak of all devices together."""
@@ -247,14 +247,14 @@ class MetricAccumulator:
     """
 
     def __init__(self, topology: Topology) -> None:
-        """Start empty."""
+        """Start without metrics."""
         self._topology = topology
         self._num_tokens = 1
         self._sums: dict[str, torch.Tensor] = {}
         self._largest: dict[str, torch.Tensor] = {}
         self._history: dict[str, list[float]] = {}
         self.difference: str | None = None
-        """In exact mode, the first token of this rank that differs from the engine's."""
+        """In exact mode, a description of this rank's first token that differs from the engine's; None if none does."""
 
     def begin_step(self, num_tokens: int) -> None:
         """Begin an optimizer step; `num_tokens` of all ranks is the denominator of means over tokens."""
@@ -273,7 +273,7 @@ class MetricAccumulator:
         self.add(name, torch.where(mask, values, 0.0).sum() / self._num_tokens)
 
     def add_largest(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """Record the largest value of a token, at least 0."""
+        """Record the largest value of a token, or 0 if all values are negative."""
         largest = torch.where(mask, values, 0.0).max().detach().double()
         self._largest[name] = torch.maximum(self._largest.get(name, largest), largest)
 
@@ -319,15 +319,15 @@ def add_policy_metrics(
     entropy: torch.Tensor,
     num_units: int,
 ) -> None:
-    """Add the metrics of a micro-batch: of its tokens, and the algorithm's own of completions or groups.
+    """Add the metrics of a micro-batch: of its tokens, and the algorithm's own metrics of completions or groups.
 
-    `rollouts` are the `inputs` with the tokens of a rollout's other rows; `shares` is the share of a rollout's tokens
-    that each row has, None if rows are rollouts; `num_units` counts the completions or groups of the step.
+    `rollouts` are the `inputs` with the tokens of a rollout's other rows. `shares` is the share of a rollout's tokens
+    that each row has; None if rows are rollouts. `num_units` counts the completions or groups of the step.
     """
     mask = inputs.mask
     ratios = ratio(inputs.policy_logprobs, inputs.old_logprobs)
     accumulator.add_tokens("policy/entropy", entropy, mask)
-    # The old policy sampled these tokens, so they estimate its divergence from the new one.
+    # The old policy sampled these tokens: they estimate its divergence from the new policy.
     divergence = kl_estimate(inputs.old_logprobs, inputs.policy_logprobs, "k3")
     accumulator.add_tokens("policy/kl", divergence, mask)
     accumulator.add_tokens("policy/ratio_mean", ratios, mask)
@@ -340,7 +340,7 @@ def add_policy_metrics(
             logs = masked_sum(whole_logs, rollouts.mask)[:, None]
         elif isinstance(hparams, LevelSettings) and hparams.importance_sampling_level == "sequence":
             logs = masked_mean(whole_logs, rollouts.mask)[:, None]
-        # The tokens that a clipped ratio keeps from learning.
+        # Count the tokens whose gradient is 0 because of a clipped ratio.
         clipped = exp_clamped(logs).expand_as(mask)
         low = (clipped < 1 - hparams.clip_low) & (inputs.advantages < 0)
         high = (clipped > 1 + hparams.clip_high) & (inputs.advantages > 0)

@@ -20,11 +20,11 @@ from vectorlm.rl.settings import CPU_PASS_TOKENS
 from vectorlm.train.packing import Rows, num_needed, num_shared, to_device
 
 PASS_TOKENS = 1024
-"""Fixed cost of a forward pass, in tokens: a micro-batch with more padding than this is split."""
+"""Fixed cost of a forward pass, in tokens. A micro-batch with more padding is split."""
 ROWS_PER_TOKEN = 12
-"""Shared tokens whose copied keys and values cost as much as one computed token (per additional row)."""
+"""Number of shared tokens whose keys and values, copied for a row, cost as much as one computed token."""
 BALANCED = 1.02
-"""Groups stay whole if the busiest rank has at most this many times its fair share of tokens."""
+"""Largest ratio of the busiest rank's tokens to a fair share at which groups are not split further."""
 RowFunction = Callable[[Rows], torch.Tensor]
 """Computes float [b, t], or several of these [n, b, t], from the rows of a forward pass."""
 
@@ -35,18 +35,18 @@ class Piece:
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
-    """Computed tokens of each row; 0 for a row that is not computed."""
+    """Number of computed tokens of each row; 0 for a row that is not computed."""
     num_shared: int = 0
-    """Tokens at the beginning that are computed once for all rows."""
+    """Number of tokens at the beginning that are computed once for all rows."""
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Number of computed tokens of the longest row."""
         return max(self.lengths)
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens that are computed if rows are packed."""
+        """Number of computed tokens if rows are packed."""
         own = sum(length - self.num_shared for length in self.lengths if length)
         return own + (self.num_shared if any(self.lengths) else 0)
 
@@ -71,11 +71,11 @@ class MicroBatch:
     rows: torch.Tensor
     """int64 [b], indices into the batch."""
     length: int
-    """Tokens of the longest row."""
+    """Number of tokens of the longest row."""
     num_tokens: int
-    """Tokens that the forward pass computes, padding included."""
+    """Number of tokens that the forward pass computes, padding included."""
     is_filler: bool
-    """Whether the rows count nowhere, and only let this rank join the forward passes of the other ranks."""
+    """Whether the rows do not count: they only let this rank join the forward passes of the other ranks."""
     device: str
     """The device of the forward pass."""
 
@@ -92,7 +92,7 @@ class MicroBatch:
         return self.cut(batch.mask) & (not self.is_filler)
 
     def inputs_of(self, batch: RolloutBatch) -> Rows:
-        """Return the rows of the forward pass; a filler asks for no token, and then computes one if it can."""
+        """Return the rows of the forward pass; a filler requests no token, and a packed pass then computes only one."""
         input_ids, attention_mask = map(self._rows_of, (batch.input_ids, batch.attention_mask))
         is_asked = self._rows_of(batch.mask) & (not self.is_filler)
         groups = (self.rows // batch.rows_per_group).tolist()
@@ -125,9 +125,9 @@ def micro_batches_of(
 ) -> tuple[list[MicroBatch], int]:
     """Return this rank's micro-batches of some groups, and the number of tokens of all ranks.
 
-    Every rank gets the same number of micro-batches. All ranks hold the whole batch and compute the same plan, so they
-    exchange nothing and raise the same errors. Ranks that share passes have the same micro-batches, and `max_tokens`
-    counts all of these ranks together. With `packs`, the beginning of a group counts once per piece.
+    Every rank gets the same number of micro-batches. All ranks have the whole batch and compute the same plan, without
+    any exchange, and raise the same errors. Ranks that share passes have the same micro-batches, and `max_tokens` is
+    the limit of all these ranks together. With `packs`, the common beginning of a group counts once per piece.
 
     Raises:
         ConfigError: A row, or a group that is kept whole, exceeds `max_tokens`.
@@ -197,7 +197,7 @@ def map_rows(
                 found[..., rows, : micro_batch.length] = values.float()
                 note(micro_batch)
     assert found is not None, "every rank has at least a filler"
-    # One rank computed each row, or all ranks that share it: adding the zeros of the other ranks changes no bit.
+    # Each row was computed by one rank, or by all ranks that share it. Adding the others' zeros changes no bit.
     if topology.world_size > 1:
         dist.all_reduce(found)
         found /= topology.ranks_per_share
@@ -215,12 +215,15 @@ def plan_micro_batches(
 ) -> list[list[list[Piece]]]:
     """Balance groups over the ranks, and cut every rank's share into micro-batches within a token budget.
 
-    Packed rows (`packs`) stay with their group, unless parts of groups keep the ranks more equally busy, although every
-    part computes the common beginning again. Padded rows are distributed one by one. They count as many tokens as the
-    longest row of their micro-batch, which has at most `PASS_TOKENS` of padding.
+    With `packs`, rows stay with their group, unless parts of groups keep the ranks more equally busy although every
+    part computes the common beginning again. Padded rows are distributed one by one. Each counts as many tokens as the
+    longest row of its micro-batch, which has at most `PASS_TOKENS` of padding.
 
     A micro-batch with `enough` tokens takes no further piece. Every rank gets the same number of micro-batches; some
-    may be empty. Raises `ConfigError` if a row, or a group that is kept whole, exceeds `max_tokens` alone.
+    may be empty.
+
+    Raises:
+        ConfigError: A row, or a group that is kept whole, exceeds `max_tokens`.
     """
     largest = max((len(group.rows) for group in groups), default=1)
     if keep_groups_whole or (packs and num_ranks == 1):
@@ -315,7 +318,7 @@ def _within_budget(pieces: Sequence[Piece], max_tokens: int, packs: bool) -> lis
     num_rows = num_tokens = 0
     for piece in sorted(pieces, key=lambda it: (-(it.num_kept if packs else it.longest), it.rows)):
         num_rows, num_tokens = num_rows + len(piece.rows), num_tokens + piece.num_tokens
-        # The first piece of a micro-batch has its longest row.
+        # The first piece of a micro-batch has the micro-batch's longest row.
         padded = num_rows * found[-1][0].longest if found else 0
         kept = sum(other.num_kept for other in found[-1]) + piece.num_kept if found and packs else padded
         if found and kept <= max_tokens and (packs or padded - num_tokens <= PASS_TOKENS):

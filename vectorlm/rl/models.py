@@ -36,17 +36,17 @@ from vectorlm.train.row_by_row import follow
 from vectorlm.types import TrainedModel
 
 LoadSharded = Callable[[Callable[[bool], nn.Module]], nn.Module]
-"""Loads a model and shards it over the ranks."""
+"""Loads a model with the given function, and shards it over the ranks."""
 NOISE = re.compile("drop|jitter|noise")
-"""Part of the name of most settings of noise."""
+"""Matches the names of most settings of noise."""
 NUM_SMALL, NUM_DRAWS = 64, 256
-"""Size up to which a random draw is small, and the number of draws that `require_quiet` makes for it."""
+"""Maximum size of a small random draw, and the number of draws that `require_quiet` makes in its place."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer type by size in bytes, to read a number's bits."""
+"""Integer dtype by size in bytes, to read the bits of a number."""
 
 
 class Reference:
-    """The frozen reference of the KL penalty: a second model, or the policy with its first LoRA adapters."""
+    """The frozen reference of the KL penalty: a second model, or the policy with its initial LoRA adapters."""
 
     def __init__(
         self,
@@ -54,20 +54,20 @@ class Reference:
         model: nn.Module | None,
         first_adapters: Callable[[Any], AbstractContextManager[None]] = lambda model: model.disable_adapter(),
     ) -> None:
-        """Take a sharded copy of the initial policy; None uses the policy with its first LoRA adapters.
+        """Take a sharded copy of the initial policy; None uses the policy with its initial LoRA adapters.
 
-        `first_adapters` restores these adapters for a block; by default they were zeros.
+        `first_adapters` restores these adapters for a block; by default it disables the adapters.
         """
         self._policy, self.model, self._first_adapters = policy, model, first_adapters
-        # Untruncated: the reference has a different support than the policy.
+        # Not truncated, because the reference has a different support than the policy.
         self._frozen = policy.untruncated() if model is None else beside(policy, model)
-        # It makes its own choices.
+        # The reference chooses experts itself.
         self._frozen.routers = None
         self.why_padded = self._frozen.why_padded
-        """Why its rows are padded; None if they are packed."""
+        """Why rows are padded; None if they are packed."""
 
     def __call__(self, rows: Rows) -> torch.Tensor:
-        """Return float32 [B, T] like `LanguageModel.logprobs`, without gradient."""
+        """Return log-probabilities as `LanguageModel.logprobs` does, float32 [B, T], without gradient."""
         with torch.no_grad(), self._with_first_adapters():
             return self._frozen.logprobs(rows)
 
@@ -85,7 +85,7 @@ class Reference:
         if self.model is not None:
             yield
             return
-        # PEFT sets `requires_grad` on the parameters that it finds: both times these must be the shards.
+        # PEFT sets `requires_grad` on the parameters that it finds. Before and after, these must be the shards.
         reshard(self._policy.model)
         with self._first_adapters(self._policy.model):
             yield
@@ -96,7 +96,7 @@ class Critic:
     """A model with a value head: the expected reward of the rest of the completion, at every token."""
 
     def __init__(self, model: nn.Module, policy: LanguageModel) -> None:
-        """Take a sharded token-classification model with one label; with the policy's architecture it packs rows."""
+        """Take a sharded token-classification model with one label; with the policy's architecture it can pack rows."""
         self.model, self._device, self._context = model, policy.device, policy.context
         inner = inner_model(model)
         leader = inner_model(policy.model)
@@ -104,7 +104,7 @@ class Critic:
         self.why_padded = (
             policy.why_padded if is_alike else "it belongs to a different model family than the policy"
         )
-        """Why its rows are padded; None if they are packed."""
+        """Why rows are padded; None if they are packed."""
         is_recurrent = any(hasattr(module, "row_by_row") for module in leader.modules())
         if self.why_padded is None and is_recurrent and _layers(inner) != _layers(leader):
             self.why_padded = "its layers differ from the policy's, and some are recurrent"
@@ -158,12 +158,12 @@ class RLModels:
 
     @property
     def schedules(self) -> list[Schedule]:
-        """The learning rate schedules, the policy's first."""
+        """The learning rate schedules, with the policy's schedule first."""
         steps = (self.policy_step, self.critic_step)
         return [step.schedule for step in steps if step is not None and step.schedule is not None]
 
     def reshard(self) -> None:
-        """Free the parameters that forward passes gathered, so that the next reader sees shards."""
+        """Free the parameters that forward passes gathered; the next reader then sees shards."""
         for role in self._roles.values():
             if role.model is not None:
                 reshard(role.model)
@@ -183,7 +183,7 @@ def load_reference(
 ) -> nn.Module:
     """Load a frozen copy of the initial policy, or a teacher; logits beyond `num_tokens` are dropped.
 
-    ``read(is_empty=…)`` loads one folder, like `load_model`.
+    ``read(is_empty=…)`` reads the model, as `load_model` does.
     """
 
     def load(is_empty: bool) -> nn.Module:
@@ -204,7 +204,7 @@ def num_logits(model: Any) -> int:
 
 
 def load_critic(path: str, load_sharded: LoadSharded, dtype: str = "float32") -> nn.Module:
-    """Load a model with a value head of zeros, so that the first advantages are the rewards.
+    """Load a model with a value head of zeros: the first values are 0.
 
     Raises:
         ConfigError: transformers has no token classification for this architecture.
@@ -213,7 +213,7 @@ def load_critic(path: str, load_sharded: LoadSharded, dtype: str = "float32") ->
 
     def load(is_empty: bool) -> nn.Module:
         try:
-            # The output layer has one of these names in transformers.
+            # In transformers, the output layer has one of these names.
             new = ("score.", "classifier.")
             model = load_pretrained(AutoModelForTokenClassification, path, dtype, is_empty, new, num_labels=1)
             head = model.score if hasattr(model, "score") else model.classifier
@@ -237,9 +237,10 @@ def _without_view(head: nn.Module, args: Any, output: torch.Tensor) -> torch.Ten
 
 
 def disable_dropout(model: Any) -> Any:
-    """Set the noise of training mode to 0, found by its names; the model stays in training mode.
+    """Set the noise of training mode to 0; the model stays in training mode.
 
-    ``model.training_noise`` keeps the values of the config for the export. `require_quiet` finds noise that is left.
+    The noise is found by its names; `require_quiet` finds noise with other names. ``model.training_noise`` keeps the
+    values of the config for the export.
     """
     for module in model.modules():
         names = {*_noise_names(type(module)), *filter(NOISE.search, vars(module))}
@@ -249,7 +250,7 @@ def disable_dropout(model: Any) -> Any:
     inner, found = inner_model(model), []
     configs: list[Any] = [inner.config]
     for config in configs:
-        # Some models read their config in every pass.
+        # Change the config too: some models read it in every pass.
         values = vars(config)
         for name in {*_noise_names(type(config)), *filter(NOISE.search, values)}:
             if _is_noise(value := inspect.getattr_static(config, name, None)):
@@ -318,7 +319,7 @@ def require_quiet(role: str, model: nn.Module, compute: Callable[[Rows], Any]) -
     if after["cuda"] is not None and all(
         torch.equal(after[name], before[name]) for name in ("torch", "cuda")
     ):
-        # Nothing was drawn: some CUDA kernels add in a different order every time.
+        # Nothing was drawn. Some CUDA kernels add in a different order every time.
         where = None
     found: list[str | None] = [where]
     if dist.is_initialized():
@@ -333,17 +334,17 @@ def require_quiet(role: str, model: nn.Module, compute: Callable[[Rows], Any]) -
 
 
 AllRows = Callable[[RolloutBatch, RowFunction], torch.Tensor]
-"""Applies a model to every row of a batch, like `vectorlm.rl.micro_batch.map_rows`."""
+"""Applies a model to every row of a batch, as `vectorlm.rl.micro_batch.map_rows` does."""
 REST = 1e-7
-"""The least probability of all tokens that a teacher does not show."""
+"""Lower bound for the total probability of the tokens that a teacher does not return."""
 ScoreTop = Callable[..., list[list[list[tuple[int, float]]]]]
-"""Returns the ``k`` most probable tokens in the place of each token but the first, with their log-probabilities."""
+"""Returns the ``k`` most probable tokens at the place of each token but the first, with their log-probabilities."""
 ScoreTokens = Callable[[Sequence[Sequence[int]]], list[list[float]]]
 """Returns the log-probability of every token, from rows of token ids."""
 
 
 def beside(policy: LanguageModel, model: nn.Module) -> LanguageModel:
-    """Return a frozen model that computes rows like the policy: all tokens, at the policy's temperature."""
+    """Return a frozen model that computes rows as the policy does, but over all tokens of the vocabulary."""
     return LanguageModel(
         model,
         policy.temperature,
@@ -356,14 +357,14 @@ def beside(policy: LanguageModel, model: nn.Module) -> LanguageModel:
 
 
 class Teacher:
-    """A frozen model, sharded like the policy, at the policy's temperature."""
+    """A frozen model, sharded as the policy is, which computes at the policy's temperature."""
 
     def __init__(self, policy: LanguageModel, model: nn.Module) -> None:
         """Take a sharded model with as many logits as the policy."""
         self.model: nn.Module | None = model
         self._frozen = beside(policy, model)
         self.why_padded = self._frozen.why_padded
-        """Why its rows are padded; None if they are packed."""
+        """Why rows are padded; None if they are packed."""
 
     def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
         """Return the log-probability of every token that the policy chose, float32 [B, T] on the CPU."""
@@ -386,13 +387,13 @@ class Teacher:
 
 
 class SelfTeacher(Teacher):
-    """The policy itself, with its present weights and another prompt before the same completion.
+    """The policy itself as a teacher, with its current weights and another prompt before the same completion.
 
     Source: Hübotter et al. 2026, arXiv:2601.20802, and Shenfeld et al. 2026, arXiv:2601.19897.
     """
 
     def __init__(self, policy: LanguageModel) -> None:
-        """Take the policy."""
+        """Use the policy as the teacher."""
         self.model, self._frozen, self.why_padded = None, policy, policy.why_padded
 
     def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
@@ -404,18 +405,18 @@ class SelfTeacher(Teacher):
 
     @torch.no_grad()
     def comparison(self, rows: Rows, beta: float) -> Comparison:
-        """Compute rows of `RolloutBatch.for_teacher`; see `Teacher.comparison`."""
+        """Compare as `Teacher.comparison` does; `rows` come from `RolloutBatch.for_teacher`."""
         return super().comparison(rows, beta)
 
 
 def compared_with_top(token_ids: torch.Tensor, teacher: torch.Tensor, beta: float) -> Comparison:
     """Return a function that compares the policy's distributions with the most probable tokens of a teacher.
 
-    All other tokens count as one. The result is a lower bound of the divergence of the whole distributions, and equals
-    it if all tokens are given.
+    All other tokens count as one token. The result is a lower bound of the divergence of the whole distributions, and
+    equals it if all tokens are given.
 
     Args:
-        token_ids: int64 [M, k].
+        token_ids: int64 [M, k], the most probable tokens.
         teacher: float32 [M, k], the teacher's log-probabilities of these tokens.
         beta: See `generalised_jsd`.
     """
@@ -434,20 +435,20 @@ def compared_with_top(token_ids: torch.Tensor, teacher: torch.Tensor, beta: floa
 
 
 class ServerTeacher:
-    """A teacher behind a server, which returns log-probabilities of sampled tokens, or of the most probable ones."""
+    """A teacher on a server, which returns log-probabilities of sampled tokens, or of the most probable tokens."""
 
     model: nn.Module | None = None
     why_padded: str | None = None
 
     def __init__(self, score: ScoreTokens, topology: Topology, top: ScoreTop | None = None) -> None:
-        """Take the functions that send rows to the server: for the tokens in them, and for the most probable ones."""
+        """Take functions that send rows to the server: for the tokens of the rows, and for the most probable tokens."""
         self._score, self._topology, self._top = score, topology, top
 
     def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
         """Return the log-probability of every token that the policy chose, float32 [B, T] on the CPU.
 
-        Every rank sends its share of the rows, up to the last token that is trained on. If the call of one rank fails,
-        all ranks raise its error.
+        Every rank sends its share of the rows, up to the last trained token. If a rank's call fails, all ranks raise
+        its error.
         """
         found = torch.zeros(batch.input_ids.shape)
         for row, values in self._ask(batch, self._score).items():
@@ -455,14 +456,14 @@ class ServerTeacher:
         return found
 
     def top_logprobs(self, batch: RolloutBatch, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the teacher's `k` most probable tokens in the place of every token that the policy chose.
+        """Return the teacher's `k` most probable tokens at the place of every token that the policy chose.
 
         Returns:
             int64 and float32 [M, k], row by row; see `TrainBatch.teacher_top`.
         """
         assert self._top is not None
         answers = self._ask(batch, partial(self._top, k=k))
-        # The first token of a row has no place.
+        # The server returns nothing for the first token of a row.
         shown = [answers[row][place - 1] for row, place in batch.mask.nonzero().tolist()]
         pairs = torch.tensor(shown, dtype=torch.float64).view(-1, k, 2)
         return pairs[..., 0].long(), pairs[..., 1].float()

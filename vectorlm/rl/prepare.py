@@ -1,4 +1,4 @@
-"""Compute what the losses read of a step: log-probabilities, correction, KL penalty, advantages."""
+"""Prepare a batch for the losses: log-probabilities, correction, KL penalty, advantages."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def prepare_batch(
 ) -> TrainBatch:
     """Return the batch to train on; called on all ranks.
 
-    `kl_coef` is the weight of the KL penalty, used here if the penalty is part of the reward.
+    `kl_coef` is the weight of the KL penalty; it is used here if the penalty is part of the reward.
     """
     max_tokens, packs = settings.update.max_tokens_per_micro_batch, models.why_padded is None
     all_rows = partial(map_rows, topology=topology, max_tokens=max_tokens, packs=packs)
     batch = _with_engine_routes(batch, settings)
     correction = settings.correction
     in_reward = models.reference is not None and settings.kl.kl_in == "reward"
-    # In the only optimizer step of a batch the policy is still the one that sampled: the update's own pass is enough.
+    # In the only optimizer step of a batch, the policy still has the weights that sampled: the update's pass is enough.
     is_one_step = settings.update.steps_per_batch == 1
     learns_tokens = settings.teacher is not None and settings.teacher.kind == "sampled"
     needs_old = in_reward or learns_tokens or correction.is_on or not is_one_step or spec.needs_old
-    # Completions that only enter baselines pay the penalty too, and advantages may read all their tokens.
+    # Completions that only enter baselines also pay the penalty, and advantages may read all their tokens.
     read = batch.with_compared() if in_reward or spec.needs_old or spec.needs_gradient_norms else batch
     records = settings.update.router_replay == "old_policy" and not is_one_step
     recorded = RecordedRoutes(models, read) if records else None
@@ -88,7 +88,7 @@ def prepare_batch(
     if teacher is not None:
         assert old is not None
         assert settings.teacher is not None
-        # Each token pays for itself alone: the loss has the gradient of KL(policy || teacher) at every position.
+        # Each token pays only for itself: the loss then has the gradient of KL(policy || teacher) at every position.
         divergence = kl_estimate(old, teacher, "k1")
         advantages = advantages - settings.teacher.coef * torch.where(batch.mask, divergence, 0.0)
     marked = None if spec.mark is None else spec.mark(batch, advantages, settings.hparams)
@@ -158,7 +158,7 @@ def _mismatch(
 
 
 def _with_engine_routes(batch: RolloutBatch, settings: StepSettings) -> RolloutBatch:
-    """Let the policy use the engine's experts, if the run replays them; raise unless every trained row has some."""
+    """Let the policy use the engine's experts, if the run replays them; raise if a trained row has no experts."""
     if settings.update.router_replay != "engine":
         return batch
     routes = batch.routes or [None] * len(batch.mask)
@@ -171,10 +171,10 @@ def _with_engine_routes(batch: RolloutBatch, settings: StepSettings) -> RolloutB
 
 
 class RecordedRoutes:
-    """The experts that the policy chooses in all rows of a batch, in passes of all ranks."""
+    """The experts that the policy chooses in all rows of a batch, recorded in the passes of all ranks."""
 
     def __init__(self, models: RLModels, batch: RolloutBatch) -> None:
-        """Record what the routers of the policy choose in the rows of `batch`."""
+        """Prepare to record the choices of the policy's routers in the rows of `batch`."""
         assert models.policy.routers is not None
         self._routers, self._logprobs = models.policy.routers, models.policy.logprobs
         self._routers.own = None
@@ -182,14 +182,14 @@ class RecordedRoutes:
         self._rows: dict[int, np.ndarray] = {}
 
     def note(self, micro_batch: MicroBatch) -> None:
-        """Take the choices of the last pass, which computed `micro_batch`."""
+        """Record the choices of the last pass, which computed `micro_batch`."""
         rows = micro_batch.rows.tolist()
         self._rows |= {rows[index]: found for index, found in self._routers.own_by_row().items()}
 
     def together(self, topology: Topology, run: Callable[[RowFunction], Any]) -> list[np.ndarray | None]:
         """Return the choices of all ranks by row; called on all ranks.
 
-        `run` applies a model to all rows, if nothing has done so: with a bypass there are no old log-probabilities.
+        `run` applies the policy to all rows, if no pass has yet: with a bypass there are no old log-probabilities.
         """
         if self._routers.own is None:
             run(self._logprobs)
@@ -201,7 +201,7 @@ class RecordedRoutes:
             found = found[: self._lengths[row]]
             whole[ends[row] - self._lengths[row] :][: len(found)] = found
         if topology.world_size > 1:
-            # Ranks that compute the same tokens have the same bytes, all others have zeros.
+            # Ranks that compute the same tokens have the same bytes; other ranks have zeros.
             both = torch.from_numpy(whole.view(np.uint8)).to(topology.device)
             dist.all_reduce(both, dist.ReduceOp.MAX)
             whole = both.cpu().numpy().view(whole.dtype)
@@ -217,16 +217,16 @@ def _highest(entropies: torch.Tensor, mask: torch.Tensor, share: float) -> torch
 
 
 LEVEL_OF_RATIO_GATE: dict[str, RatioLevel] = {"token": "token", "sum": "sequence", "mean": "geometric"}
-"""The level of `importance_weights` for every level of a gate on ratios."""
+"""Level of `importance_weights` for each level of a gate on ratios."""
 
 
 def apply_correction(
     correction: Correction, batch: RolloutBatch, old_logprobs: torch.Tensor
 ) -> tuple[RolloutBatch, torch.Tensor | None]:
-    """Return the batch without the rejected tokens, and the weights of its tokens; None counts every token once.
+    """Return the batch without the rejected tokens, and the weights of its tokens, None if all are 1.
 
-    A rejected token is treated as if it had never been sampled: it is in no loss and no denominator. A completion whose
-    tokens are all rejected leaves the baseline of its group.
+    A rejected token is treated as never sampled: it is in no loss and no denominator. A completion whose tokens are
+    all rejected is removed from the baseline of its group.
     """
     logprobs, mask = (old_logprobs, batch.sampler_logprobs), batch.mask
     weights, kept = _weigh(correction, *logprobs, mask)
@@ -247,7 +247,7 @@ def apply_correction(
 def weights_in_update(
     correction: Correction, policy_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the weights by the current policy, float [B, T], with `bypass`; None without bypass or weights."""
+    """Return the weights for the current policy, float [B, T]; None without `bypass` or without weights."""
     if not correction.bypass:
         return None
     return _weigh(correction, policy_logprobs.detach(), sampler_logprobs, mask)[0]
@@ -256,7 +256,7 @@ def weights_in_update(
 def _weigh(
     correction: Correction, policy_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the weights of the tokens, None without a level, and which tokens the bounds keep."""
+    """Return the weights of the tokens, None without a level; and the tokens inside the bounds, bool [B, T]."""
     if correction.level is None:
         return None, mask
     return importance_weights(
@@ -272,7 +272,7 @@ def _weigh(
 
 
 def correction_of(settings: CorrectionSettings, spec: AlgorithmSpec) -> Correction:
-    """Return the preset's correction with the config's own values."""
+    """Return the correction of the preset, with the values that the config sets."""
     correction = Correction(**{**PRESETS[settings.preset or "off"], **settings.overrides})
     if correction.bypass and not spec.has_ratio and correction.level is None:
         # Without a ratio in the loss, nothing else would account for the engine's probabilities.

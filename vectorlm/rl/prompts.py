@@ -23,13 +23,13 @@ from vectorlm.types import Batch, PromptRecord
 
 Item = TypeVar("Item")
 SCORE = "reasoning_gym"
-"""The reward whose mean decides the level of a curriculum."""
+"""Name of the reward whose mean decides the level of a curriculum."""
 
 
 class PromptOrder(Generic[Item]):
     """Items in a new random order on every pass, drawn from the seed.
 
-    The only state is `position`, which a resumed run sets.
+    `position` is the only state; a resumed run sets it.
     """
 
     def __init__(self, items: Sequence[Item], seed: int) -> None:
@@ -39,7 +39,7 @@ class PromptOrder(Generic[Item]):
         self._order: tuple[int, np.ndarray] | None = None
 
     def take(self, count: int) -> list[Item]:
-        """Return the next items; a new pass begins after the end of a pass."""
+        """Return the next `count` items; after the end of a pass, a new pass begins."""
         taken = [self.at(self.position + index) for index in range(count)]
         self.position += count
         return taken
@@ -65,7 +65,7 @@ class Curriculum:
         self._prompts, self._settings = prompts, settings
         self._begins = [(0, prompts.level or 0)]
         self._scores: list[float] = []
-        """Mean scores of the newest groups of the level."""
+        """Mean scores of the newest groups of this level."""
 
     @property
     def level(self) -> int:
@@ -78,7 +78,7 @@ class Curriculum:
         return self._prompts.at_level(level)
 
     def observe(self, groups: Sequence[RolloutGroup], position: int) -> None:
-        """Read the scores of a step; a new level begins at `position`, the first one that was not sampled yet."""
+        """Read the scores of a step; a new level begins at `position`, the first position that was not sampled yet."""
         for group in groups:
             score = group.rewards_by_name[SCORE].nanmean().item()
             # Stored groups, and groups that started before this level, do not count.
@@ -108,8 +108,8 @@ class Curriculum:
 class PromptMixture:
     """Prompts of several sources, mixed by their shares; every source has its own `PromptOrder`.
 
-    Among the first n prompts, every source has its share of n, up to less than one prompt per source. The only state is
-    `position`, besides the state of the curricula.
+    Among the first n prompts, every source has its share of n, with an error below one prompt per source. `position` is
+    the only state, besides the state of the curricula.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PromptMixture:
         """Return the prompt at any position of the run."""
         while len(self._places) <= position:
             num = len(self._places) + 1
-            # The source that is furthest behind its share.
+            # Choose the source that is furthest behind its share.
             name = max(self._shares, key=lambda source: self._shares[source] * num - self._counts[source])
             self._places.append((name, self._counts[name]))
             self._counts[name] += 1
@@ -143,31 +143,31 @@ class PromptMixture:
 
 
 LUFFY_GAMMA = 0.1
-"""The constant of LUFFY's shaping (Yan et al. 2025, arXiv:2504.14945)."""
+"""Constant of LUFFY's shaping (Yan et al. 2025, arXiv:2504.14945)."""
 
 
 @dataclass(frozen=True)
 class Demonstrations:
     """Texts that the policy learns in every optimizer step, and their share of its loss.
 
-    The position in the run alone decides the texts of a step, so a checkpoint has no state of them.
+    The texts of a step depend only on its position in the run: a checkpoint needs no state of them.
     """
 
     policy: LanguageModel
     loader: StepLoader
     settings: SFTSettings
     num_batches: int
-    """Batches of rollouts in the run."""
+    """Number of batches of rollouts in the run."""
 
     def share(self, batch: int) -> float:
-        """Return the weight of the texts' loss at a batch of rollouts; the completions have the rest."""
+        """Return the weight of the texts' loss at a batch of rollouts; the completions have the weight 1 - share."""
         start, end = self.settings.share, self.settings.share_at_end
         if end is None:
             return start
         return start + (end - start) * batch / max(self.num_batches - 1, 1)
 
     def micro_batches(self, index: int) -> tuple[list[Batch], int]:
-        """Return this rank's texts for optimizer step `index` of the run, and the target tokens of all ranks."""
+        """Return this rank's texts for optimizer step `index` of the run, and all ranks' number of target tokens."""
         epoch, step = divmod(index, len(self.loader))
         objective = NextTokens(self.policy)
         batches = list(objective.prepare(next(self.loader.steps(epoch, start_step=step))))

@@ -1,4 +1,4 @@
-"""Rollouts of prompts, one by one, in scored groups, and as the tensors of a step."""
+"""Rollouts: single ones, scored groups of them, and the tensors of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vectorlm.types import Completion, Numbers, PromptRecord
 
 @dataclass(frozen=True)
 class Rollout(Numbers):
-    """A completion of a prompt. With an environment or agent, all its turns are in one row of tokens."""
+    """A completion of a prompt. With an environment or agent, it has several turns in one row of tokens."""
 
     CODES: ClassVar[Mapping[str, str]] = {
         **{"prompt_token_ids": "q", "token_ids": "q", "policy_mask": "b"},
@@ -39,7 +39,7 @@ class Rollout(Numbers):
     versions: tuple[int, ...]
     """The weight version that sampled each of `token_ids`; -1 for tokens of the environment."""
     text: str
-    """`token_ids`, decoded."""
+    """The text of `token_ids`."""
     finish_reason: str | None
     """Finish reason of the last turn: ``stop``, ``abort``, or ``length`` (also if another turn did not fit)."""
     num_turns: int = 1
@@ -47,27 +47,27 @@ class Rollout(Numbers):
     turn_ends: tuple[int, ...] = ()
     """Index in `token_ids` after the last token of every turn."""
     turn_rewards: tuple[float, ...] = ()
-    """The environment's reward for each turn; missing ones at the end are 0."""
+    """The environment's reward for each turn; missing rewards at the end are 0."""
     branches: tuple[Rollout, ...] = ()
-    """Further rows, if an agent rewrote or forked its conversation; every token is trained on in one row only."""
+    """Other rows, if an agent rewrote or forked its conversation; every token is trained on in only one row."""
     messages: Sequence[Mapping[str, Any]] | None = None
     """The whole chat of a rollout with an environment; None if the prompt is not a chat."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """The environment's metrics; the last value of each name."""
+    """The last value of each of the environment's metrics, by name."""
     turn_texts: Sequence[str] = ()
-    """The policy's text of each turn; empty if `text` is all of it."""
+    """The policy's text of each turn; empty if the policy wrote all of `text`."""
     policy_contents: Sequence[tuple[int, str]] = ()
-    """Index in `messages` of every message of the policy, and its content without the environment's words."""
+    """Index in `messages` of every message of the policy, and its content without the environment's text."""
     is_replayed: bool = False
     """Whether the rollout comes from a file; its `versions` count the steps of the run that wrote the file."""
     pictures: tuple[Picture, ...] = ()
-    """The pictures in the row; each is one placeholder token among those that the policy did not choose."""
+    """The pictures in the row; each has one placeholder token, which the policy did not choose."""
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """The experts of the tokens that the engine read, as `Completion.routes`; None if it returned none."""
+    """The experts of the tokens that the engine read, as in `Completion.routes`; None if it returned none."""
 
     @property
     def rows(self) -> tuple[Rollout, ...]:
-        """The rollout's own row, and its branches."""
+        """The rollout's main row, which is the rollout itself, and its branches."""
         return (self, *self.branches)
 
     @property
@@ -112,7 +112,7 @@ class Rollout(Numbers):
     def from_completion(
         cls, prompt_record: PromptRecord, completion: Completion, pictures: tuple[Picture, ...] = ()
     ) -> Rollout:
-        """Return the rollout after the first turn, whose prompt has `pictures`."""
+        """Return the rollout after its first turn, whose prompt has `pictures`."""
         count = len(completion.numbers("token_ids"))
         fields = ("prompt_token_ids", "token_ids", "sampler_logprobs", "versions")
         data = {name: completion.data_of(name) for name in fields}
@@ -137,7 +137,7 @@ class Rollout(Numbers):
         completion: Completion,
         pictures: tuple[Picture, ...] = (),
     ) -> Rollout:
-        """Return the rollout after the environment's reply, with its `pictures`, and another turn."""
+        """Return the rollout with the environment's reply, the reply's `pictures`, and another turn."""
         num_reply, num_sampled = len(reply_ids), len(completion.token_ids)
         sampler_logprobs = completion.sampler_logprobs or (0.0,) * num_sampled
         routes = completion.routes
@@ -160,10 +160,10 @@ class Rollout(Numbers):
         )
 
     def with_expanded(self, tokens: ImageTokens, spare: int) -> tuple[Rollout, list[PlacedPicture]]:
-        """Return the row with the tokens of its pictures in place of their placeholders, and the pictures' places.
+        """Return the row with its pictures' tokens instead of their placeholders, and the pictures with their places.
 
-        A reserved token that the policy chose would be taken for a picture: it becomes `spare`, and it and what follows
-        are not trained on.
+        A reserved token that the policy chose would be mistaken for a picture. It becomes `spare`; this token and all
+        later ones are not trained on.
         """
         whole = np.concatenate([self.numbers("prompt_token_ids"), self.numbers("token_ids")])
         if not np.isin(whole, [*tokens.reserved]).any():
@@ -208,17 +208,17 @@ class Rollout(Numbers):
 
 @dataclass(frozen=True, eq=False)
 class RolloutGroup:
-    """The rollouts of one prompt with their rewards; G rollouts."""
+    """The G rollouts of one prompt with their rewards."""
 
     rollouts: Sequence[Rollout]
     rewards: torch.Tensor
-    """float32 [G], length penalties included; NaN if a rollout could not be scored."""
+    """float32 [G], minus length penalties; NaN if a rollout could not be scored."""
     rewards_by_name: Mapping[str, torch.Tensor]
-    """float32 [G] of each reward alone."""
+    """Each reward before weighting, float32 [G], by its name."""
     greedy_reward: torch.Tensor | None = None
     """float32 [], the reward of a greedy completion, for algorithms that need one."""
     errors: tuple[str, ...] = ()
-    """Calls of reward functions that raised or timed out."""
+    """Errors of the calls of reward functions that raised or timed out."""
     is_dropped: bool = False
     """Whether dynamic sampling dropped the group; metrics count it, and nothing trains on it."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
@@ -233,18 +233,18 @@ class RolloutGroup:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the rewards of rollouts, and of their turns, are equal, so that the group teaches nothing."""
+        """Whether the rewards of rollouts, and of their turns, are equal: the group teaches the policy nothing."""
         by_turn = {rollout.turn_rewards for rollout in self.rollouts}
         return self.has_equal_sums and not (len(by_turn) > 1 and any(map(any, by_turn)))
 
     @property
     def has_equal_sums(self) -> bool:
-        """Whether all rewards are equal, so that algorithms without rewards of turns learn nothing."""
+        """Whether all rewards are equal: the group teaches nothing to algorithms without rewards of turns."""
         return bool(is_constant(self.rewards[None], ~self.rewards[None].isnan()))
 
 
 def logged_means(logged: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean of the numbers under each name, over the completions that have one."""
+    """Return the mean of the numbers under each name, over the completions with a number."""
     numbers: dict[str, list[float]] = {}
     for values in logged:
         for name, value in values.items():
@@ -260,21 +260,21 @@ def kept_groups(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
 
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
-    """Rollouts with everything that the losses read; the same on all ranks, and on the CPU."""
+    """Rollouts with all inputs of the losses; the same on all ranks, and on the CPU."""
 
     rows: RolloutBatch
     advantages: torch.Tensor
     """float32 [B, T]."""
     old_logprobs: torch.Tensor | None
-    """float32 [B, T]; None if the only optimizer step computes them itself."""
+    """float32 [B, T]; None if a batch has one optimizer step, which computes them itself."""
     reference_logprobs: torch.Tensor | None
-    """float32 [B, T]."""
+    """float32 [B, T]; None without a reference."""
     returns: torch.Tensor | None
-    """float32 [B, T], the targets of the critic."""
+    """float32 [B, T], the targets of the critic; None without a critic."""
     marked: torch.Tensor | None = None
     """bool [B, T], the tokens that the algorithm's `mark` chose."""
     learns: torch.Tensor | None = None
-    """bool [B, T], the tokens whose policy loss counts; the others stay in the denominator. None: all count."""
+    """bool [B, T], the tokens whose policy loss counts; other tokens count only in the denominator. None: all count."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the mismatch and its correction."""
     mismatch: Mapping[str, Any] | None = None
@@ -282,8 +282,8 @@ class TrainBatch:
     teacher_logprobs: torch.Tensor | None = None
     """float32 [B, T], if a teacher scores the sampled tokens."""
     teacher_top: tuple[torch.Tensor, torch.Tensor] | None = None
-    """int64 and float32 [M, k], the tokens that a teacher finds most probable in the places of the M tokens in the
-    mask, row by row, and their log-probabilities."""
+    """A teacher's k most probable tokens at the places of the M tokens in the mask, int64 [M, k], row by row; and their
+    log-probabilities, float32 [M, k]."""
 
 
 def make_batch(
@@ -298,14 +298,14 @@ def make_batch(
 ) -> RolloutBatch | None:
     """Lay out the rollouts that the algorithm trains on; return None if there is nothing to learn.
 
-    Rows that are not valid have an empty mask. With `drop_truncated`, truncated completions have an empty mask too, but
-    stay in the baselines. Tokens of versions before `oldest_version` count as never sampled. With `image_tokens` the
-    rows hold the tokens of their pictures. `teacher_prompt` returns the token ids of the prompt that the teacher reads.
+    Rows that are not valid have an empty mask. With `drop_truncated`, truncated completions also have an empty mask,
+    but stay in the baselines. Tokens of versions before `oldest_version` count as never sampled. With `image_tokens`,
+    rows have the tokens of their pictures. `teacher_prompt` returns the token ids of the prompt that the teacher reads.
     """
     if not (groups := kept_groups(groups)):
         return None
     rewards = torch.stack([group.rewards for group in groups])
-    # A completion that the loss leaves out must not be chosen, nor be half of a pair.
+    # A completion that is not in the loss must not be chosen, and must not be half of a pair.
     must_end = drop_truncated and spec.chooses
     eligible = [[not (must_end and rollout.is_truncated) for rollout in group.rollouts] for group in groups]
     columns, valid = spec.select(rewards, torch.tensor(eligible))
@@ -359,7 +359,7 @@ def make_batch(
         prompts=[group.rollouts[0].prompt_record.prompt for group in groups],
         **_for_teacher(groups, rollouts, teacher_prompt),
     )
-    # A rollout's own row may have no token to train on while its branches have.
+    # A rollout's main row may have no token to train on although its branches have some.
     if is_stale.any() or owners is not None:
         batch = batch.without(is_stale)
     return batch if batch.mask.any() else None
@@ -382,7 +382,7 @@ def _for_teacher(
 def _lay_out(
     rollouts: Sequence[Rollout], is_trained: Sequence[bool], pad_token_id: int, oldest_version: int | None
 ) -> tuple[torch.Tensor, ...]:
-    """Return, each [B, T]: tokens, attention mask, trained and stale tokens, the engine's log-probs, turn starts."""
+    """Return, each [B, T]: token ids, attention mask, trained and stale tokens, the engine's logprobs, turn starts."""
     lengths = [
         len(rollout.numbers("prompt_token_ids")) + len(rollout.numbers("token_ids")) for rollout in rollouts
     ]
@@ -392,7 +392,7 @@ def _lay_out(
     mask, is_stale = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
     sampler_logprobs, turn_starts = torch.zeros(shape), torch.full(shape, -1)
     tensors = (input_ids, attention_mask, mask, is_stale, sampler_logprobs, turn_starts)
-    # Through numpy: torch takes five times as long for a sequence of Python numbers.
+    # Copy through numpy: torch takes five times as long for a sequence of Python numbers.
     ids, used, trained, stale, logprobs, starts = (x.numpy() for x in tensors)
     for row, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
         start = len(rollout.numbers("prompt_token_ids"))
@@ -410,7 +410,7 @@ def _lay_out(
 
 
 def _reward_parts(groups: Sequence[RolloutGroup], columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each reward alone, float32 [N, P, K], and the weight of each reward."""
+    """Return each reward before weighting, float32 [N, P, K], and the weights of the rewards."""
     weights = groups[0].reward_weights
     by_name = [torch.stack([group.rewards_by_name[name] for group in groups]) for name in weights]
     return torch.stack([part.gather(1, columns) for part in by_name]), torch.tensor(list(weights.values()))
@@ -419,11 +419,11 @@ def _reward_parts(groups: Sequence[RolloutGroup], columns: torch.Tensor) -> tupl
 def _with_branches(
     groups: Sequence[Sequence[Rollout]], columns: torch.Tensor, rewards: torch.Tensor, valid: torch.Tensor
 ) -> tuple[list[Rollout], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Put every group's branches behind its rollouts, and fill all groups up to the same number of rows.
+    """Append every group's branches to its rollouts, and fill all groups up to the same number of rows.
 
     Returns:
-        The rows; for each row the index of its rollout's own row, int64 [B]; its columns, its rewards, whether it is
-        trained on, and whether baselines compare it.
+        The rows; and for each row the index of its rollout's main row, its column, its reward, whether it is trained
+        on, and whether baselines compare it.
     """
     num_rows = max(sum(len(rollout.rows) for rollout in group) for group in groups)
     rows: list[Rollout] = []
@@ -438,7 +438,7 @@ def _with_branches(
     places = torch.tensor(owners)
     columns, rewards, is_trained = (x.gather(1, places) for x in (columns, rewards, valid))
     is_trained = is_trained & ~torch.tensor(is_filler)
-    # Baselines compare whole rollouts, and not their branches.
+    # Baselines compare whole rollouts, not their branches.
     compared = is_trained & (torch.arange(num_rows) < len(groups[0]))
     places = (places + torch.arange(len(places))[:, None] * num_rows).flatten()
     return rows, places, columns, rewards, is_trained, compared
@@ -455,7 +455,7 @@ def _lay_out_turns(
             turns[row, start : first + end] = turn
             start = first + end
             if turn < len(rollout.turn_rewards) and start:
-                # At the last token written so far: a turn may be empty.
+                # A turn may be empty: its reward is then at the last token before it.
                 rewards[row, start - 1] += rollout.turn_rewards[turn]
     if owners is not None:
         # The tokens of branches have the advantage of the whole rollout.

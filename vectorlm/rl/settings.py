@@ -1,4 +1,4 @@
-"""Settings of reinforcement learning, one dataclass per component; the config nests them in its section ``rl``."""
+"""Settings for reinforcement learning, one dataclass per component; the config nests them in its section ``rl``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLING_DEFAULTS: Mapping[str, Any] = {"temperature": 1.0, "max_tokens": 16}
 """Default sampling parameters of rollouts; `max_tokens` is vLLM's own default."""
 
 CPU_PASS_TOKENS = 1024
-"""A forward pass on CPU with this many tokens takes no further rows: larger ones are slower and need more memory."""
+"""Tokens with which a forward pass on CPU takes no further rows: larger passes are slower and need more memory."""
 
 VERIFIERS = "openai:vectorlm.rl.environments.verifiers:play"
 """The agent that plays tasks of verifiers."""
@@ -45,15 +45,15 @@ class SourceSettings:
     prompts: PromptSource
     """The prompts, as in `rl.prompts`."""
     weight: PositiveFloat | None = None
-    """Share of the run's prompts; the shares of all sources must add up to 1. null in all sources means equal
+    """Share of the run's prompts; the shares of all sources must add up to 1. null for all sources means equal
     shares."""
     rewards: Mapping[str, Any] = field(default_factory=dict)
     """Weight of each reward function for these prompts; empty means `rl.rewards`."""
     environment: Text | None = None
     """The environment or agent for these prompts; null means `rl.environment`."""
     held_out: PromptSource | None = None
-    """More held-out questions, besides `evaluation.prompts`. The first of `rewards` scores the answers,
-    also logged as `eval/accuracy/NAME`."""
+    """Held-out questions in addition to `evaluation.prompts`. The first of `rewards` scores the answers, also logged as
+    `eval/accuracy/NAME`."""
 
     @property
     def curriculum(self) -> CurriculumSettings | None:
@@ -66,9 +66,9 @@ class CollectSettings:
     """Settings for sampling: prompts, sampling parameters, environments and length penalties."""
 
     prompts: PromptSource | None = None
-    """The prompts to learn from: texts; or a JSONL or Parquet file, a folder of `Dataset.save_to_disk` or a dataset on
-    the hub, whose rows have a `prompt` and the rewards' columns; or tasks, `reasoning_gym:chain_sum` or
-    `verifiers:TASKSET`."""
+    """The prompts to learn from: texts, a dataset, or tasks. A dataset is a JSONL or Parquet file, a folder of
+    `Dataset.save_to_disk`, or a name on the hub; its rows have a `prompt` and the rewards' columns. Tasks are
+    `reasoning_gym:chain_sum` (or another task) or `verifiers:TASKSET`."""
     sources: Mapping[str, SourceSettings] = field(default_factory=dict)
     """Several sources instead of `prompts`, under names that you choose."""
     prompts_per_step: PositiveInt
@@ -76,26 +76,26 @@ class CollectSettings:
     group_size: PositiveInt = 1
     """Completions per prompt."""
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`; the trainer follows
+    """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`. The trainer follows
     `temperature`, `top_p`, `top_k`, `min_p` and `structured_outputs`."""
     overlong_prompts: Overlong = "error"
-    """How to treat a prompt that leaves no space for `max_tokens` within `max_seq_len`: stop before the run (`error`),
-    leave it out (`drop`), or cut its beginning off (`truncate_left`)."""
+    """How to treat a prompt that leaves no space for `max_tokens` within `max_seq_len`. `error` stops before the run,
+    `drop` leaves the prompt out, and `truncate_left` cuts its beginning off."""
     environment: Text | None = None
     """`file.py:NAME` of an environment, or `openai:file.py:NAME` of an agent that calls the policy over HTTP. null
     means single turns; prompts of `verifiers` then use verifiers."""
     environment_timeout_s: Annotated[PositiveFloat | None, WITH_ENVIRONMENT] = 300.0
     """Seconds to wait for a response of an environment, or between two requests of an agent; null waits forever."""
     max_turns: Annotated[PositiveInt, WITH_ENVIRONMENT] = 4
-    """Largest number of turns with an environment; agents end their rollouts themselves."""
+    """Maximum number of turns with an environment; agents end their rollouts themselves."""
     rollouts_per_engine: PositiveInt | Literal["auto"] = "auto"
     """Concurrency limit: rollouts that may use an engine at the same time. Rollouts that wait for their environment do
-    not count. `auto` takes as many groups as the engine has concurrent sequences; with an environment or agent it
+    not count. `auto` means as many groups as the engine has concurrent sequences. With an environment or agent, `auto`
     starts at 64 rollouts and grows while the engine's throughput grows."""
     max_sampling_rounds: Annotated[PositiveInt, ReadIf("rl.algorithm.dynamic_sampling")] = 4
-    """Rounds of sampling with `dynamic_sampling`; after the last round the step trains on the groups it has."""
+    """Maximum rounds of sampling with `dynamic_sampling`; after the last one, the step trains on the groups it has."""
     overlong_buffer_tokens: NonNegativeInt = 0
-    """Tokens before `max_tokens` over which a length penalty grows from 0; 0 turns the penalty off."""
+    """Number of tokens before `max_tokens` over which a length penalty grows from 0; 0 turns the penalty off."""
     overlong_penalty: Annotated[NonNegativeFloat, ReadIf("rl.overlong_buffer_tokens")] = 1.0
     """Penalty for a completion of `max_tokens` tokens, with `overlong_buffer_tokens`."""
     missing_end_penalty: NonNegativeFloat = 0.0
@@ -130,10 +130,10 @@ class RewardSettings:
     reward_timeout_s: Annotated[PositiveFloat | None, WITH_REWARDS] = 300.0
     """Seconds to wait for a call of a reward function; null waits forever."""
     reward_workers: Annotated[NonNegativeInt | Literal["auto"], WITH_REWARDS] = "auto"
-    """Processes per rank that run reward functions. `auto` takes the rank's share of the cores, 2 to 8. 0 runs them in
-    the rank, for a debugger: a call that hangs then never times out."""
+    """Processes per rank that run reward functions. `auto` takes the rank's share of the cores, 2 to 8. With 0 the rank
+    runs the functions itself, for a debugger; a call that hangs then never times out."""
     on_reward_error: Annotated[Literal["stop", "skip"], WITH_REWARDS] = "stop"
-    """`stop` ends the run if a reward function fails; `skip` leaves its completion out."""
+    """`stop` ends the run if a reward function fails; `skip` leaves the completion without a reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +143,13 @@ class UpdateSettings:
     num_epochs: PositiveInt = 1
     """Passes over a batch of rollouts."""
     num_mini_batches: PositiveInt = 1
-    """Optimizer steps per pass."""
+    """Optimizer steps per pass over a batch."""
     max_tokens_per_micro_batch: PositiveInt = 16384
-    """Largest number of tokens that one forward pass computes on one rank. A prompt counts once per group, and padding
+    """Maximum number of tokens that one forward pass computes on one rank. A prompt counts once per group, and padding
     counts too. On CPU, a pass with 1,024 tokens takes no further group."""
     max_kl: PositiveFloat | None = None
     """KL divergence per token from the old policy above which the rest of a batch is skipped; null never skips. The
-    mean is over tokens that the update computes, without groups that have no advantage."""
+    divergence is a mean over the tokens that the update computes, without groups that have no advantage."""
     drop_truncated: bool = False
     """Leave truncated completions out of the loss."""
     entropy_coef: NonNegativeFloat = 0.0
@@ -157,12 +157,12 @@ class UpdateSettings:
     top_entropy_quantile: Fraction = 1.0
     """Share of tokens that the policy learns from, highest entropy first; the others stay in the denominator."""
     off_policy_mask: PositiveFloat | None = None
-    """KL divergence per token from the engine to the policy above which a completion with a negative mean advantage is
-    left out of the loss; null leaves none out."""
+    """KL divergence per token from the engine to the policy, above which the loss ignores a completion with a negative
+    mean advantage; null ignores none."""
 
     router_replay: Annotated[Literal["off", "engine", "old_policy"], also_written({False: "off"})] = "off"
-    """Experts that the policy uses in training (mixture-of-experts models): its own choice (`off`), the choice of the
-    engine when it sampled (`engine`), or its own choice before the first optimizer step on a batch (`old_policy`)."""
+    """Experts that the policy uses in training (mixture-of-experts models). `off`: its own choice; `engine`: the choice
+    of the engine when it sampled; `old_policy`: its own choice before the first optimizer step on a batch."""
 
     @property
     def steps_per_batch(self) -> int:
@@ -177,18 +177,18 @@ class KLSettings:
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL divergence from the reference; 0 needs no reference."""
     kl_in: Annotated[Literal["reward", "loss"], ReadIf("rl.kl_coef")] = "loss"
-    """Place of the KL penalty."""
+    """Whether the KL penalty is subtracted from the reward or added to the loss."""
     kl_kind: Annotated[Literal["k1", "k2", "k3", "abs"], ReadIf("rl.kl_coef")] = "k3"
     """The estimator of the KL divergence."""
     kl_straight_through: Annotated[bool, ReadIf("rl.kl_coef"), ReadIf("rl.kl_in", ("loss",))] = False
-    """In the loss, use the gradient of k2 with any estimator."""
+    """With `kl_in: loss`, use the gradient of k2 with any estimator."""
     kl_importance_weights: Annotated[bool, ReadIf("rl.kl_coef"), ReadIf("rl.kl_in", ("loss",))] = False
-    """In the loss, multiply the estimate by the ratio of the policy to the old policy: the gradient then stays correct
-    after the policy has changed."""
+    """With `kl_in: loss`, multiply the estimate by the ratio of the policy to the old policy. The gradient then stays
+    correct after the policy has changed."""
     kl_target: PositiveFloat | None = None
     """Target KL divergence per completion, in nats, to which `kl_coef` is adapted; null keeps `kl_coef` fixed."""
     kl_horizon: Annotated[PositiveInt, ReadIf("rl.kl_target")] = 10000
-    """Completions over which `kl_coef` may change by a fifth."""
+    """Number of completions over which `kl_coef` may change by a fifth."""
     reference_sync_every: PositiveInt | None = None
     """Steps between two copies of the policy into the reference; null never copies."""
 
@@ -203,7 +203,7 @@ class CriticSettings:
     lr: LearningRate = 1e-5
     """Learning rate; the other optimizer settings are the policy's."""
     warmup_steps: NonNegativeInt = 0
-    """Steps at the start that train the critic alone."""
+    """Steps at the start of the run that train only the critic."""
     value_clip: PositiveFloat | None = 0.2
     """Clip range for the change of a value within one batch; null turns the clip off."""
     max_grad_norm: ClippingNorm = 1.0
@@ -218,10 +218,10 @@ class TeacherSettings:
     """Settings for on-policy distillation: the policy learns a teacher's probabilities of its own completions."""
 
     model: PathText | None = None
-    """Folder of a model with the policy's tokenizer; it is frozen and sharded like the reference. `self` is the policy
-    itself, which reads the prompts in `prompt_column`."""
+    """Folder of a model with the policy's tokenizer; the model is frozen, and sharded like the reference. `self` is the
+    policy itself, which reads the prompts in `prompt_column`."""
     prompt_column: Annotated[Text | None, ReadIf("rl.teacher.model", (SELF,))] = None
-    """With `model: self`, column that holds the teacher's prompt (text or messages), which may contain the answer, for
+    """With `model: self`, column of the teacher's prompt (text or messages). The prompt may contain the answer, for
     example."""
     server: Text | None = None
     """URL of a vLLM server that scores completions, instead of `model`; `VECTORLM_TEACHER_TOKEN` holds its token."""
@@ -231,11 +231,11 @@ class TeacherSettings:
     """`sampled` adds log teacher - log policy to the advantage of each token; `full` adds a divergence over the whole
     vocabulary to the loss, and needs `model`, or `server` and `top_k`."""
     beta: Annotated[UnitInterval, ReadIf("rl.teacher.kind", ("full",))] = 1.0
-    """The divergence of `full`: 0 is KL(teacher, policy), 1 is KL(policy, teacher), and a value in between the
-    generalised Jensen-Shannon divergence."""
+    """The divergence of `full`: 0 means KL(teacher, policy), 1 means KL(policy, teacher), and a value in between means
+    the generalised Jensen-Shannon divergence."""
     top_k: Annotated[PositiveInt | None, ReadIf("rl.teacher.server")] = None
-    """Number of the server's most probable tokens that `kind: full` compares; all other tokens count as one. A vLLM
-    server returns 20 unless you start it with `--max-logprobs`."""
+    """Number of the server's most probable tokens that `kind: full` compares; all other tokens count as one token. A
+    vLLM server returns at most 20, unless you start it with `--max-logprobs`."""
     timeout_s: Annotated[PositiveFloat, ReadIf("rl.teacher.server")] = 300.0
     """Seconds to wait for an answer from the server."""
 
@@ -247,12 +247,12 @@ class KeptAdapters:
     every: PositiveInt
     """Steps between two kept policies; `policy@S` is the policy after step S."""
     last: PositiveInt = 1
-    """Number of kept policies; the newest ones are kept, each in a LoRA slot of the engine."""
+    """Number of kept policies, which are the newest ones; each needs a LoRA slot of the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTSettings:
-    """Settings for learning texts of a dataset in the same optimizer steps as completions."""
+    """Settings for learning from texts of a dataset in the same optimizer steps as from completions."""
 
     dataset: PathText
     """Folder that `vectorlm preprocess` wrote, with texts (not preference data) and an `ignore_index` of -100."""
@@ -274,9 +274,10 @@ class Correction:
     bypass: bool = False
     """Use the engine's log-probabilities as the old ones, without a forward pass of the trainer."""
     level: Literal["token", "sequence", "geometric"] | None = None
-    """The ratio that the bounds of the weights apply to. A correction without a level has no weights."""
+    """The ratio to which the bounds of the weights apply: a token's, or a completion's product or geometric mean.
+    Without a level there are no weights."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """Truncate weights at the bounds, or set weights beyond the bounds to 0."""
+    """`truncate` weights at the bounds, or set weights outside the bounds to 0 (`mask`)."""
     low: NonNegativeFloat | None = None
     """Lower bound of the ratio trainer / engine, at most 1."""
     high: PositiveFloat | None = None
@@ -284,15 +285,15 @@ class Correction:
     normalise: bool = False
     """Divide the weights by their mean."""
     gate: Literal["ratio", "bernoulli_kl", "tv", "k2", "k3"] | None = None
-    """The measure that rejects tokens or completions; null rejects none."""
+    """The measure of the gate, which rejects tokens or completions."""
     gate_level: Literal["token", "sum", "mean", "max"] = "token"
     """Apply the gate to each token, or to the sum, mean or maximum over a completion's tokens."""
     gate_low: NonNegativeFloat | None = None
-    """Lower bound of the gate, for `ratio` alone."""
+    """Lower bound of the gate, only for `ratio`."""
     gate_high: NonNegativeFloat | None = None
     """Upper bound of the gate."""
     veto: UnitInterval | None = None
-    """Reject completions that have a token with a ratio below this value."""
+    """Ratio below which a token rejects its whole completion."""
 
     @property
     def is_on(self) -> bool:
@@ -306,7 +307,7 @@ class Correction:
 
 
 NO_CORRECTION = Correction()
-"""The settings without any correction: every token counts once."""
+"""Settings without any correction: every token has the weight 1."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "off": {},
@@ -353,24 +354,24 @@ class CorrectionSettings:
         ]
         | None
     ) = None
-    """A preset from the table in correction.md; the keys below replace individual values of the preset. null is `off`,
-    but `tis` with `engine.quantization` if none of these keys is set."""
+    """A preset from the table in correction.md; the keys below replace single values of the preset. null means `off`,
+    or `tis` if `engine.quantization` is set and none of these keys is."""
     overrides: Mapping[str, Any] = partial(Correction, null="the preset's value")
     mismatch: MismatchSettings = inline(MismatchSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """Settings for the origin of completions: the engine or a file."""
+    """Settings for the source of completions: the engine or a file."""
 
     source: Literal["engine", "file"] = "engine"
     """`engine` samples with the policy's weights; `file` reads stored completions of any policy."""
     path: PathText | None = None
     """The `rollouts.jsonl` of a run with `save_tokens`, for `file`."""
     replayed_share: Annotated[Fraction, ReadIf("rl.rollout.source", ("file",))] = 1.0
-    """With `file`, share of each step's groups that the file provides; the engine samples the rest."""
+    """With `file`, share of each step's groups that come from the file; the engine samples the others."""
     save_tokens: bool = False
-    """Write tokens and log-probabilities to `rollouts.jsonl`, so that another run can train on them."""
+    """Write tokens and log-probabilities to `rollouts.jsonl`. Another run can then train on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,20 +381,20 @@ class AsyncSettings:
     max_staleness: NonNegativeInt
     """Steps by which the weights that sampled a token may be older than the trained weights; 0 turns overlap off."""
     update: Literal["keep", "recompute", "drain"] = "keep"
-    """Requests in flight at a hot swap: `keep` the KV cache of the old weights, `recompute` it, or `drain` (wait until
-    the requests have finished)."""
+    """How to treat requests in flight at a hot swap: `keep` the KV cache of the old weights, `recompute` it, or `drain`
+    (wait until the requests have finished)."""
     overdue: Annotated[Literal["wait", "correct", "mask", "drop"], ReadIf("rl.async.max_staleness")] = "wait"
-    """Completions still in flight at the last step that may train on them: `wait` for them, train on them later
-    (`correct`) or only on their tokens that are not too old (`mask`), or `drop` them."""
+    """How to treat completions that are still in flight at the last step that may train on them: `wait` for them, train
+    on them later (`correct`) or only on their tokens that are not too old (`mask`), or `drop` them."""
     placement: Literal["shared", "split"] = "shared"
-    """Engine and ranks use the same devices (`shared`), or separate CUDA devices or cores (`split`)."""
+    """Whether engine and ranks use the same devices (`shared`), or separate CUDA devices or cores (`split`)."""
     engine_devices: Annotated[PositiveInt | None, ReadIf("rl.async.placement", ("split",))] = None
     """With `split`, number of devices or cores for the engine; null means one device, or half of the cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """Settings of a step, resolved for one algorithm; the config nests these fields, but not this dataclass."""
+    """Settings for a step, resolved for one algorithm; the config has the nested settings, but not this dataclass."""
 
     hparams: AlgorithmSettings = field(default_factory=TokenSettings)
     correction: Correction = NO_CORRECTION
@@ -403,13 +404,13 @@ class StepSettings:
     critic: CriticSettings = CriticSettings()
     teacher: TeacherSettings | None = None
     max_tokens: int = SAMPLING_DEFAULTS["max_tokens"]
-    """Longest completion; with `sequence_sum_fixed`, the number of tokens that every completion counts as."""
+    """Maximum tokens of a completion; with `sequence_sum_fixed`, every completion counts as this many tokens."""
     seed: int = 0
-    """With step and epoch, the seed of the split of groups into mini-batches."""
+    """Seed of the split of groups into mini-batches, together with step and epoch."""
     pad_token_id: int = 0
     exact: bool = False
-    """Stop if trainer and engine differ in a log-probability of the first optimizer step of a batch."""
+    """Whether to stop if trainer and engine differ in a log-probability of the first optimizer step of a batch."""
     reads_text_alone: str | None = None
-    """The setting because of which no rollout may have an image; None allows them."""
+    """The setting that does not allow images in rollouts; None allows images."""
     peak_flops: float | None = None
     """Peak operations per second of all devices together; None leaves `perf/mfu` out."""

@@ -41,15 +41,15 @@ class MiniBatch:
     """The groups in the micro-batches; groups of the step without an advantage are left out."""
     micro_batches: Sequence[MicroBatch]
     denominator: int
-    """Denominator of the losses, which counts groups without an advantage too."""
+    """Denominator of the losses, which also counts groups without an advantage."""
     num_tokens: int
-    """Tokens that are trained on."""
+    """Number of trained tokens in `groups`."""
     num_units: int
-    """Completions that are trained on; groups if the loss has one value per group."""
+    """Number of trained completions in `groups`; of groups, if the loss has one value per group."""
     num_computed: int
-    """Tokens that the forward passes compute, without padding."""
+    """Number of tokens that the forward passes compute, without padding."""
     is_first: bool
-    """Whether it is the batch's first: the policy is still the one that sampled."""
+    """Whether this is the batch's first mini-batch: the policy still has the weights that sampled."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Updater:
     """Trains policy and critic on batches of rollouts; called on all ranks.
 
     Loss and gradient of an optimizer step are sums over the tokens or completions of all ranks and micro-batches,
-    divided by one global denominator. How rows are split changes only the rounding.
+    divided by one global denominator. The split of rows changes only the rounding.
     """
 
     models: RLModels
@@ -65,18 +65,20 @@ class Updater:
     settings: StepSettings
     topology: Topology
     demonstrations: Demonstrations | None = None
-    """Texts that the policy learns too."""
+    """Texts that the policy also learns; None for none."""
 
     def update(
         self, batch: TrainBatch, step: int, *, kl_coef: float = 0.0, trains_policy: bool = True
     ) -> dict[str, float]:
         """Train on a batch, and return metrics, averaged over the optimizer steps.
 
-        `step` seeds the order of groups, and `kl_coef` weighs the KL penalty. `trains_policy` is False in warm-up.
+        `step` seeds the order of groups, and `kl_coef` is the weight of the KL penalty in the loss. `trains_policy` is
+        False while only the critic is trained.
 
         Raises:
             NonFiniteLoss: A loss or a gradient norm is NaN or infinite; that step changed no weights.
             ConfigError: A row exceeds the micro-batch budget.
+            ExactnessError: In exact mode, a log-probability differs from the engine's.
         """
         accumulator = MetricAccumulator(self.topology)
         is_stopped = False
@@ -92,7 +94,7 @@ class Updater:
                 is_stopped = self.settings.update.max_kl is not None and kl > self.settings.update.max_kl
                 num_steps += grad_norm > 0
             if self.models.policy.routers is not None:
-                # From here on the policy is not the one that sampled.
+                # From here on, the policy's weights are not the weights that sampled.
                 self.models.policy.routers.compares = False
             if self.models.critic is not None:
                 self._train_critic(batch, mini_batch, step, accumulator)
@@ -115,7 +117,7 @@ class Updater:
         )
 
     def follow_run(self, num_batches: int) -> None:
-        """Set the learning rates for the position in the run, after `num_batches` batches, trained on or skipped."""
+        """Set the learning rates for the position after `num_batches` batches of the run, trained on or skipped."""
         critic, per_batch = self.models.critic_step, self.settings.update.steps_per_batch
         warmup_steps = 0 if critic is None else self.settings.critic.warmup_steps
         for step, left_out in ((self.models.policy_step, warmup_steps), (critic, 0)):
@@ -135,7 +137,7 @@ class Updater:
         return by_sequence or spec.level == "completion" or spec.reads_weights
 
     def _skipped_groups(self, batch: TrainBatch) -> set[int]:
-        """Return the groups with tokens to train on whose loss and gradient are 0, because no advantage is not 0."""
+        """Return the groups with tokens to train on whose loss and gradient are 0, because all advantages are 0."""
         settings, models = self.settings, self.models
         has_other_loss = (
             settings.update.entropy_coef > 0
@@ -155,8 +157,8 @@ class Updater:
     def _gap_of_others(self, batch: TrainBatch, skipped: Set[int], measured: Set[int]) -> dict[str, float]:
         """Return the difference between engine and trainer in groups outside the first optimizer step.
 
-        That step computes the groups in `measured`. Exact mode compares all other groups. Otherwise one group is
-        compared, if no pass of the update would do so.
+        That step compares the groups in `measured`. In exact mode, this compares all other groups. Otherwise it
+        compares one group, if no pass of the update compares any.
 
         Raises:
             ExactnessError: In exact mode, a log-probability differs.
@@ -214,7 +216,7 @@ class Updater:
                     by_token = self._reduction == "token_mean"
                     counted = masks[groups].flatten(0, 1) if by_token else rollouts[groups].view(-1, 1)
                     denominator = count_denominator(counted, self._reduction, self.settings.max_tokens)
-                # Metrics are means over what is computed.
+                # Metrics are means over the computed tokens and completions.
                 num_tokens, num_units = (max(int(counted[computed].sum()), 1) for counted in (masks, units))
                 counts = max(denominator, 1), num_tokens, num_units, num_computed
                 yield MiniBatch(computed, micro_batches, *counts, is_first=epoch == index == 0)
@@ -227,7 +229,7 @@ class Updater:
         kl_coef: float,
         accumulator: MetricAccumulator,
     ) -> tuple[float, float]:
-        """Make one optimizer step of the policy; return its divergence from the rollout's policy and the gradient norm.
+        """Make one optimizer step of the policy; return its divergence from the old policy, and the gradient norm.
 
         `place` is the step of the run, and the index of this optimizer step in the batch.
         """
@@ -249,7 +251,7 @@ class Updater:
         now = None
         reads_others = batch.rows.owners is not None and self._reads_rollouts
         if reads_others and batch.old_logprobs is not None and micro_batches:
-            # All rows of the step: the other rows of a rollout may be in other micro-batches.
+            # Compute all rows of the step, because the other rows of a rollout may be in other micro-batches.
             now = map_rows(
                 batch.rows,
                 self.models.policy.logprobs,
@@ -275,7 +277,7 @@ class Updater:
         if (balance := meter.value()) is not None:
             accumulator.note("policy/router_aux_loss", balance)
         if self.settings.exact and mini_batch.is_first:
-            # All ranks raise the error of the first that has one.
+            # All ranks raise the error of the first rank that has one.
             for text in filter(None, gather(self.topology, accumulator.difference)):
                 raise ExactnessError(text)
         for name in ("policy/loss", "sft/loss") if texts else ("policy/loss",):
@@ -285,7 +287,7 @@ class Updater:
         return sums.get("policy/kl", 0.0), finished["grad_norm"]
 
     def _comparison(self, batch: TrainBatch, micro_batch: MicroBatch, beta: float) -> Comparison:
-        """Return what compares the policy's distributions with the teacher's."""
+        """Return a function that compares the policy's distributions with the teacher's."""
         if batch.teacher_top is None:
             assert isinstance(self.models.teacher, Teacher)
             rows = batch.rows.for_teacher
@@ -319,7 +321,7 @@ class Updater:
         inputs, rollouts = self._loss_inputs(batch, micro_batch, logprobs, now)
         losses = self.spec.loss(rollouts, self.settings.hparams)
         self._require_shape(losses, rollouts)
-        # Every row of a rollout has the gradient of its own tokens, and their share of the rollout's loss and metrics.
+        # A row of a rollout has the gradient of its own tokens, and their share of the rollout's loss and metrics.
         lengths = shares = None
         if batch.rows.owners is not None:
             lengths = to_device(batch.rows.lengths[micro_batch.rows], micro_batch.device)
@@ -328,7 +330,7 @@ class Updater:
                 losses = losses + (shares - 1) * losses.detach()
             losses = losses[:, : inputs.mask.shape[1]] if self.spec.level == "token" else losses
         losses = self._weigh(losses, batch, micro_batch, inputs, accumulator)
-        # The extra terms have one value per token: they are reduced as the losses of tokens are, if there are any.
+        # The extra terms have one value per token, and are reduced as losses with one value per token are.
         if self.spec.level == "token":
             how, count = self._reduction, mini_batch.denominator
             loss = reduce_loss(losses, inputs.mask, how, count, lengths)
@@ -367,7 +369,7 @@ class Updater:
         if is_held and not micro_batch.is_filler and accumulator.difference is None:
             accumulator.difference = first_difference(batch.rows, micro_batch.rows, logprobs.detach())
         if batch.old_logprobs is None or is_held:
-            # The only forward pass of the trainer with the weights that sampled these tokens.
+            # This is the trainer's only forward pass with the weights that sampled these tokens.
             gap = (logprobs.detach() - micro_batch.cut(batch.rows.sampler_logprobs)).abs()
             accumulator.add_tokens("sampler/logprob_gap_mean", gap, inputs.mask)
             accumulator.add_largest("sampler/logprob_gap_max", gap, inputs.mask)
@@ -381,7 +383,7 @@ class Updater:
             "group": (len(inputs.mask) // inputs.rows_per_group,),
         }[self.spec.level]
         if losses.shape != wanted:
-            # Broadcasting would average over a wrong number, which depends on the micro-batches.
+            # Broadcasting would give a wrong average, which depends on the micro-batches.
             raise ConfigError(
                 f"the loss of the algorithm {self.spec.name!r} has the shape {tuple(losses.shape)}: with "
                 f"level={self.spec.level!r} the shape must be {wanted}, one value per {self.spec.level}. Return "
@@ -391,10 +393,10 @@ class Updater:
     def _loss_inputs(
         self, batch: TrainBatch, micro_batch: MicroBatch, logprobs: torch.Tensor, now: torch.Tensor | None
     ) -> tuple[LossInputs, LossInputs]:
-        """Return what the loss of these rows reads, and the same with the tokens of a rollout's other rows appended.
+        """Return the inputs of the loss of these rows; and the same inputs plus the tokens of a rollout's other rows.
 
-        Only losses that read whole rollouts need these tokens, which are constants. `now` has their log-probabilities;
-        in the only optimizer step of a batch these equal the old ones, and any equal numbers have the same ratio.
+        Only losses that read whole rollouts need these tokens, which are constants. `now` has their log-probabilities.
+        It is None in the only optimizer step of a batch: the ratio is then 1, which any two equal numbers give.
         """
 
         def cut(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -456,7 +458,7 @@ class Updater:
         inputs: LossInputs,
         accumulator: MetricAccumulator,
     ) -> torch.Tensor:
-        """Multiply losses by the weights of the correction, and set masked ones to 0; denominators stay as they are."""
+        """Multiply losses by the weights of the correction, and set masked losses to 0; denominators do not change."""
         by_token, mask = self.spec.level == "token", inputs.mask
         sampler = micro_batch.cut(batch.rows.sampler_logprobs)
         if self.settings.correction.bypass:
@@ -465,7 +467,7 @@ class Updater:
         else:
             weights = None if batch.rows.weights is None else micro_batch.cut(batch.rows.weights)
         if weights is not None and not self.spec.reads_weights:
-            # The weights of a row are equal inside the mask; outside, such as in prompts, they mean nothing.
+            # The weights of a row are equal inside the mask; outside, for example in prompts, they are arbitrary.
             losses = losses * (weights if by_token else torch.where(mask, weights, 0.0).amax(dim=1))
         if batch.learns is not None:
             losses = torch.where(micro_batch.cut(batch.learns), losses, 0.0)

@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from vectorlm.train.packing import Packing, to_device
 
 PACKED = "packed"
-"""The name of `packed_attention` among the attention functions of transformers."""
+"""Name of `packed_attention` among the attention functions of transformers."""
 ASKS_FOR_GROUPS = torch.__version__ >= "2.13"
 """Whether `varlen_attn` needs a flag for grouped key heads; torch 2.11 accepts them without it."""
 
@@ -40,8 +40,8 @@ def packed_attention(
     """Attend within each row of a packed pass; transformers calls this attention function.
 
     If `flash_takes` the queries, all stretches attend in one call, without padding, masks or repeated heads. The keys
-    of a stretch are a copy of its row's common beginning and its own keys. Otherwise each bundle attends in a padded
-    call.
+    of a stretch are then a copy of its row's common beginning, and its own keys. Otherwise each bundle attends in a
+    padded call.
 
     Args:
         module: The attention layer.
@@ -52,7 +52,7 @@ def packed_attention(
         scaling: Factor of the scores; None means 1 / sqrt(D).
         dropout: Share of the probabilities that is dropped.
         sliding_window: Number of tokens that a token attends to, itself included; None means all before it.
-        softcap: Bound of the scores, as in Gemma 2.
+        softcap: Bound of the scores, as in Gemma 2; None for no bound.
         s_aux: Attention sinks, float [H]: the score of a further key of each head, whose value is 0, as in gpt-oss.
         packing: The layout of the rows; None for a padded batch, [B, H, T, D] and so on, with a mask. Ranks that share
             the pass exchange their tokens for a share of the heads.
@@ -112,7 +112,7 @@ def _in_one_call(
         max(queries),
         max(keys),
         scale=scaling,
-        # Both count from the last query and the last key of a row, which are the same token.
+        # The window counts back from the last query and the last key of a row, which are the same token.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         **grouped,
     )
@@ -210,7 +210,7 @@ def _mask(
 
 
 def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the additive mask in the dtype of the scores, so that all layers can reuse it."""
+    """Return the additive mask in the dtype of the scores; all layers can reuse it."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 

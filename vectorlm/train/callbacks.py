@@ -1,4 +1,4 @@
-"""Call the user's callbacks during a run, and carry out what they ask for on all ranks."""
+"""Call the user's callbacks during a run, and apply their requests on all ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from vectorlm.settings import nearest
 from vectorlm.train.optimizer_step import Schedule
 
 HOOKS = ("on_step", "on_rollouts", "on_evaluation", "on_checkpoint")
-"""The methods of a callback; it needs at least one of them."""
+"""Methods of a callback, which needs at least one of them."""
 
 
 class RunControl:
-    """The run that a callback receives: log metrics, write checkpoints, stop, and change the learning rate."""
+    """The run as a callback sees it: log metrics, write checkpoints, stop, and change the learning rate."""
 
     def __init__(self, output_dir: Path, schedule: Schedule, *, saves_checkpoints: bool) -> None:
         self.output_dir = output_dir
@@ -44,7 +44,7 @@ class RunControl:
         self._stops = True
 
     def save(self) -> None:
-        """Write a checkpoint after this step; before the first step, after the first.
+        """Write a checkpoint after this step; if called before the first step, after the first.
 
         Raises:
             ConfigError: `train_parameters.checkpointing_enabled` is False.
@@ -59,7 +59,7 @@ class RunControl:
     def learning_rate(self) -> float:
         """Learning rate of the policy in the next step. A value that you set replaces the schedule from then on.
 
-        A checkpoint of this step has the value, unless `on_checkpoint` sets it.
+        A checkpoint of this step includes the value, unless `on_checkpoint` sets it.
         """
         return self._schedule.learning_rate if self._learning_rate is None else self._learning_rate
 
@@ -71,13 +71,13 @@ class RunControl:
 
 
 class Callbacks:
-    """The callbacks of a run. Rank 0 calls them; what they ask for happens on all ranks.
+    """The callbacks of a run. Rank 0 calls them; their requests apply to all ranks.
 
     A callback may draw random numbers of torch without changing the run. Its hooks receive copies.
     """
 
     def __init__(self, callbacks: Sequence[Any] = (), control: RunControl | None = None) -> None:
-        """Take objects or names ``file.py:NAME``; the list must be equal on all ranks, and needs a `control`."""
+        """Take objects or names ``file.py:NAME``, the same on all ranks; callbacks need a `control`."""
         is_main = not dist.is_initialized() or dist.get_rank() == 0
         self._control = control if callbacks else None
         self.is_empty = not callbacks
@@ -94,7 +94,7 @@ class Callbacks:
                 function(self._control, step, copy.deepcopy(given))
 
     def take_logged(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return what callbacks logged since the last call, to be written beside `metrics`.
+        """Return the metrics that callbacks logged since the last call, to be written with `metrics`.
 
         Raises:
             ConfigError: A callback logged a metric that the run logs too.
@@ -109,7 +109,7 @@ class Callbacks:
         return logged
 
     def carry_out(self) -> bool:
-        """Set the learning rate and `saves` on all ranks as callbacks asked; return whether they asked to stop."""
+        """Set the learning rate and `saves` on all ranks as callbacks requested; return whether the run must stop."""
         if (control := self._control) is None:
             return False
         asked = [(control._stops, control._saves, control._learning_rate)]
@@ -124,20 +124,20 @@ class Callbacks:
 
 
 def load_callback(callback: Any) -> Any:
-    """Return a callback, made if it is a class or the name ``file.py:NAME`` of a class.
+    """Return a callback; a class, or the name ``file.py:NAME`` of a class, is instantiated.
 
     Raises:
-        ConfigError: The class does not exist or cannot be made without arguments, or the object has no hook.
+        ConfigError: The class does not exist or needs arguments, or the object has no hook.
     """
     found = require_callback(callback)
     return found() if inspect.isclass(found) else found
 
 
 def require_callback(callback: Any) -> Any:
-    """Return the class or object of a callback without making it.
+    """Return the class or object of a callback, without an instance of the class.
 
     Raises:
-        ConfigError: The class does not exist or needs arguments, or there is no hook or an unknown method ``on_…``.
+        ConfigError: The class does not exist or needs arguments, or there is no hook, or an unknown method ``on_…``.
     """
     name = callback if isinstance(callback, str) else getattr(callback, "__name__", type(callback).__name__)
     callback, rule = load_plugin(callback) if isinstance(callback, str) else callback, ""

@@ -24,15 +24,15 @@ from vectorlm.train.packing import Packing
 
 Model = TypeVar("Model", bound=nn.Module)
 Lengths = tuple[tuple[int, ...], ...]
-"""The number of queries and of keys of each row; the queries are the row's last tokens."""
+"""Numbers of queries and of keys of each row; the queries are the row's last tokens."""
 COMPUTING = ("linear.Linear'", "Experts'", "Router'", "activation")
-"""Parts of the names of classes whose forward passes multiply matrices or apply activations."""
+"""Parts of the names of the classes whose forward passes multiply matrices or apply activations."""
 BLOCK = 32
 """Tokens per block of the KV cache, as in the engine."""
 
 
 def exact(model: Model) -> Model:
-    """Change a transformers model in place so that its log-probabilities have the engine's bits, and return it.
+    """Make a transformers model compute the engine's log-probabilities bit for bit; change it in place and return it.
 
     The engine must be built with ``exact=True``. The forward pass uses the engine's attention kernel and products; the
     gradient comes from torch's own formulas. Call it before ``fully_shard``, after LoRA layers were added.
@@ -42,7 +42,7 @@ def exact(model: Model) -> Model:
             `vectorlm.sampling.settings.EXACT_FAMILIES`.
 
     Raises:
-        ConfigError: The model cannot be exact; the text says why.
+        ConfigError: The model cannot be exact; the message has the reason.
     """
     causal = inner_model(model)
     if not hasattr(causal, "set_attn_implementation"):
@@ -72,7 +72,7 @@ def exact(model: Model) -> Model:
 
 
 def _merged_linear(layer: Any, plain: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Multiply by the weight with its adapters merged, which is what the engine is sent."""
+    """Multiply by the weight with its adapters merged, because the engine receives merged weights."""
 
     def values() -> Tensor:
         weight = layer.base_layer.weight
@@ -96,9 +96,8 @@ def attend(
         plain: Computes the same with torch.
         tokens: Queries, float32 [B, H, T, D]; keys and values, [B, K, S, D].
         mask: bool [B, 1, T, S] of padded rows; None if no row is padded.
-        packing: The layout of rows that lie end to end; B is then 1.
-        options: The factor of the scores (None means 1 / sqrt(D)); the number of tokens that a token attends to, itself
-            included (None means all before it); the bound of the scores; and the dropout, which must be 0.
+        packing: The layout of packed rows; B is then 1. None if rows are padded.
+        options: `scaling`, `sliding_window`, `softcap` and `dropout` as in `packed_attention`; `dropout` must be 0.
 
     Raises:
         ConfigError: There is dropout, or rows are padded on the left.
@@ -121,21 +120,21 @@ def attend(
 
 
 def _kernel(tokens: Sequence[Tensor], lengths: Lengths, scaling: Any, window: Any, softcap: Any) -> Tensor:
-    """Return float32 [n, H, D] of queries [n, H, D] and of keys and values [m, K, D]; rows lie end to end."""
+    """Return float32 [n, H, D] from queries [n, H, D] and from keys and values [m, K, D] of packed rows."""
     query, key, value = (x.contiguous() for x in tokens)
     ops, (queries, keys), size = torch.ops._C, lengths, query.shape[-1]
     blocks = [-(-count // BLOCK) for count in keys]
     starts = [*accumulate(blocks, initial=0)]
-    # Zeros: attention multiplies what it masks by 0, which NaN survives.
+    # Zeros, because attention multiplies masked values by 0, and 0 times NaN is NaN.
     caches = key.new_zeros(starts[-1], key.shape[1], 2 * BLOCK, size).chunk(2, dim=2)
     slots = torch.cat([torch.arange(n) + BLOCK * start for n, start in zip(keys, starts, strict=False)])
-    # Of its blocks, a row reads those that hold its keys.
+    # A row reads only the blocks that hold its keys; the other entries are arbitrary.
     table = (torch.tensor(starts[:-1])[:, None] + torch.arange(max(blocks))).clamp(max=starts[-1] - 1).int()
     isa, window = "vec" if size % 32 == 0 else "vec16", -1 if window is None else window
     ops.cpu_attn_reshape_and_cache(key, value, *caches, slots, isa, 1.0, 1.0, "auto")
     borders, counts = (torch.tensor(x, dtype=torch.int32) for x in ([0, *accumulate(queries)], keys))
     shape = len(keys), query.shape[1], key.shape[1], size
-    # In the order of vLLM's calls, without a split of the keys.
+    # The order of vLLM's arguments, without a split of the keys.
     plan = ops.get_scheduler_metadata(
         *shape, counts, key.dtype, borders, True, window, isa, False, None, "auto"
     )
@@ -146,7 +145,7 @@ def _kernel(tokens: Sequence[Tensor], lengths: Lengths, scaling: Any, window: An
 
 
 def _padded_lengths(mask: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Lengths:
-    """Return the lengths of padded rows; raise unless rows are padded on the right alone."""
+    """Return the lengths of padded rows; raise unless all padding is on the right."""
     count, rows, columns = len(query), query.shape[2], key.shape[2]
     if mask is not None:
         seen = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
@@ -163,7 +162,7 @@ def _padded_lengths(mask: Tensor | None, query: Tensor, key: Tensor, window: int
 def _load_kernels() -> None:
     """Load vLLM's kernels for this processor without its Python code, which takes seconds to import."""
     package, machine = find_spec("vllm"), platform.machine()
-    # The choice of vllm.platforms.cpu.
+    # vllm.platforms.cpu chooses in the same way.
     name = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
     name = name if torch.cpu._is_avx512_supported() else "_C_AVX2"
     folder = Path("" if package is None or package.origin is None else package.origin).parent

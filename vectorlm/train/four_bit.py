@@ -1,4 +1,4 @@
-"""Checkpoints in 4 bits, by AWQ and GPTQ: which of them can be read, and their weights in 16 or 32 bits."""
+"""Read 4-bit checkpoints of AWQ and GPTQ as weights in 16 or 32 bits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OPTIONAL: Mapping[str, tuple[Any, ...]] = {
     "checkpoint_format": (None, "gptq", "gptq_v2"),
 }
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""AWQ's place in a word for each of eight adjacent outputs."""
+"""Places of eight adjacent outputs in a word of AWQ."""
 
 
 def four_bit_method(description: Mapping[str, Any]) -> str | None:
-    """Return `awq` or `gptq` if a model's config.json declares such weights; None for other models."""
+    """Return the method, `awq` or `gptq`, that a model's config.json declares; None for other models."""
     settings = description.get("quantization_config")
     method = str(settings.get("quant_method")).lower() if isinstance(settings, Mapping) else None
     return method if method in _REQUIRED else None
@@ -52,8 +52,9 @@ def why_not_unpacked(description: Mapping[str, Any]) -> str | None:
 def unpacked_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read an AWQ or GPTQ model's weights by name; quantised ones are ``(number - zero point) * scale``, [N, K].
 
-    Scales are rounded to `dtype` before the product, as vLLM rounds them to the engine's. Source of the layouts: vLLM
-    0.32, ``auto_awq.py`` and ``auto_gptq.py``.
+    Scales are rounded to `dtype` before the product, as vLLM rounds them to the engine's dtype.
+
+    Source of the layouts: vLLM 0.32, ``auto_awq.py`` and ``auto_gptq.py``.
 
     Raises:
         ConfigError: The layout is not supported, or a layer is damaged.

@@ -40,7 +40,7 @@ class Grammar:
         elif kind == "regex":
             compiled = compiler.compile_regex(value)
         else:
-            # A JSON string is a valid EBNF string too.
+            # A JSON string is also a valid EBNF string.
             texts = (json.dumps(choice, ensure_ascii=False) for choice in value)
             compiled = compiler.compile_grammar(
                 value if kind == "grammar" else f"root ::= {' | '.join(texts)}"
@@ -49,7 +49,7 @@ class Grammar:
         self._vocab_size = vocab_size
 
     def bitmasks(self, rows: Rows) -> torch.Tensor:
-        """Return int32 [M, ceil(V / 32)] on the CPU: for each token that is asked for, a bit per allowed token.
+        """Return int32 [M, ceil(V / 32)] on the CPU: for each requested token, one bit per allowed token.
 
         Raises:
             RolloutError: The completion holds a token that the grammar does not allow.

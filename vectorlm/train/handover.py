@@ -48,8 +48,8 @@ class DeviceTurn:
     ...         answers = engine.sample(prompts)
     ...     train_on(answers)
 
-    No barriers are needed: no rank trains before the engine has freed its memory, and the engine allocates none
-    before every rank has freed its own. On CPU, where vLLM frees nothing, the same calls are made in the same order.
+    You need no barriers: no rank trains before the engine has freed its memory. The engine allocates no memory before
+    every rank has freed its own. On CPU, where vLLM frees nothing, the same calls are made in the same order.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DeviceTurn:
         in_flight: InFlight = "refuse",
         topology: Topology | None = None,
     ) -> None:
-        """Put the engine to sleep, so that the trainer has the devices; all ranks call this.
+        """Put the engine to sleep, which gives the trainer the devices; all ranks call this.
 
         Args:
             engine: Awake or asleep; on CUDA built with ``enable_sleep_mode=True`` unless `sleep` is `none`.
@@ -71,9 +71,9 @@ class DeviceTurn:
             optimizer: Its steps raise while the engine has the devices.
             sleep: The memory that the engine frees while the trainer works: none, its KV cache, or its weights too.
             offload_optimizer: Keep the optimizer's state and the gradients on the host while the engine works.
-            in_flight: The fate of requests in flight when new weights arrive; see `Engine.update`. All but `refuse`
-                need an engine that stays awake.
-            topology: This rank's place; read from the environment if omitted.
+            in_flight: How requests in flight are treated when new weights arrive; see `Engine.update`. All values but
+                `refuse` need an engine that stays awake.
+            topology: This rank's place; None reads it from the environment.
 
         Raises:
             ValueError: `sleep` is unknown, `in_flight` needs sleep='none', or there is no optimizer to offload.
@@ -93,9 +93,9 @@ class DeviceTurn:
         self._offload = Offload(optimizer, topology.device) if optimizer and offload_optimizer else None
         self._step: int | None = None
         self.before_update: Callable[[int], None] = lambda step: None
-        """Sends further weights to the engine, which is awake, before the update to the weights of a step."""
+        """Sends other weights to the awake engine, before the update to the weights of a step."""
         self.swapped_at: float | None = None
-        """Time of the engine's last new weights, in seconds of ``time.perf_counter``."""
+        """Time of the engine's last update, in seconds of ``time.perf_counter``; None before the first update."""
         self.busy: list[tuple[float, float]] = []
         """Spans in which the engine computed, as it reports them: (start, end). The reader empties the list."""
         if optimizer is not None:
@@ -106,8 +106,8 @@ class DeviceTurn:
     def sampling(self, step: int) -> Iterator[UpdateReport]:
         """Give the engine the devices and the weights of `step` for a block; all ranks call this.
 
-        The order minimises memory: the optimizer leaves the device, the engine's weights wake and are replaced, its
-        KV cache wakes, the block runs, the engine sleeps, the optimizer returns. Gradients survive the block.
+        The order minimises memory. The optimizer leaves the device; the engine's weights wake and are replaced; its KV
+        cache wakes; the block runs; the engine sleeps; the optimizer returns. Gradients survive the block.
 
         Args:
             step: The version of the weights, as for `Engine.update`.
@@ -151,7 +151,7 @@ class DeviceTurn:
             self._step = None
 
     def check_sleep(self) -> None:
-        """Wake the engine, update it and let it sleep again, so that it compares itself with before the sleep.
+        """Wake the engine, update it and put it to sleep again; it checks that sleeping did not change it.
 
         All ranks call this before the first step.
 
@@ -172,8 +172,8 @@ class DeviceTurn:
     def _recover(self, error: BaseException) -> None:
         """Put the engine to sleep after an error that all ranks raise.
 
-        After an error of this rank alone the engine stays awake, because the other ranks would not join the call. The
-        next block may start with an engine that is awake.
+        After an error of only this rank the engine stays awake, because the other ranks would not join the call. The
+        next block may start with an awake engine.
         """
         on_all_ranks = self._topology.world_size == 1 or isinstance(error, RAISED_ON_ALL_RANKS)
         if on_all_ranks and not isinstance(error, ENGINE_IS_GONE):
@@ -197,8 +197,8 @@ class Offload:
     checkpoint or FSDP2 refers to (shards and views of one flat buffer included) stays the same object. While the state
     is on the host, these tensors must not be used. On CPU, both places are host memory.
 
-    On CUDA the way back has a stream of its own, so that forward and backward passes need not wait for it. The
-    optimizer's `step`, `state_dict` and `load_state_dict` do; other readers of the state call `wait` first.
+    On CUDA a separate stream copies back, and forward and backward passes do not wait for it. The optimizer's `step`,
+    `state_dict` and `load_state_dict` do wait; other readers of the state call `wait` first.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: str) -> None:
@@ -212,7 +212,7 @@ class Offload:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are on the host now."""
+        """Number of bytes that are on the host now."""
         return sum(host.numel() for _, host in self._parked)
 
     def move_out(self) -> None:
@@ -246,7 +246,7 @@ class Offload:
             if self._stream is None:
                 content.copy_(host)
             else:
-                # Earlier work may still read what was in this memory before.
+                # Earlier work may still read the former content of this memory.
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 with torch.cuda.stream(self._stream):
                     content.copy_(host, non_blocking=True)
@@ -256,7 +256,7 @@ class Offload:
             self.wait()  # A backward pass adds to gradients.
 
     def wait(self) -> None:
-        """Let later work of the device see what `move_back` copies."""
+        """Make later work of the device wait for the copies of `move_back`."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -280,7 +280,7 @@ def _host_block(num_bytes: int, is_pinned: bool) -> torch.Tensor:
     """Allocate host memory; only pinned memory is copied from and to a CUDA device at full speed."""
     block = torch.empty(num_bytes, dtype=torch.uint8)
     if is_pinned:
-        # torch's own allocator rounds up to a power of two: 57 GiB to 64.
+        # torch's own allocator rounds up to a power of two: 57 GiB would become 64 GiB.
         pin(block)
     return block
 

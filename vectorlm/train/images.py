@@ -1,4 +1,4 @@
-"""Pixels, and positions of three axes, that a vision-language model reads beside its token ids."""
+"""Inputs of a vision-language model besides its token ids: pixels, and positions on three axes."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from vectorlm.train.packing import Packing, Rows, to_device
 from vectorlm.train.settings import KEPT_PASSES
 
 TEXT_INPUTS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-"""Inputs of a processor's result that a pass has already, or makes itself."""
+"""Results of a processor that are not passed on: a pass has these inputs already, or makes them."""
 
 
 class Images:
-    """The pictures in the passes of one vision-language model, by transformers' own processor."""
+    """The pictures in the passes of one vision-language model, prepared by transformers' own processor."""
 
     def __init__(self, tokens: ImageTokens, model: Any) -> None:
-        """Find what the transformers model `model` reads."""
+        """Find which image inputs the transformers model `model` reads."""
         self._tokens = tokens
         self._inner = model.base_model
         self._reads = inspect.signature(model.base_model.forward).parameters.keys()
         self._pixels: OrderedDict[tuple[str, ...], dict[str, torch.Tensor]] = OrderedDict()
 
     def with_blank(self, rows: Rows) -> Rows:
-        """Append a row with a blank picture, of which nothing is asked, to rows without pictures.
+        """Append a row with a blank picture, which requests no token, to rows without pictures.
 
-        Ranks gather the weights of the vision model together: all of them must compute a picture if one does.
+        Ranks gather the weights of the vision model together: if one rank computes a picture, all must compute one.
         """
         blank = Picture.of_bytes(_blank())
         tokens = torch.tensor(self._tokens.expansion(blank))
@@ -102,7 +102,7 @@ class Images:
         return found
 
     def _pixels_of(self, pictures: Sequence[Picture]) -> Mapping[str, torch.Tensor]:
-        """Return what the processor makes of some pictures, as if they were in one text."""
+        """Return the processor's result for some pictures, as if they were in one text."""
         key = tuple(map(str, pictures))
         if not pictures:
             return {}
@@ -139,5 +139,5 @@ def weights_of_parts(causal: Any, parts: Collection[str]) -> list[torch.nn.Param
 
 
 def language_model_of(causal: Any) -> Any:
-    """Return the part of a transformers model that reads tokens: all of a text model."""
+    """Return the part of a transformers model that reads tokens; for a text model, the whole model."""
     return causal.get_decoder() if getattr(causal.config, "vision_config", None) is not None else causal

@@ -54,7 +54,7 @@ class Scores:
     """The distributions of M tokens, computed a few at a time and without gradient."""
 
     states: torch.Tensor
-    """float [M, H], the input of `head`; without a head the logits, [M, V]."""
+    """float [M, H], the inputs of `head`; without a head the logits, [M, V]."""
     head: Head | None
     temperature: float
 
@@ -84,13 +84,13 @@ class LanguageModel:
     ) -> None:
         """Take a causal language model, plain or sharded with FSDP2; all ranks call this.
 
-        Log-probabilities and entropies are over the tokens that the engine may sample: those of `support` and
-        `grammar`. Without `packs` rows are always padded. The ranks of a `context` share each pass. `image_tokens` let
+        Log-probabilities and entropies are over the tokens that the engine may sample, by `support` and `grammar`.
+        Without `packs` rows are always padded. The ranks of a `context` share each pass. `image_tokens` let
         a vision-language model read pictures. With `watches_routers`, `routers` records and replays the choices of a
         model with experts.
 
         Raises:
-            ConfigError: Rows are padded, although ranks were to share them.
+            ConfigError: Rows are padded, although the ranks of a `context` must share them.
         """
         self.model, self.temperature, self.support, self.grammar = model, temperature, support, grammar
         self.context, self.image_tokens = context, image_tokens
@@ -99,8 +99,8 @@ class LanguageModel:
         causal = inner_model(model)
         self._can_skip_logits = "logits_to_keep" in inspect.signature(causal.forward).parameters
         self.routers: Routers | None = None
-        """Record or replay the choices of experts; None without experts."""
-        # Compared without the support: rounding decides at its edge, which would look like a difference.
+        """Records or replays the choices of experts; None without experts."""
+        # Compare without the support: at its edge, rounding alone would make a difference.
         plain = self.untruncated()
 
         def logprobs_of(compute: Callable[[Rows], tuple[TokenValues, Result]]) -> Callable[[Rows], Any]:
@@ -118,13 +118,13 @@ class LanguageModel:
 
     @property
     def packs(self) -> bool:
-        """Whether rows are laid end to end."""
+        """Whether rows are packed: laid end to end, without padding."""
         return self.why_padded is None
 
     def __call__(
         self, rows: Rows, entropy: EntropyKind = "none", compare: Comparison | None = None
     ) -> TokenValues:
-        """Return the values of all tokens that are asked for.
+        """Return the values of all requested tokens.
 
         Args:
             rows: Rows on the CPU.
@@ -132,7 +132,7 @@ class LanguageModel:
             compare: Further values of each token's distribution, in the order of `rows.targets`.
 
         Returns:
-            float32 [B, T] tensors on the model's device, and [B, T, K] with `compare`; 0 for tokens not asked for.
+            float32 [B, T] tensors on the model's device, and [B, T, K] with `compare`; 0 for other tokens.
         """
         is_asked = to_device(rows.is_asked, self.device)
         bitmasks = None if self.grammar is None else to_device(self.grammar.bitmasks(rows), self.device)
@@ -147,7 +147,7 @@ class LanguageModel:
         return TokenValues(*found)
 
     def logprobs(self, rows: Rows) -> torch.Tensor:
-        """Return the log-probabilities alone, float32 [B, T]."""
+        """Return only the log-probabilities, float32 [B, T]."""
         return self(rows).logprobs
 
     def untruncated(self, temperature: float | None = None) -> LanguageModel:
@@ -159,7 +159,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def scores(self, rows: Rows) -> Scores:
-        """Return the distributions of the tokens that are asked for, in the order of `rows.targets`.
+        """Return the distributions of the requested tokens, in the order of `rows.targets`.
 
         Ranks that share a pass get the distributions of their own tokens, as `compare` does. If rows are padded, the
         scores are logits. Otherwise they are hidden states with a copy of the output layer, because FSDP2 frees the
@@ -217,7 +217,7 @@ class LanguageModel:
         return packing
 
     def _whole(self, rows: Rows) -> list[int]:
-        """Return the rows to compute to their ends: if experts' balance is measured, rows with a token asked for."""
+        """Return the rows to compute to their ends: rows with requested tokens, if the experts' balance is measured."""
         if self.routers is None or not self.routers.has_balance:
             return []
         found: list[int] = torch.nonzero(rows.is_asked.any(dim=1))[:, 0].tolist()
@@ -228,14 +228,14 @@ class LanguageModel:
         return nullcontext() if self.routers is None else self.routers.running(rows, packing, self.device)
 
     def _with_picture(self, rows: Rows) -> Rows:
-        """Return rows with a picture, if other ranks may compute one in this pass."""
+        """Append a row with a picture if there is none and other ranks may compute one in this pass."""
         has_others = dist.is_initialized() and dist.get_world_size() > 1
         if self._images is None or not has_others or any(rows.images or ()):
             return rows
         return self._images.with_blank(rows)
 
     def _logits(self, rows: Rows) -> tuple[torch.Tensor, int]:
-        """Return the logits of padded rows, and how many leading positions they skip because nothing is asked there."""
+        """Return the logits of padded rows, and the number of leading positions that they skip."""
         first = int(rows.is_asked.any(dim=0).int().argmax())
         skipped = max(first - 1, 0) if self._can_skip_logits else 0
         shown, (num, length) = self._with_picture(rows), rows.input_ids.shape
@@ -267,13 +267,13 @@ class LanguageModel:
         return values, dtype_before(inner_model(self.model).get_output_embeddings(), logits)
 
     def _places(self, rows: Rows, skipped: int) -> torch.Tensor:
-        """Return int64 [M]: the places, in the logits of padded rows, of the tokens that are asked for."""
+        """Return int64 [M]: the places of the requested tokens in the logits of padded rows."""
         is_before = rows.is_asked.roll(-1, dims=1)[:, skipped:].flatten()
         return to_device(torch.nonzero(is_before)[:, 0], self.device)
 
 
 def require_packed(context: ContextGroup | None, why_padded: str | None) -> None:
-    """Raise a ConfigError if ranks are to share passes although rows are padded."""
+    """Raise a ConfigError if ranks share passes although rows are padded."""
     if context is not None and why_padded is not None:
         raise ConfigError(
             f"train_parameters.context_parallel={context.size} needs packed rows, but rows are padded: {why_padded}. "
@@ -292,11 +292,11 @@ def prepare_packing(
 ) -> str | None:
     """Let a model compute packed rows if it can and `packs` is true; return why rows are padded, or None.
 
-    A few rows are computed both ways; if the values differ, the model stays as it was. Beside the values, `padded`
-    returns the dtype of the computation, and `packed` its layout.
+    A few rows are computed both ways; if the values differ, the model stays as it was. `padded` also returns the dtype
+    of the computation, and `packed` its layout.
 
     Raises:
-        ConfigError: Rows are padded, although the ranks of a `context` were to share them.
+        ConfigError: Rows are padded, although the ranks of a `context` must share them.
     """
     causal = inner_model(model)
     if "packed_pass" not in vars(model):
@@ -322,12 +322,12 @@ def _try(
     *,
     has_context: bool,
 ) -> str | None:
-    """Compare packed with padded rows, first of the model as it is, then with its recurrent layers row by row."""
-    # Rows 0 and 2 lie before and behind rows 1 and 3 in every layout.
+    """Compare packed with padded rows: first with the model as it is, then with its recurrent layers row by row."""
+    # In every layout, rows 0 and 2 are before and behind rows 1 and 3.
     changed = replace(rows, input_ids=rows.input_ids.clone())
     changed.input_ids[1::2, 5:] += 1
     expected, dtype = padded(rows)
-    # Reward models have a value for each row.
+    # Reward models return one value per row.
     row = torch.arange(4) if len(expected) == 4 else rows.is_asked.nonzero()[:, 0]
     is_kept = (row % 2 == 0).to(expected.device)
 
@@ -339,7 +339,7 @@ def _try(
 
     @cache
     def noise() -> float:
-        """Return the change of padded rows: with experts, the rounding of a row depends on the other rows."""
+        """Return how much padded rows change: with experts, the rounding of a row depends on the other rows."""
         return gap(padded(changed)[0][is_kept], padded(rows)[0][is_kept])
 
     def why_not() -> str | None:
@@ -389,7 +389,7 @@ def probe(model: nn.Module) -> Rows:
     config = inner_model(model).config
     num_ids = config.get_text_config().vocab_size - 1
     if getattr(config, "vision_config", None) is not None:
-        # A small vocabulary would repeat them, and the model would look for their pictures.
+        # Leave special tokens out: a small vocabulary would repeat them, and the model would look for pictures.
         special = {value for name, value in vars(config).items() if name.endswith("_token_id")}
         ordinary = [token for token in range(num_ids) if special.isdisjoint((token, token + 1))]
         return Rows(torch.tensor(ordinary)[input_ids % len(ordinary)], attention_mask, is_asked, (0, 0, 0, 1))
@@ -407,9 +407,9 @@ def _why_not_packed(causal: Any) -> str | None:
     implementation = language_model_of(causal).config._attn_implementation
     config = causal.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    # Models for these kernels compute nothing beside the arguments of their attention, which `_unread` checks.
+    # Models for these kernels change attention only by its arguments, which `_unread` checks.
     has_kernels = causal._supports_sdpa or causal._supports_flash_attn
-    # transformers marks hybrids as stateful only, although their attention layers call attention functions.
+    # transformers marks hybrids only as stateful, although their attention layers call attention functions.
     is_known = (causal._supports_attention_backend and has_kernels) or (causal._is_stateful and kinds)
     if not is_known or implementation not in ("sdpa", "eager", PACKED):
         return f"its attention is {implementation}" + ("" if is_known else ", which is not torch's")
@@ -422,7 +422,7 @@ def _why_not_packed(causal: Any) -> str | None:
 
 
 def _unread(causal: Any, packing: Packing) -> str | None:
-    """Return which argument of the attention layers a packed pass does not support, or lacks; None if there is none."""
+    """Return why the arguments of the attention layers do not fit a packed pass, as a clause; None if they fit."""
     config = causal.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     slides = "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
@@ -438,20 +438,20 @@ def _unread(causal: Any, packing: Packing) -> str | None:
 def _packed_pass(
     causal: Any, packing: Packing, device: torch.device, read: Callable[[torch.Tensor], Result]
 ) -> Result:
-    """Apply `read` to the hidden states, [M, H], of the M tokens that are asked for."""
+    """Apply `read` to the hidden states [M, H] before the M requested tokens."""
     arguments = packing.arguments(device)
     if "position_ids" not in inspect.signature(causal.base_model.forward).parameters:
         del arguments[
             "attention_mask"
-        ]  # No positions, no attention: Mamba multiplies its states by the mask.
+        ]  # A model without positions has no attention. Mamba would multiply its states by the mask.
     states = causal.base_model(**arguments).last_hidden_state[0]
-    # Some models add up their layers in 32 bits.
+    # Some models sum the outputs of their layers in 32 bits.
     states = states.to(causal.get_input_embeddings().weight.dtype)
     return read(states.index_select(0, to_device(packing.places, device)))
 
 
 def _head(causal: Any, layer: Head) -> Head:
-    """Return the function from hidden states to logits with the output `layer`; the trial of packing checks it."""
+    """Return the function from hidden states to logits with the output `layer`; `_try` checks it."""
     config = causal.config.get_text_config()
     scaling = getattr(config, "logits_scaling", None)
     factors = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier")]

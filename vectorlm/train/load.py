@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STEP_SEPARATOR = "step_separator"
-"""Key of tokenizer_config.json: the text that ends a step, if the model scores steps."""
+"""Key of tokenizer_config.json for the text that ends a step, if the model scores steps."""
 
 
 def trust_code(path: str | Path) -> None:
-    """Let this process run a model's own Python files, if it has any; transformers then loads it by the folder alone.
+    """Let this process run a model's own Python files, if it has any; transformers then needs only the folder.
 
     Raises:
         ConfigError: The files cannot be imported, or lack a class that config.json names.
@@ -58,7 +58,7 @@ def trust_code(path: str | Path) -> None:
 
 
 def _own_classes(path: str | Path, file: str) -> dict[str, Any]:
-    """Return the classes that a model brings, by the name of transformers' auto class."""
+    """Return the classes of a model's own files, by the name of transformers' auto class."""
     classes = _description(path, file).get("auto_map") if Path(path, file).is_file() else None
     return classes if isinstance(classes, dict) else {}
 
@@ -66,12 +66,12 @@ def _own_classes(path: str | Path, file: str) -> dict[str, Any]:
 def load_tokenizer(
     path: str | Path, chat: ChatSettings = PLAIN_CHAT, step_separator: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Read the tokenizer saved beside a model.
+    """Read the tokenizer in a model's folder.
 
     Args:
         path: The model's folder, or its name on the Hub.
         chat: The chat template.
-        step_separator: Written into copies of the tokenizer that are saved later.
+        step_separator: The text that ends a step, for copies of the tokenizer that are saved later; None for none.
 
     Raises:
         ConfigError: There is no model or no tokenizer, the model has too few embeddings for the tokenizer, or `chat`
@@ -82,7 +82,7 @@ def load_tokenizer(
     with _naming(path, "tokenizer"):
         description = _description(path)
         tokenizer = AutoTokenizer.from_pretrained(path)
-    # A model for text and images has it in the section for text.
+    # A model for text and images has the size of its vocabulary in the section for text.
     num_embeddings = (description.get("text_config") or description).get("vocab_size")
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if isinstance(num_embeddings, int) and largest >= num_embeddings:
@@ -106,7 +106,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Read a causal or a vision-language model onto the CPU, in training mode; see `load_pretrained`.
 
-    Without a CUDA device the model's own attention replaces Flash Attention, and computes the same.
+    Without a CUDA device, the model's own attention replaces Flash Attention; the results are the same.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -125,7 +125,7 @@ def reads_images(path: str | Path) -> bool:
 
     with _naming(path, "model"):
         if "vision_config" not in _description(path):
-            return False  # Without transformers' classes, for most models.
+            return False  # For most models, this does not import transformers' classes.
         return type(AutoConfig.from_pretrained(path)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
@@ -150,7 +150,7 @@ def load_scorer(
 ) -> Any:
     """Read a model that scores whole texts; a missing head starts from small random numbers.
 
-    A new head reads the last token that is not EOS, whether or not texts end in EOS: its config declares EOS as the
+    A new head reads the last token that is not EOS, whether or not texts end in EOS. Its config declares EOS as the
     padding token, which transformers skips.
 
     Raises:
@@ -214,7 +214,7 @@ def load_pretrained(
     with _naming(path, "model"), _without_report():
         arguments |= {"config": config, "state_dict": unpacked_weights(path, arguments["dtype"])}
         model, info = type(model).from_pretrained(None, output_loading_info=True, **arguments)
-    # Read from tensors, the model does not know its folder, which adapters name as their base.
+    # A model read from tensors has no folder, but its adapters name the folder as their base.
     model.config.name_or_path = model.name_or_path = str(path)
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(path)
@@ -250,7 +250,7 @@ def _naming(path: str | Path, what: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError, ConfigError):
-        # Out of memory, for example: another file would not help.
+        # Another file would not help, for example if memory runs out.
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).strip()}"
@@ -265,14 +265,14 @@ def _naming(path: str | Path, what: str) -> Iterator[None]:
 
 
 def _description(path: str | Path, name: str = "config.json") -> dict[str, Any]:
-    # Read before transformers, which takes a missing folder for a name on the hub.
+    # Read this before transformers does: it takes a missing folder for a name on the hub.
     return json.loads(Path(path, name).read_text(encoding="utf-8"))
 
 
 class NF4Linear(nn.Linear):
     """A linear layer with a frozen weight in NF4 and double quantisation.
 
-    The packed weight is a buffer: FSDP2 does not shard it, so each rank has all of it, and checkpoints leave it out.
+    The packed weight is a buffer. FSDP2 does not shard it: each rank has the whole weight. Checkpoints do not have it.
 
     Source: Dettmers et al. 2023, arXiv 2305.14314, eq. 5.
     """
@@ -299,7 +299,7 @@ class NF4Linear(nn.Linear):
         return matmul_4bit(input, self.packed.view(-1, 1).t(), self.quant_state, bias=self.bias)
 
     def dequantize(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the weight for some rows of `self.packed`, in the dtype it was loaded in."""
+        """Return the weight for some rows of `self.packed`, in the dtype in which it was loaded."""
         from bitsandbytes.functional import dequantize_4bit
 
         # The 64 numbers of a scale may cross the end of a row: convert the whole weight.

@@ -36,11 +36,11 @@ class FineTuningLoop:
     objective: Objective
     train_loader: StepLoader
     eval_loaders: Mapping[str, StepLoader]
-    """Held-out datasets by name; a single one has the name ""."""
+    """Held-out datasets by name; a single dataset has the name ""."""
     settings: LoopSettings
     recorder: Recorder
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps made."""
 
     def __post_init__(self) -> None:
         assert self.optimizer_step.schedule is not None
@@ -137,7 +137,7 @@ class FineTuningLoop:
         return metrics
 
     def evaluate_if_due(self, row: Mapping[str, float]) -> dict[str, float]:
-        """Run the evaluations that are due and not in `row`: on held-out text, and of the engine's answers."""
+        """Run the evaluations, of held-out losses and of the engine's answers, that are due and not yet in `row`."""
         metrics: dict[str, float] = {}
         is_due = self.eval_loaders and self.recorder.is_due(self.settings.logging_steps, self.step)
         if is_due and "eval/loss" not in row:
@@ -155,7 +155,7 @@ class FineTuningLoop:
 
     @torch.no_grad()
     def held_out_losses(self) -> dict[str, float]:
-        """Return the mean loss and the objective's other means, over all held-out rows and for each named dataset."""
+        """Return the means of the loss and the objective's `names`, over all held-out rows and by named dataset."""
         model = self.optimizer_step.model
         model.eval()
         shape = (len(self.eval_loaders), 1 + len(self.objective.names), 2)
@@ -175,7 +175,7 @@ class FineTuningLoop:
         return found | self._means("eval", totals.sum(dim=0))
 
     def _means(self, prefix: str, sums: torch.Tensor) -> dict[str, float]:
-        """Name the means of `sums`, [K, 2] with or without the loss first; means of nothing are left out."""
+        """Return the means of `sums`, [K, 2] with or without the loss first, by name; leave out means of nothing."""
         names = ["loss", *self.objective.names][-len(sums) :]
         return {
             f"{prefix}/{name}": total / max(num, 1)
@@ -184,7 +184,7 @@ class FineTuningLoop:
         }
 
     def _count(self, micro_batches: Sequence[Batch]) -> tuple[int, int, int]:
-        """Return the global counts of a step, units of the loss and tokens, and the bytes of the fullest rank."""
+        """Return the global counts of a step (units of the loss, and tokens), and the bytes of the fullest rank."""
         topology = self._topology
         totals = torch.zeros(2 + topology.world_size, dtype=torch.int64, device=self._device)
         for batch in micro_batches:

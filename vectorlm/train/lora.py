@@ -46,7 +46,7 @@ def add_lora(model: PreTrainedModel, lora_config: Mapping[str, Any]) -> nn.Modul
 
 
 def unmatched_names(model: Any, options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names in the adapter options of `model` that match no layer, by PEFT's rules."""
+    """Yield the names in the adapter `options` that match no layer of `model`, by PEFT's rules."""
     from peft.utils.other import get_pattern_key
 
     modules = list(model.get_base_model().named_modules())
@@ -63,14 +63,14 @@ def unmatched_names(model: Any, options: Mapping[str, Any]) -> Iterator[str]:
     tests["layers_pattern"] = lambda given: any(
         re.search(rf"(^|\.){given}\.\d+\.", layer) for layer in adapted
     )
-    # Of some models PEFT adapts fused experts in place of the layers gate_proj, up_proj and down_proj.
+    # In some models PEFT adapts fused experts instead of the layers gate_proj, up_proj and down_proj.
     (adapters,) = model.peft_config.values()
     replaced = set(options.get("target_modules") or ()) - set(adapters.target_modules or ())
     for option, has in tests.items():
         names: Any = options.get(option) or ()
         is_alone = isinstance(names, str | int)
         if is_alone and option.endswith("_modules"):
-            # A regular expression. PEFT itself raises if target_modules matches nothing, and may shorten a list to one.
+            # A regular expression. PEFT raises if target_modules matches nothing, and may turn a list into a text.
             if option == "exclude_modules" and not any(re.fullmatch(names, layer) for layer, _ in modules):
                 yield f"{option} {names!r}"
             continue
@@ -83,7 +83,7 @@ def unmatched_names(model: Any, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_still(model: Any) -> bool:
-    """Whether the gradients of all trained weights of a model with adapters are 0 forever."""
+    """Return whether the gradients of all trained weights of a model with adapters are always 0."""
     layers = [module for module in model.modules() if is_lora_layer(module)]
     still = {
         id(parameter)
@@ -106,7 +106,7 @@ _NOT_OPTIONS = frozenset(
 
 
 def is_adapter_folder(path: Path) -> bool:
-    """Whether `path` holds adapters without a whole model."""
+    """Return whether the folder `path` has adapters and no whole model."""
     return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
 
 
@@ -145,7 +145,7 @@ def options_of(path: Path) -> dict[str, Any]:
     if (kind := options.get("peft_type")) != "LORA":
         raise ConfigError(f"the adapters in {path} are {kind}, but only LORA can be trained further.")
     if options.get("init_lora_weights") in STARTS:
-        # It describes how the adapters were initialised.
+        # It describes how the adapters were initialised; trained adapters must not be initialised again.
         del options["init_lora_weights"]
     empty: tuple[Any, ...] = (None, False, "none", [], {})
     return {name: value for name, value in options.items() if name not in _NOT_OPTIONS and value not in empty}
@@ -154,7 +154,7 @@ def options_of(path: Path) -> dict[str, Any]:
 def continue_lora(
     model: PreTrainedModel, path: Path, options: Mapping[str, Any], *, is_empty: bool, keeps_start: bool
 ) -> Any:
-    """Put the adapters in `path` on `model` for training; if `is_empty`, new ones of the same shapes.
+    """Put the adapters in `path` on `model` for training; if `is_empty`, new adapters of the same shapes.
 
     With `keeps_start`, add a frozen copy named `STARTING`.
     """
@@ -197,7 +197,7 @@ def load_adapters(path: Path, base: PreTrainedModel) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
             model = PeftModel.from_pretrained(base, path, is_trainable=True)
-        # The second call reports keys without a place or a tensor.
+        # Only this second call reports keys without a place or a tensor.
         found = model.load_adapter(path, model.active_adapter, is_trainable=True)
         for problem, names in (
             ("have no place in it", found.unexpected_keys),
@@ -206,7 +206,7 @@ def load_adapters(path: Path, base: PreTrainedModel) -> Any:
             if names:
                 raise ValueError(f"{len(names)} tensors {problem} ({', '.join(names[:3])})")
     except (ValueError, RuntimeError, KeyError) as error:
-        # PEFT raises KeyError with the name of a missing whole module.
+        # If a whole module is missing, PEFT raises KeyError with its name.
         why = f"the tensor {error} is missing" if isinstance(error, KeyError) else error
         raise ConfigError(
             f"the adapters in {path} do not fit {base.config.name_or_path}: {why}. Correct base_model_name_or_path "
@@ -243,7 +243,7 @@ def hub_name(model: str) -> str | None:
 
 
 def _cached(model: str) -> re.Match[str] | None:
-    """Find repository and commit in the folder of a snapshot in the Hub's cache."""
+    """Match repository and commit in the path of a snapshot in the Hub's cache."""
     return re.search(r"/models--([^/]+)/snapshots/([^/]+)/", f"{Path(model).absolute()}/")
 
 

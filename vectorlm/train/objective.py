@@ -1,4 +1,4 @@
-"""Objectives: which tokens, pairs or steps of a batch count, and their loss."""
+"""Objectives of training: the tokens, pairs or steps of a batch that count, and their loss."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Objective(Protocol):
 
     @property
     def counts(self) -> str:
-        """The unit that counts, as a noun for messages."""
+        """Noun for one counted unit, for messages."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the values measured beside the loss."""
+        """Names of the values that are measured in addition to the loss."""
 
     def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Convert this rank's micro-batches of a step, or of a held-out dataset, for `sum_loss`."""
@@ -61,7 +61,7 @@ class NextTokens:
     names = ()
 
     def prepare(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Give every text its own row if rows are packed, so that no text attends to the one before it."""
+        """Give every text its own row if rows are packed: no text may attend to the text before it."""
         for batch in batches:
             is_cut = self.language_model.packs and batch.text_ids.any()
             yield apart(batch, self.ignore_index) if is_cut else batch
@@ -82,7 +82,7 @@ class NextTokens:
 
 
 def is_target(batch: Batch, ignore_index: int) -> torch.Tensor:
-    """Return bool [B, T]: the tokens that count in the loss. The first token of a row has no prediction."""
+    """Return the tokens that count in the loss, bool [B, T]. The first token of a row has no prediction."""
     found = batch.labels != ignore_index
     found[:, 0] = False
     return found
@@ -192,12 +192,12 @@ class Scorer:
             places = torch.arange(rows.input_ids.shape[1])
             is_text = rows.attention_mask.bool() & (rows.input_ids != self._padding)
             is_read = F.one_hot(places.where(is_text, 0).amax(dim=1), len(places)).bool()
-        # A pass returns the states before the tokens asked for. Ask for the token after each one that is read.
+        # A pass returns the state before each requested token. Request the token after each token to read.
         is_asked = F.pad(is_read, (1, 0))
         input_ids, mask = F.pad(rows.input_ids, (0, 1)), F.pad(rows.attention_mask, (0, 1))
         packing = pack(Rows(input_ids, mask, is_asked, rows.groups), self._context)
         model: Any = self.model
-        # Cut after the pass: FSDP2 warns if a pass returns a view.
+        # Select the column after the pass: FSDP2 warns if a pass returns a view.
         scores = model.packed_pass(packing, self._device, self._score)[:, 0].float()
         return packing.gather(scores), packing
 
@@ -207,7 +207,7 @@ class Pairs:
 
     counts = "pair"
     names = ("pair_accuracy", "pair_margin", "chosen_reward", "rejected_reward")
-    """The share of pairs whose chosen text has the higher reward, the mean margin, and both mean rewards."""
+    """Metrics: the share of pairs whose chosen text has the higher reward, the mean margin, and both mean rewards."""
     ignore_index: int
     """Label of tokens outside the loss."""
 
@@ -250,8 +250,8 @@ class Steps:
     """Label of tokens that end no step."""
     counts = "step"
     names = ("step_accuracy", "step_brier", "step_bias", "right_probability", "wrong_probability")
-    """Accuracy; mean squared error and mean error of the probability that a step is right; its mean over right steps
-    and over wrong steps."""
+    """Metrics: accuracy; mean squared error and mean error of the probability that a step is right; and the mean of
+    this probability over right steps and over wrong steps."""
 
     def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Return the batches unchanged."""
@@ -287,14 +287,14 @@ class Completions:
     """Label of tokens outside completions."""
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return float32 [B]; the batch has one text per row."""
+        """Return the log-probabilities of texts, float32 [B]; the batch has one text per row."""
         rows = known_rows(batch, self.language_model.model, self.ignore_index)
         sums = self.language_model.logprobs(rows).sum(dim=1)
         return sums / to_device(rows.is_asked.sum(dim=1).clamp(min=1), sums.device) if self.averages else sums
 
     @torch.no_grad()
     def table(self, loader: StepLoader, num_rows: int) -> torch.Tensor:
-        """Return float32 [N, 2] on the CPU of all ranks: both texts of every row of a dataset."""
+        """Return the log-probabilities of both texts of every row of a dataset, float32 [N, 2], on all ranks' CPUs."""
         model = self.language_model.model
         found = torch.zeros(num_rows, 2, device=self.language_model.device)
         model.eval()
@@ -305,7 +305,7 @@ class Completions:
                 found[to_device(batch.ids[batch.ids >= 0], found.device)] = both
         model.train()
         reshard(model)
-        # One rank computed each row, or all ranks that share it.
+        # Each row was computed by one rank, or by all ranks that share it.
         dist.all_reduce(found)
         return found.cpu() / loader.topology.ranks_per_share
 
@@ -336,7 +336,7 @@ class PreferencePairs(Pairs):
 
 @dataclass
 class GoodAndBad:
-    """KTO's loss of good and bad completions; the second text of a row serves to estimate the KL divergence."""
+    """KTO's loss of good and bad completions; the second text of a row is for the estimate of the KL divergence."""
 
     completions: Completions
     settings: PreferenceSettings
@@ -345,7 +345,7 @@ class GoodAndBad:
     names = ("chosen_reward", "rejected_reward", "kl")
 
     def prepare(self, batches: Iterable[Batch]) -> list[Batch]:
-        """Estimate the divergence over all batches, and remove the texts that serve for the estimate."""
+        """Estimate the divergence over all batches, and remove the texts that are only for the estimate."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.completions.language_model.device)
         firsts = []
         for batch in batches:
@@ -353,7 +353,7 @@ class GoodAndBad:
             num_rows = int((batch.ids >= 0).sum())
             is_second = (torch.arange(len(texts.ids)) % 2 == 1) & (texts.ids >= 0)
             firsts.append(rows_of(texts, ~is_second))
-            # A rank without rows computes filler rows, because the pass is collective.
+            # A rank without rows computes filler rows, because all ranks must join the pass.
             others = rows_of(texts, is_second if num_rows else ~is_second)
             with torch.no_grad():
                 logprobs = self.completions.logprobs(others)[:num_rows]

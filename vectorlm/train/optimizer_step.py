@@ -27,7 +27,7 @@ COUNTED = (
     *("best", "num_bad_epochs", "num_good_epochs", "cooldown_counter", "warmup_counter", "reset_start"),
     *("last_epoch", "_streaming_avg"),
 )
-"""The progress in the state of a schedule by the loss; the rest are its arguments, which a resumed run may change."""
+"""Keys of the progress of a schedule by the loss; its other keys are arguments, which a resumed run may change."""
 
 NOISE = 1e-2
 """Largest relative difference between the gradients that two ranks have for a weight that both hold."""
@@ -37,8 +37,8 @@ NOISE = 1e-2
 class OptimizerStep:
     """Makes the optimizer steps of one model; all ranks call the methods alike.
 
-    Each step: `backward` for each micro-batch, `require_finite` with the loss of the whole step, then `finish`. The
-    weights change in `finish` only, so a step that raises leaves them unchanged.
+    For each step, call `backward` for each micro-batch, `require_finite` with the loss of the whole step, then
+    `finish`. The weights change only in `finish`: a step that raises does not change them.
     """
 
     model: Any
@@ -51,21 +51,21 @@ class OptimizerStep:
     name: str = "policy"
     """Name of the model in errors."""
     computes_in_bf16: bool = False
-    """Whether FSDP2 casts the weights, see `gathers_once`."""
+    """Whether FSDP2 casts the weights to bfloat16; see `gathers_once`."""
 
     def __post_init__(self) -> None:
         if self._gathers_once:
             self.model.set_reshard_after_forward(False)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Add the gradient of this rank's share of the step's loss; replicas exchange gradients after the last."""
+        """Add the gradient of this rank's share of the step's loss; replicas exchange gradients if `is_last`."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_all_reduce(is_last)
         if self._gathers_once:
             self.model.set_requires_gradient_sync(is_last)
             self.model.set_reshard_after_backward(is_last)
         # FSDP averages gradients over ranks, but the loss is already a share of the whole step's loss.
-        # Ranks that split a model have the same loss, and count once.
+        # Ranks that split a model have the same loss, which counts once.
         (loss * (self.topology.world_size // self.topology.model_parallel)).backward()
 
     @cached_property
@@ -84,7 +84,7 @@ class OptimizerStep:
         details: str = "over all ranks",
         look_at: str = "the rewards in rollouts.jsonl",
     ) -> None:
-        """Raise `NonFiniteLoss` unless the loss of `step` is finite; `details` and `look_at` go into the message."""
+        """Raise `NonFiniteLoss` unless the loss of `step` is finite; the message has `details` and `look_at`."""
         if not math.isfinite(loss):
             raise NonFiniteLoss(
                 f"the {self.name}'s loss is {loss} at step {step} ({details}): training stops before the weights "
@@ -111,7 +111,7 @@ class OptimizerStep:
                 f"{self.topology.rank}) although the loss is finite: training stops before the weights change. "
                 "Lower the learning rate, or train without use_mp."
             )
-        # torch would multiply all gradients by 1. The small number is torch's own.
+        # torch would also multiply gradients by 1. It adds the same small number.
         if norm + 1e-6 > self.max_grad_norm:
             if is_split:
                 torch._foreach_mul_(list(map(_local, gradients)), self.max_grad_norm / (norm + 1e-6))
@@ -133,8 +133,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def norm_of_split(trained: Mapping[str, torch.Tensor], topology: Topology) -> torch.Tensor:
     """Return the norm of the gradients of weights that are split over ranks.
 
-    They are on several meshes, and torch computes with tensors of one mesh alone. A shard that several ranks have
-    counts as a fraction on each.
+    The weights are on several meshes, and torch cannot combine tensors of different meshes. A shard that several ranks
+    have counts as a fraction on each rank.
 
     Raises:
         ConfigError: Ranks that hold the same weight have different gradients for it.
@@ -166,9 +166,9 @@ def norm_of_split(trained: Mapping[str, torch.Tensor], topology: Topology) -> to
 class Schedule:
     """The learning rate over a run: call `step` after each optimizer step, `observe` after each evaluation.
 
-    Most schedules of transformers depend on the step alone. ``plateau-with-warmup`` rises linearly, step k of
-    W using lr (k + 1) / (W + 1), then falls whenever the evaluation loss stops falling (torch's
-    ReduceLROnPlateau). ``greedy`` uses transformers' GreedyLR, which may rise again, up to the peak.
+    Most schedules of transformers depend only on the step. ``plateau-with-warmup`` first rises linearly: step k of W
+    uses lr (k + 1) / (W + 1). Then it falls whenever the evaluation loss stops falling (torch's ReduceLROnPlateau).
+    ``greedy`` uses transformers' GreedyLR, which may rise again, up to the peak.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Schedule:
         return self._optimizer.param_groups[0]["lr"]
 
     def go_to(self, num_steps: int) -> None:
-        """Advance to the state after `num_steps` steps of the run, made or skipped."""
+        """Advance to the state after `num_steps` optimizer steps of the run, made or skipped."""
         while self._num_steps_done < num_steps:
             self.step()
 
@@ -212,7 +212,7 @@ class Schedule:
         """Use `learning_rate` instead of the schedule from the next optimizer step on."""
         self._held = learning_rate
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            # Groups keep their proportions.
+            # The learning rates of several groups keep their proportions.
             group["lr"] = learning_rate * (peak / self._peaks[0] if self._peaks[0] else 1.0)
 
     def step(self) -> None:
@@ -246,8 +246,8 @@ class Schedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the steps of `state`, whose schedule may have had another length, peak or name.
 
-        A schedule by steps depends on their number alone. A schedule by the loss keeps the learning rate of the
-        optimizer's state, scaled to the new peak; if the name changed, it starts from its peak.
+        A schedule by steps depends only on their number. A schedule by the loss keeps the learning rate of the
+        optimizer's state, scaled to the new peak. If the name changed, it starts from its peak.
         """
         self._num_steps_done = state["num_steps_done"]
         if (held := state.get("held")) is not None:
@@ -284,7 +284,7 @@ class Parts(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step each part on its group; loading a checkpoint replaces the groups."""
+        """Step each part on its group, which is set each time because loading a checkpoint replaces the groups."""
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state
             part.step()
@@ -293,7 +293,7 @@ class Parts(Optimizer):
 class WholeTensors(Optimizer):
     """An optimizer that needs whole tensors, stepped one tensor at a time; all ranks hold all of its state.
 
-    Adafactor's averages over columns cross the ranks, so it cannot step shard by shard.
+    Adafactor cannot step shard by shard, because its averages over columns cross the ranks.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -322,9 +322,9 @@ class WholeTensors(Optimizer):
 
 
 def step_by_mesh(optimizer: Optimizer) -> Optimizer:
-    """Let an optimizer step the weights of each mesh together: torch's kernels for many tensors take one mesh alone.
+    """Let an optimizer step the weights of one mesh at a time: torch's kernels for many tensors need a single mesh.
 
-    Its groups are split for the step alone, so that checkpoints of other layouts have the same groups.
+    Its groups are split only during the step: checkpoints of other layouts then have the same groups.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     if len({weight.device_mesh for weight in weights if isinstance(weight, DTensor)}) < 2:
@@ -350,9 +350,9 @@ def step_by_mesh(optimizer: Optimizer) -> Optimizer:
 
 
 def pass_lr_as_tensor(optimizer: Optimizer, is_cuda: bool) -> Optimizer:
-    """Store the learning rate of torchao's optimizers as a number, which schedules and checkpoints expect.
+    """Pass the learning rate to torchao's optimizers as a tensor; schedules and checkpoints see a number.
 
-    These optimizers compile their step; on CPU compiling takes longer than it saves, so it is turned off there.
+    These optimizers compile their step. This is turned off on CPU, where compiling takes longer than it saves.
     """
     before: list[Any] = []
     for group in optimizer.param_groups:

@@ -23,11 +23,11 @@ class OptimizerRow:
     package: str
     class_name: str
     source: str
-    """The file of the package that declares the class."""
+    """File in the package that declares the class."""
     per_rank_blocks: int = 0
-    """Numbers of a rank's shard that share a scale in the quantised state; 0 for a state of plain numbers."""
+    """How many numbers of a rank's shard share a scale in the quantised state; 0 for a state of plain numbers."""
     bits: int = 0
-    """Size of a quantised number."""
+    """Size of a quantised number, in bits."""
     not_taken: Set[str] = frozenset()
     """Arguments whose meaning differs from the setting of the same name."""
 
@@ -41,7 +41,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
     "adamw": OptimizerRow("torch", "AdamW", "optim/adamw.py"),
     "adamw8bit": OptimizerRow("torchao", "AdamW8bit", "optim/adam.py", 256, 8),
     "adamw4bit": OptimizerRow("torchao", "AdamW4bit", "optim/adam.py", 128, 4),
-    # Muon's eps belongs to the iteration that makes a matrix orthogonal; the setting is for its AdamW.
+    # Muon's eps is for the iteration that makes a matrix orthogonal; the setting is for its AdamW.
     "muon": OptimizerRow("torch", "Muon", "optim/_muon.py", not_taken={"eps"}),
     # Adafactor's eps is a pair of numbers.
     "adafactor": OptimizerRow("torch", "Adafactor", "optim/_adafactor.py", not_taken={"eps"}),
@@ -50,7 +50,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = {
 
 
 def accepted(name: str) -> Set[str]:
-    """Return the arguments of an optimizer by its name; an empty set if there is no such optimizer.
+    """Return the arguments of an optimizer by its name; an empty set if the name is unknown.
 
     Raises:
         ConfigError: `name` is a ``file.py:NAME`` that cannot be imported.
@@ -92,7 +92,7 @@ def make_optimizer(
         from vectorlm.train.shard import transformer_blocks
 
         inside = {weight for block in transformer_blocks(model) for weight in block.parameters()}
-        # A single row or column is orthogonal already, and ranks cannot share the iteration on it.
+        # A single row or column is already orthogonal, and ranks cannot share the iteration on it.
         matrices = [
             weight for weight in trained if weight in inside and weight.ndim == 2 and min(weight.shape) > 1
         ]
@@ -108,12 +108,12 @@ def make_optimizer(
 
 
 def state_bytes(settings: OptimizerSettings, bytes_per_weight: int, share_outside: float) -> float:
-    """Return the bytes of optimizer state per trained weight; the share `share_outside` is outside the blocks."""
+    """Return the bytes of optimizer state per trained weight; `share_outside` of the weights are outside the blocks."""
     row, averages = OPTIMIZERS.get(settings.name), 3 if settings.amsgrad else 2
     if settings.name == "muon":
         return bytes_per_weight * (1 - share_outside + averages * share_outside)
     if settings.name == "adafactor":
-        return 0.0  # One row and one column per matrix.
+        return 0.0  # Negligible: one row and one column per matrix.
     if settings.name == "sgd":
         return float(bytes_per_weight) if settings.arguments.get("momentum") else 0.0
     if row is not None and row.per_rank_blocks:

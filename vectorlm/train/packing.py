@@ -1,7 +1,7 @@
-"""Rows laid end to end for one forward pass, without padding; beginnings that rows share are computed once.
+"""Rows laid end to end for one forward pass, without padding; common beginnings of rows are computed once.
 
-Sources: Liu et al. 2025, arXiv:2506.05433 (prefix grouper); Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed Ulysses:
-ranks share the tokens of a pass, and exchange them for heads around attention).
+Sources: Liu et al. 2025, arXiv:2506.05433 (prefix grouper). Jacobs et al. 2023, arXiv:2309.14509 (DeepSpeed Ulysses:
+ranks share the tokens of a pass, and exchange them for heads before and after attention).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 MOST_PADDED, SPARE = 1.25, 64
-"""Stretches are padded to attend together while they have at most `MOST_PADDED` times their tokens, plus `SPARE`."""
+"""Bounds of padding: padded stretches of one call have at most `MOST_PADDED` times their tokens, plus `SPARE`."""
 
 
 def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """Return a host tensor on `device`; the host does not wait for the copy, nor for the device's other work.
+    """Return a host tensor on `device`; the host waits neither for the copy nor for the device's other work.
 
-    A blocking copy would wait for everything before it, so that the device has no work while the host prepares more.
+    A blocking copy would wait for all earlier work, and the device would idle while the host prepares more.
     """
     device = torch.device(device)
     if x.device == device:
@@ -45,7 +45,7 @@ def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
 class ContextGroup:
     """The ranks that share the tokens of each pass: a rank has every `size`-th token, starting at its index.
 
-    This gives all ranks equally many tokens to compute, and about equally many tokens that are asked for.
+    This gives all ranks equally many tokens to compute, and about equally many requested tokens.
     """
 
     group: dist.ProcessGroup
@@ -98,30 +98,30 @@ class ContextGroup:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The input of a forward pass and the tokens it is asked for; B rows, T tokens, on the CPU."""
+    """The input of a forward pass, and the requested tokens; B rows, T tokens, on the CPU."""
 
     input_ids: torch.Tensor
     """int64 [B, T], padded on the right."""
     attention_mask: torch.Tensor
     """int64 [B, T], 1 up to the end of each row."""
     is_asked: torch.Tensor
-    """bool [B, T], the tokens whose values are computed; the first token of a row has none."""
+    """bool [B, T], the requested tokens, whose values are computed; the first token of a row has no value."""
     groups: Sequence[int]
-    """B numbers: neighbouring rows with the same number may share a common beginning."""
+    """The number of each row's group; neighbouring rows of a group may share a common beginning."""
     labels: torch.Tensor | None = None
     """int64 [B, T], the tokens to evaluate instead of `input_ids`."""
     turn_starts: torch.Tensor | None = None
-    """int64 [B, T], where the completion of each token begins; -1 outside completions."""
+    """int64 [B, T], the position where the completion of each token begins; -1 outside completions."""
     images: Sequence[Sequence[PlacedPicture]] | None = None
     """The pictures of each row, in order, if the model reads images."""
     routes: Sequence[np.ndarray | None] | None = None
     """The experts that the engine chose for the first tokens of each row, [t, L, K]; None if it returned none."""
     replayed: Sequence[np.ndarray | None] | None = None
-    """The experts to use instead of the model's own choice, as `routes`."""
+    """The experts to use instead of the model's own choice, in the format of `routes`."""
 
     @property
     def targets(self) -> torch.Tensor:
-        """The tokens that are asked for, int64 [M], row by row."""
+        """The requested tokens, int64 [M], row by row."""
         return (self.input_ids if self.labels is None else self.labels)[self.is_asked]
 
 
@@ -141,11 +141,11 @@ class Bundle:
 
 
 class Packing:
-    """Rows laid end to end: N computed tokens, M of them asked for.
+    """Rows laid end to end: N computed tokens, and M requested tokens.
 
     Ranks that share a pass split its tokens and places.
 
-    This is no dataclass: FSDP2 would rebuild one at every block, in search of tensors to cast.
+    This is not a dataclass, because FSDP2 would rebuild it at every block while it looks for tensors to cast.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class Packing:
     ) -> None:
         """Take `input_ids` and `position_ids`, int64 [1, N], and `bundles` that cover all tokens in order.
 
-        `places`, int64 [M], holds the index of the token before each token that is asked for, row by row. `pieces` name
-        what was laid out: (row, first token, last token), end to end. `members` are all rows of each piece.
+        `places`, int64 [M], has the index of the token before each requested token, row by row. `pieces` are the parts
+        of rows in their order in the pass: (row, start, end). `members` are all rows that share each piece.
         """
         self.pieces, self.members = tuple(pieces), tuple(members)
         self.more: dict[str, Any] = {}
@@ -175,7 +175,7 @@ class Packing:
         self.input_ids, self.position_ids, self.places = input_ids, position_ids, places
         self.bundles = tuple(bundles)
         self.seen: dict[str, set[Any]] = {}
-        """Arguments of attention layers beside queries, keys and values, by name."""
+        """Values or types of all arguments of attention layers but queries, keys and values, by name."""
         self.attended: set[torch.nn.Module] = set()
         """The layers that attended."""
         self._made: dict[Any, Any] = {}
@@ -185,7 +185,7 @@ class Packing:
         return {
             "input_ids": to_device(self.input_ids, device),
             "position_ids": to_device(self.position_ids, device),
-            # transformers passes a mask of four dimensions on; without a mask it would build one of [N, N].
+            # transformers passes on a mask with four dimensions; without a mask it would build one of [N, N].
             "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
             "use_cache": False,
             "packing": self,
@@ -234,12 +234,12 @@ class Packing:
 
 
 def num_needed(is_asked: torch.Tensor) -> list[int]:
-    """Return how many tokens of each row must be computed: all before the last token that is asked for."""
+    """Return how many tokens of each row must be computed: all before the last requested token."""
     return torch.where(is_asked, torch.arange(is_asked.shape[1]), 0).amax(dim=1).tolist()
 
 
 def num_shared(input_ids: torch.Tensor, needed: Sequence[int]) -> int:
-    """Return the length of the common beginning of the needed tokens of all rows [B, T]."""
+    """Return the length of the common beginning of all rows [B, T], within the `needed` tokens of each row."""
     if len(needed) < 2:
         return 0
     beginning = input_ids[:, : min(needed)]
@@ -249,7 +249,7 @@ def num_shared(input_ids: torch.Tensor, needed: Sequence[int]) -> int:
 def pack(rows: Rows, context: ContextGroup | None = None, whole: Sequence[int] = ()) -> Packing:
     """Lay out the tokens that must be computed, at least one: all common beginnings, then the rests of the rows.
 
-    The ranks of a `context` call this with the same rows. Rows in `whole` are computed although nobody asks for them.
+    The ranks of a `context` call this with the same rows. Rows in `whole` are computed to their ends.
     """
     needed = num_needed(rows.is_asked)
     for row in whole:
@@ -262,7 +262,7 @@ def pack(rows: Rows, context: ContextGroup | None = None, whole: Sequence[int] =
     bundles: list[Bundle] = []
 
     def lay(stretches: list[tuple[list[int], int, int]], shared: tuple[int, int] = (0, 0)) -> None:
-        """Append stretches (rows, first token, last token), the longest first."""
+        """Append stretches (rows, start, end), the longest first."""
         stretches.sort(key=lambda stretch: stretch[1] - stretch[2])
         for lengths in alike([last - first for _, first, last in stretches]):
             bundles.append(Bundle(bundles[-1].end if bundles else 0, lengths, shared))
@@ -287,7 +287,7 @@ def pack(rows: Rows, context: ContextGroup | None = None, whole: Sequence[int] =
             beginnings += [([row], 0, needed[row]) for row in members]
     lay(beginnings)
     for stretches in filter(None, endings):
-        # All rows of the group have the same place for their beginning.
+        # The common beginning of the group has one place in the pass.
         (row, *_), shared, _ = stretches[0]
         start = int(places[row, 0])
         lay(stretches, (start, start + shared))
@@ -298,7 +298,7 @@ def pack(rows: Rows, context: ContextGroup | None = None, whole: Sequence[int] =
 
 
 def alike(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Cut a falling sequence wherever padding would cost more than a further part."""
+    """Cut a falling sequence of lengths into parts wherever padding would cost more than another part."""
     parts: list[list[int]] = []
     for length in lengths:
         if parts and (len(parts[-1]) + 1) * parts[-1][0] <= MOST_PADDED * (sum(parts[-1]) + length) + SPARE:

@@ -25,7 +25,7 @@ FALLING = (
     *("loss", "perplexity", "bits_per_byte"),
     *("step_brier", "/kl", "rejected_reward", "wrong_probability"),
 )
-"""Endings of metrics that are best when lowest, unless a setting or the harness says otherwise."""
+"""Endings of metrics that are best when lowest, unless a setting or the harness sets the direction."""
 OWN = ("eval/accuracy", "eval/reward/")
 """Beginnings of reward metrics, which are always best when highest."""
 
@@ -35,26 +35,26 @@ class EarlyStopping:
     """Follows one metric over a run, from the first evaluation after step 0. All ranks call the methods alike."""
 
     metric: str = "eval/loss"
-    """Lower is better if `mode` or the harness (`falling`) says so, or else if its name ends as in `FALLING`."""
+    """Name of the metric. `mode` or the harness (`falling`) sets its direction, or else `FALLING` and `OWN`."""
     patience: int | None = None
     """Stop after this many evaluations in a row without improvement; None never stops."""
     min_delta: float = 0.0
     """Smallest change that counts as an improvement."""
     is_named: bool = False
-    """Whether the config names the metric."""
+    """Whether the config sets the metric."""
     keeps_best: bool = False
     """Whether the best evaluation gets a checkpoint."""
     mode: Literal["max", "min"] | None = None
-    """Whether the highest or the lowest value is the best."""
+    """Whether the highest or the lowest value is the best; None follows the harness, or else the metric's name."""
     falling: dict[str, bool] = field(default_factory=dict)
-    """For metrics of the harness: whether the lowest is the best. Evaluations fill it."""
+    """Whether the lowest value is the best, by metric of the harness. Evaluations fill it."""
     say: Callable[[str], None] = print
     is_asked: bool = False
     """Whether a callback has stopped the run."""
 
     def __post_init__(self) -> None:
         self._best: tuple[float, int | None] = (math.inf, None)
-        # The next evaluation must be lower than this by min_delta, after `_sign`.
+        # The next evaluation, times `_sign`, must be lower than this by min_delta.
         self._to_beat: tuple[float, int | None] = (math.inf, None)
         self._num_without = 0
         self._was_logged = False
@@ -76,18 +76,18 @@ class EarlyStopping:
         return self.is_asked or (self.patience is not None and self._num_without >= self.patience)
 
     def require_logged(self, metrics: Mapping[str, float]) -> None:
-        """Raise `ConfigError` if the config names a metric that is not in `metrics`, all evaluations of a step."""
+        """Raise `ConfigError` if the config sets a metric that is not in `metrics`, the evaluations of a step."""
         if self.is_named and not self._was_logged and self.metric not in metrics:
             known = sorted(name for name in metrics if name.startswith("eval/"))
             text = f"must be one of {', '.join(known) or 'none'}. {nearest(self.metric, known)}"
             raise ConfigError(f"train_parameters.best_metric={self.metric!r} {text}".rstrip())
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Take the metrics of an evaluation after `step`, and return more metrics."""
+        """Follow the metric in an evaluation after `step`; return more metrics."""
         self._was_logged |= self.metric in metrics
         if step == 0 or self.metric not in metrics:
             return {}
-        # A reward function may be random, so that ranks differ.
+        # Ranks may differ, because a reward function may be random.
         of_main = [metrics[self.metric]]
         if dist.is_initialized():
             dist.broadcast_object_list(of_main)
@@ -144,7 +144,7 @@ class Timer:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `name`, also when the block raises; nested spans count for both names."""
+        """Add the time of the block to `name`, also if the block raises; nested spans count for both names."""
         start = self._clock()
         try:
             # A profile's trace shows the phases by name.
@@ -174,7 +174,7 @@ class Recorder:
     """Prints to the console."""
     evaluation: Evaluation | None = None
     evaluate_every: int = 1
-    """Steps between evaluations; the run also evaluates before the first step and after the last."""
+    """Steps between evaluations; the run also evaluates before the first step and after the last step."""
     checkpoints: CheckpointStore | None = None
     uploads: HubUploads | None = None
     """Uploads of models to the Hub; None without them, and on ranks other than 0."""
@@ -189,11 +189,11 @@ class Recorder:
     end_epoch: Callable[[int], None] = lambda epoch: None
     """Called at the end of an epoch with its number, from 1."""
     callbacks: Callbacks = field(default_factory=Callbacks)
-    """Code of the user, called at evaluations, steps and checkpoints."""
+    """The user's code, called at evaluations, steps and checkpoints."""
     timer: Timer = field(default_factory=Timer)
     """Times evaluations, checkpoints and the loop's own phases."""
     held: list[tuple[int, dict[str, float], Callable[[], dict[str, float]]]] = field(default_factory=list)
-    """The step whose evaluation is in flight, with its metrics and the evaluation."""
+    """The step whose evaluation is in flight, with its metrics and the function that waits; at most one."""
 
     def write(
         self,
@@ -224,13 +224,13 @@ class Recorder:
                 self.sink.write(step, values | evaluation())
 
     def close(self) -> None:
-        """Write the metrics of a step whose evaluation is still in flight, without it."""
+        """Write the metrics of a step whose evaluation is still in flight, without the evaluation."""
         while self.held:
             step, values, _ = self.held.pop()
             self.sink.write(step, values)
 
     def require_logged(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raise `ConfigError` if the evaluations after `step` lack the metric to follow; not after the last step."""
+        """Raise `ConfigError` if the evaluations after `step` lack the metric to follow, except after the last step."""
         if step < self.num_steps:
             self.stopping.require_logged(metrics)
 
@@ -258,9 +258,10 @@ class Recorder:
             return self.evaluation.evaluate(step)
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]] | None:
-        """Begin an evaluation that the next step may overlap; None if none is due, or something waits for it.
+        """Begin an evaluation that the next step may overlap; return None if none is due or if it must not overlap.
 
-        Early stopping, the best checkpoint, callbacks, a checkpoint of this step and the end of the run wait for it.
+        Early stopping, the best checkpoint, callbacks, a checkpoint of this step and the end of the run need its
+        result before the next step.
         """
         waits = self.stopping.keeps_best or self.stopping.patience is not None or not self.callbacks.is_empty
         is_last = step == self.num_steps or self.stopping.is_over or self.is_save_due(step)
@@ -282,7 +283,7 @@ class Recorder:
     def save_if_due(
         self, step: int, models: Mapping[str, TrainedModel], state: Callable[[], dict[str, Any]]
     ) -> None:
-        """Save the models and the loop's state if a checkpoint is due; the last step is, for a longer run later."""
+        """Save the models and the loop's state if a checkpoint is due; after the last step, for a longer run later."""
         if self.checkpoints is not None and self.is_save_due(step):
             with self.timer.span("time/save_s"):
                 folder = self.checkpoints.save(step, models, state() | {"watch": self.stopping.state_dict()})
@@ -298,14 +299,15 @@ class Recorder:
         saved = self.checkpoints.load(self.resume_step, models)
         if "watch" in saved:
             self.stopping.load_state_dict(saved["watch"])
-            # The run was killed while it wrote its final model. A finished run is resumed to train longer.
+            # A run that a callback stopped stays stopped if it was killed before it wrote its final model. A finished
+            # run is resumed to train longer.
             was_asked = saved["watch"].get("is_asked", False)
             self.stopping.is_asked = was_asked and not self.checkpoints.is_finished(self.resume_step)
         return saved
 
 
 def num_multiplied(model: Any, has_tied_head: bool) -> int:
-    """Count the weights that every token is multiplied with: all but the embeddings, which are looked up."""
+    """Count the weights that multiply every token: all but the embeddings, which are looked up."""
     total = sum(parameter.numel() for parameter in model.parameters())
     return total if has_tied_head else total - model.get_input_embeddings().weight.numel()
 

@@ -1,4 +1,4 @@
-"""Routers of mixture-of-experts models: record or replay their choices, and measure how balanced these are.
+"""Routers of mixture-of-experts models: record or replay their choices, and measure the balance of the choices.
 
 Sources: Ma et al. 2025, arXiv:2510.11370 (replay of the engine); Zheng et al. 2025, arXiv:2507.18071 (replay of the old
 policy); Fedus et al. 2021, arXiv:2101.03961, eq. 4 (load-balancing loss).
@@ -59,16 +59,16 @@ class Layout:
             self.num_tokens = -(-packing.num_tokens // self._size)
         self._lengths = rows.attention_mask.sum(dim=1).tolist()
         self.ends: dict[int, int] = {}
-        """By row: how many of its tokens the pass computes, over all ranks."""
+        """Number of tokens that the pass computes of each row, over all ranks."""
         for members, _, last in self._pieces:
             for row in members:
                 self.ends[row] = max(self.ends.get(row, 0), min(last, self._lengths[row]))
         self._is_used = rows.is_asked.any(dim=1).tolist()
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield row, indices in the row and places in the pass of all tokens that are in rows with a token asked for.
+        """Yield row, indices in the row and places in the pass, for all tokens of rows with a requested token.
 
-        The common beginning of rows comes once for each of them, the first row first.
+        The common beginning of rows is yielded once for each of them, the first row first.
         """
         start = 0
         for members, first, last in self._pieces:
@@ -88,7 +88,7 @@ class Layout:
         return torch.from_numpy(found)
 
     def pairs(self, routes: Sequence[np.ndarray | None]) -> tuple[Tensor, Tensor] | None:
-        """Return places in the pass, int64 [M], and the routes of the tokens there, [M, L, K]; None without any."""
+        """Return places in the pass, int64 [M], and their tokens' routes, [M, L, K]; None if no row has routes."""
         places, parts = [], []
         for row, index, place in self:
             if row < len(routes) and (found := routes[row]) is not None:
@@ -102,7 +102,7 @@ class Layout:
         )
 
     def table(self, routes: Sequence[np.ndarray | None]) -> tuple[Tensor, Tensor] | None:
-        """Return the routes of the tokens of the pass, [n, L, K], and which tokens have some; None without any."""
+        """Return the routes of a pass, [n, L, K], and which of its tokens have routes; None if no row has routes."""
         if (pairs := self.pairs(routes)) is None:
             return None
         places, found = (x.numpy()[::-1] for x in pairs)
@@ -110,7 +110,7 @@ class Layout:
             np.zeros((self.num_tokens, *found.shape[1:]), np.int16),
             np.zeros(self.num_tokens, np.bool_),
         )
-        # The first of the rows that share a token wins, which numpy writes last.
+        # Of the rows that share a token, the first one counts: numpy writes it last.
         table[places], has[places] = found, True
         return torch.from_numpy(table), torch.from_numpy(has)
 
@@ -120,16 +120,16 @@ class Balance:
     """The load of the experts in some passes, summed over layers and tokens."""
 
     counts: Tensor
-    """[E], how often each expert is among the best."""
+    """[E], how often each expert is among the K most probable experts of a token."""
     shares: Tensor
-    """[E], the sum of its probability, with gradient if the loss is trained."""
+    """[E], the sum of each expert's probabilities, with gradient if the loss is trained."""
     num: Tensor
     """Number of tokens times layers."""
 
     def loss(self, whole: Balance) -> Tensor:
         r"""Return these passes' share of the loss of `whole`, :math:`E \sum_e f_e P_e`.
 
-        f is the share of tokens whose best experts include e, and P the mean probability of e.
+        f is the share of tokens whose K most probable experts include e, and P the mean probability of e.
         """
         num = whole.num.clamp(min=1)
         return len(self.counts) * (whole.counts / num * self.shares / num).sum()
@@ -139,12 +139,12 @@ class Routers:
     """The routers of one model, in the order of its layers."""
 
     def __init__(self, found: Sequence[tuple[nn.Module, int]], num_experts: int) -> None:
-        """Wrap the forward passes of `found`: routers, each with the number of the `topk` that makes its choice."""
+        """Wrap the forward passes of `found`: routers, each with the index of the `topk` call that makes its choice."""
         self.num_layers, self.dtype = len(found), route_dtype(num_experts)
         self.balance_coef = 0.0
         """Weight of the load-balancing loss."""
         self.has_balance = True
-        """Whether transformers has a load-balancing loss for the model; passes then compute rows to their ends."""
+        """Whether transformers has a load-balancing loss for the model; if so, passes compute rows to their ends."""
         self.last: Balance | None = None
         """The load of the experts in the last pass; None if the routers return no logits."""
         self.compares = False
@@ -166,7 +166,7 @@ class Routers:
         plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Outside of our passes, only a backward pass computes the routers of the last one again.
+            # Outside of `running`, only a backward pass computes the routers of the last pass again.
             is_again = self._table is not None and torch._C._current_graph_task_id() != -1
             if not self._is_running and not is_again:
                 return plain(*args, **kwargs)
@@ -193,7 +193,7 @@ class Routers:
                 ][:1]
             return output
 
-        # torch.compile would compile for every layout, and cannot follow the list of choices.
+        # torch.compile would recompile for every layout, and cannot trace the list of choices.
         module.forward = torch.compiler.disable(forward)  # type: ignore[method-assign]
 
     @contextmanager
@@ -219,7 +219,7 @@ class Routers:
         self.own = torch.stack(self._chosen, dim=1)
         self._measure()
         pairs = self.layout.pairs(rows.routes) if self.compares and rows.routes is not None else None
-        # An engine may return the experts of other layers; only a replay needs the same ones.
+        # An engine may return the experts of other layers; only a replay needs the same layers.
         if pairs is not None and pairs[1].shape[1:] == self.own.shape[1:]:
             self._compare(*(to_device(x, device) for x in pairs))
 
@@ -235,9 +235,9 @@ class Routers:
         self.compares, self._differ = True, []
 
     def differing_share(self) -> float | None:
-        """Return the share of compared tokens with another set of experts in any layer; all ranks call this.
+        """Return the share of compared tokens that have other experts in any layer; all ranks call this.
 
-        None if no rank has compared any.
+        None if no rank has compared tokens.
         """
         self.compares = False
         found = torch.stack(self._differ).sum(dim=0) if self._differ else torch.zeros(2, dtype=torch.int64)
@@ -263,7 +263,7 @@ class Routers:
         self.last = Balance(counts, shares, weights.sum() * self.num_layers)
 
     def own_by_row(self) -> dict[int, np.ndarray]:
-        """Return the choices of the last pass by row, [T, L, K]; 0 for tokens of other ranks."""
+        """Return the choices of the last pass by row, [t, L, K]; 0 for tokens of other ranks."""
         assert self.own is not None
         assert self.layout is not None
         own, found = self.own.cpu().numpy().astype(self.dtype), dict[int, np.ndarray]()
@@ -277,7 +277,7 @@ class BalanceMeter:
     """The load-balancing loss of one optimizer step, over all micro-batches and ranks."""
 
     def __init__(self, routers: Routers | None, model_parallel: int = 1) -> None:
-        """Measure the passes of a model with these routers; without them do nothing.
+        """Measure the passes of a model with these routers; None measures nothing.
 
         Groups of `model_parallel` ranks compute the same tokens.
         """
@@ -287,9 +287,9 @@ class BalanceMeter:
         self._parts: list[Balance] = []
 
     def count(self, passes: Sequence[Callable[[], Any]], model: nn.Module) -> None:
-        """Count the load of the whole step before it is trained, in passes of its own if there are several passes.
+        """Count the load of the whole step before training, in extra passes if there are several passes or ranks.
 
-        The loss is a product of two means over the step, so no micro-batch knows its gradient alone.
+        The loss is a product of two means over the step: the gradient of a micro-batch depends on all others.
         """
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if self._routers is None or self._coef == 0 or (len(passes) == 1 and world_size == 1):
@@ -309,7 +309,7 @@ class BalanceMeter:
         return self._coef * part.loss(part if self._whole is None else self._whole)
 
     def value(self) -> float | None:
-        """Return the loss of the step, without `coef`; all ranks call this. None without routers' logits."""
+        """Return the loss of the step, without its weight; all ranks call this. None without routers' logits."""
         whole = self._summed()
         return None if whole is None else whole.loss(whole).item()
 

@@ -15,18 +15,18 @@ from vectorlm.train.packing import Packing, alike, to_device
 
 
 class RowByRow:
-    """The forward pass of a layer that hands a state from token to token, such as linear attention or a convolution.
+    """The forward pass of a layer that passes a state from token to token, such as linear attention or a convolution.
 
-    In a packed pass the layer computes whole rows. The common beginning of a group is computed again for each of its
-    rows, because transformers' layers take an initial state only from a cache for generation. All other layers still
-    compute it once.
+    In a packed pass the layer computes whole rows. It computes the common beginning of a group once per row, because
+    transformers' layers take an initial state only from a cache for generation. All other layers compute the beginning
+    once.
     """
 
     def __init__(self, layer: nn.Module, parent: nn.Module, *, in_one_call: bool) -> None:
-        """Replace the forward pass of `layer`; `parent` is called with the layout of a packed pass.
+        """Replace the forward pass of `layer`; its `parent` receives the layout of a packed pass.
 
-        If `in_one_call`, all rows lie end to end and the layer's kernels read where they start. Otherwise rows of like
-        length are padded to one another, as torch's formulas for these layers need it.
+        If `in_one_call`, the layer's kernels compute all rows end to end, and read where rows start. Otherwise rows of
+        similar length are padded to equal length, because torch's formulas for these layers need it.
         """
         self.layer, self.in_one_call = layer, in_one_call
         self._forward = layer.forward
@@ -38,7 +38,7 @@ class RowByRow:
         layer.row_by_row = self  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Give the layer its own forward pass back."""
+        """Restore the layer's own forward pass."""
         self._hook.remove()
         self.layer.forward = self._forward  # type: ignore[method-assign]
         del self.layer.row_by_row
@@ -70,7 +70,7 @@ class RowByRow:
         return tree_map(join, *found)
 
     def _starts(self, keys: Sequence[int], packing: Packing, device: torch.device) -> dict[str, Any]:
-        """Return the borders of rows, by the names of transformers that the layer takes."""
+        """Return the borders of rows under those of transformers' names that the layer takes."""
         named = {
             "cu_seq_lens_q": packing.once(_borders, keys, device),
             "seq_idx": packing.once(_row_numbers, keys, device),
@@ -83,8 +83,8 @@ class RowByRow:
 def suspects(model: nn.Module, packing: Packing) -> list[tuple[nn.Module, nn.Module]]:
     """Return layers that may be recurrent, with their parents, after a packed pass of `model`.
 
-    All layers of transformers that mix tokens read the attention mask. These are the innermost ones that did not call
-    `packed_attention`.
+    All layers of transformers that mix tokens read the attention mask. This returns the innermost of them that did not
+    call `packed_attention`.
     """
     modules = dict(model.named_modules())
     reads = [
@@ -101,7 +101,7 @@ def suspects(model: nn.Module, packing: Packing) -> list[tuple[nn.Module, nn.Mod
 
 
 def follow(model: nn.Module, other: nn.Module) -> None:
-    """Let `model` compute row by row what `other`, of the same family, computes row by row."""
+    """Let `model` compute the same layers row by row as `other`, a model of the same family."""
     for name, module in other.named_modules():
         if hasattr(module, "row_by_row"):
             parent = model.get_submodule(name.rpartition(".")[0])
@@ -115,9 +115,9 @@ def _has(shape: tuple[int, ...], x: Any) -> bool:
 def _calls(
     queries: tuple[int, ...], keys: tuple[int, ...], in_one_call: bool, device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the tokens of each call, int64 [rows, tokens], and the places of all stretches in what they return.
+    """Return the tokens of each call, int64 [rows, tokens], and the places of all stretches in the joined results.
 
-    Rows lie end to end; each has `keys` tokens, and its stretch is the last `queries` of them.
+    Rows are end to end. Each has `keys` tokens, and its stretch is the last `queries` of them.
     """
     starts = [0, *accumulate(keys)]
     order = sorted(range(len(keys)), key=lambda row: -keys[row])

@@ -50,7 +50,7 @@ ScheduleName = Annotated[
     also_written({"plataeu-with-warmup": "plateau-with-warmup"}),
 ]
 PLATEAU_NAMES = ("plateau-with-warmup", "plataeu-with-warmup", "reduce_lr_on_plateau")
-"""Spellings of the plateau schedule; the second is VectorLM's own."""
+"""Names of the plateau schedule: ours, the original VectorLM's spelling, and transformers'."""
 BY_LOSS = (*PLATEAU_NAMES, "greedy")
 """Schedules that follow the evaluation loss."""
 WARMS_UP = ReadIf(
@@ -65,13 +65,13 @@ WITH_QUESTIONS = ReadIf(
     also=("rl.sources",),
 )
 KEPT_PASSES = 4
-"""Passes whose pixels are kept, because several models compute the same pass."""
+"""Number of passes whose pixels are kept, because several models compute the same pass."""
 BY_TOKENS = "Micro-batches follow from rl.max_tokens_per_micro_batch."
 
 GATHER_ONCE_BYTES = 2 << 30
-"""Up to this size, in fp32, every rank keeps whole weights and gradients for all micro-batches of a step."""
+"""Maximum size, in fp32, of weights and gradients that every rank keeps whole for all micro-batches of a step."""
 COPY_SHARE = 16
-"""A single rank on CUDA keeps its copies up to this fraction of the device's memory, 1 / `COPY_SHARE`."""
+"""Divisor of the device's memory: a single rank on CUDA keeps copies up to 1 / `COPY_SHARE` of the memory."""
 
 
 def gathers_once(
@@ -81,9 +81,9 @@ def gathers_once(
     computes_in_bf16: bool = False,
     cuda_bytes: int | None = None,
 ) -> bool:
-    """Whether an optimizer step gathers the weights once and sums the gradients once, because the model is small.
+    """Return whether an optimizer step gathers the weights once and sums the gradients once; small models do.
 
-    A single rank exchanges nothing: a copy only saves it casting all weights to bfloat16 twice in each pass.
+    A single rank exchanges nothing. For it, a copy saves only casting all weights to bfloat16 twice in each pass.
     `cuda_bytes` is the memory of the CUDA device; None on CPU.
     """
     if world_size == 1:
@@ -93,12 +93,12 @@ def gathers_once(
 
 
 def stays_plain(world_size: int, computes_in_bf16: bool, cpu_offload: bool) -> bool:
-    """Whether a model is trained without FSDP, which would copy its weights and gradients: one rank casts nothing."""
+    """Return whether a model is trained without FSDP, which on one rank without casts would only copy the weights."""
     return world_size == 1 and not computes_in_bf16 and not cpu_offload
 
 
 CHUNK_BYTES = 256 << 20
-"""Largest chunk of logits, in fp32."""
+"""Maximum size of a chunk of logits, in fp32."""
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -130,7 +130,7 @@ class ModelSettings:
     """Settings for loading and sharding the model."""
 
     sharding_strategy: ShardingStrategy = "FULL_SHARD"
-    """Tensors that FSDP shards: all, gradients and optimizer state, none, or all within a node."""
+    """Tensors that FSDP shards: all of them, gradients and optimizer state, none, or all within a node."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights. bfloat16 halves weights and optimizer state, but loses small updates; adapters stay fp32."""
     quantization: Literal["nf4"] | None = None
@@ -138,14 +138,14 @@ class ModelSettings:
     use_mp: bool | None = None
     """Mixed precision: compute in bfloat16, sum gradients in float32. null means on CUDA only."""
     fp32_head: bool = False
-    """Compute logits in float32, in the trainer and in the engine. Useful if the model computes in bfloat16: its logits
-    are then not rounded, and the log-probabilities of engine and trainer differ less."""
+    """Compute logits in float32, in the trainer and in the engine. Useful if the model computes in bfloat16: the
+    log-probabilities of engine and trainer then differ less, because logits are not rounded."""
     exact: Annotated[bool, ReadIf("rl")] = False
-    """Let trainer and engine compute the same log-probabilities, bit for bit, and stop if one differs in the first
+    """Let trainer and engine compute the same log-probabilities, bit for bit. The run stops if one differs in the first
     optimizer step of a batch. Needs CPU, float32 and vLLM. `receiver: auto` means `live`, `lora_mode: auto` merged."""
     use_activation_checkpointing: Recomputation = False
-    """Recompute activations in the backward pass instead of storing them: in all blocks (true), in every k-th block
-    (k), in all but attention (`keep_attention`), or with the inputs of blocks on the host (`offload`, CUDA)."""
+    """Recompute activations in the backward pass instead of storing them. true: in all blocks; a number k: in every
+    k-th block; `keep_attention`: all but attention; `offload`: in all blocks, with their inputs on the host (CUDA)."""
     context_parallel: PositiveInt = 1
     """Ranks that share the tokens of each pass (Ulysses), which saves memory for long sequences. Needs `pack_rows`."""
     tensor_parallel: PositiveInt = 1
@@ -163,8 +163,8 @@ class ModelSettings:
     low_cpu_mem_usage: bool | None = None
     """Load the weights on rank 0 only, which sends the other ranks their shards. null means with several ranks."""
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """Weight of the load-balancing loss of a mixture-of-experts model. null means the `router_aux_loss_coef` of its
-    config.json if `output_router_logits` is true there, as in transformers, else 0: the loss is only measured."""
+    """Weight of the load-balancing loss of a mixture-of-experts model; 0 only measures it. null means the
+    `router_aux_loss_coef` of its config.json if `output_router_logits` is true there, as in transformers; else 0."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state on the host, and run AdamW there; each block is copied to the device
     when it computes (CUDA)."""
@@ -233,9 +233,9 @@ class OptimizerSettings:
     betas: Betas = (0.9, 0.999)
     """Decay rates of the running averages of the gradient and its square."""
     eps: NonNegativeFloat = 1e-8
-    """Added to the denominator of the step."""
+    """Number added to the denominator of the step."""
     amsgrad: bool = False
-    """Divide by the largest average of squared gradients so far; stores a third number per trained weight."""
+    """Divide by the largest average of squared gradients seen; stores a third number per trained weight."""
     maximize: bool = False
     """Maximise the loss."""
     foreach: bool | None = None
@@ -243,7 +243,7 @@ class OptimizerSettings:
     capturable: bool = False
     """Let a CUDA graph capture the step (CUDA)."""
     differentiable: Literal[False] = False
-    """Only false is supported; accepted so that files may list every argument of AdamW."""
+    """Only false is supported; the key exists because files may list every argument of AdamW."""
     fused: bool | None = None
     """Step in one kernel. null means true, unless `foreach` is true."""
 
@@ -305,7 +305,7 @@ class EvaluationSettings:
     )
     """Optimizer steps between evaluations (with `rl`: steps); null evaluates only before and after training."""
     prompts: PromptSource | None = None
-    """Prompts to evaluate on: texts, or a source like `rl.prompts`; null evaluates on none."""
+    """Prompts to evaluate on: texts, or a source as in `rl.prompts`; null evaluates on none."""
     overlong_prompts: Annotated[Overlong, WITH_QUESTIONS] = "error"
     """How to treat a prompt that leaves no space for `max_tokens`, as in `rl.overlong_prompts`."""
     sampling_params: Annotated[Mapping[str, Any], WITH_QUESTIONS] = field(default_factory=dict)
@@ -319,7 +319,7 @@ class EvaluationSettings:
     """Lowest reward of a right answer, by the name of a reward of `evaluation` or `rl`: `{judge: 0.7}`. For other
     rewards, an answer is right at exactly 1."""
     output_jsonl_path: Annotated[PathText | None, WITH_QUESTIONS] = None
-    """File for the answers; null means `samples.jsonl` in `output_dir`. A file of an earlier run is kept beside it."""
+    """File for the answers; null means `samples.jsonl` in `output_dir`. The file of an earlier run is renamed."""
     at_k: Annotated[tuple[PositiveInt, ...], Field(strict=False), WITH_QUESTIONS] = ()
     """The k of `eval/pass_at_K` and `eval/maj_at_K`, up to `n` of `sampling_params`; empty means 2, 4, 8 …"""
     tasks: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -338,8 +338,8 @@ class KeepSettings:
     keep_checkpoints: Annotated[PositiveInt, WITH_CHECKPOINTS] = 2
     """Number of newest checkpoints to keep."""
     keep_best: Annotated[bool, WITH_CHECKPOINTS] = False
-    """Save a checkpoint at every evaluation that is the best so far, and keep the best one in addition to the
-    newest."""
+    """Save a checkpoint at every evaluation that is the best one yet, and keep it in addition to the newest
+    checkpoints."""
     final_model: Annotated[Literal["last", "best"], ReadIf("train_parameters.keep_best")] = "last"
     """Weights in `final-model`: from the last step, or from the best evaluation."""
     epoch_models: Annotated[bool, ReadIf("dataset", fix="Use rl.save_every and `vectorlm export`.")] = False
@@ -351,11 +351,11 @@ class KeepSettings:
     best_metric_mode: Annotated[
         Literal["max", "min"] | None, ReadIf("train_parameters.best_metric", fix="Name best_metric.")
     ] = None
-    """Whether the highest or the lowest value of `best_metric` is the best. null means the lowest for losses and
-    perplexities, the harness's own direction for its tasks, and the highest for all other metrics."""
+    """Whether the highest or the lowest value of `best_metric` is the best. null means the harness's direction for its
+    tasks; for other metrics, the lowest for losses and perplexities, else the highest."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without improvement; null trains to the end."""
     early_stopping_min_delta: Annotated[
         NonNegativeFloat, ReadIf("train_parameters.early_stopping_patience")
     ] = 0.0
-    """Minimum improvement over the best evaluation so far that counts as progress."""
+    """Minimum improvement over the best earlier evaluation that counts as progress."""

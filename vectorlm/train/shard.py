@@ -34,8 +34,8 @@ def load_sharded(
     """Load a model and shard it; all ranks call this.
 
     `load(is_empty)` loads the whole model, or only its structure on the meta device. With `low_cpu_mem_usage` only rank
-    0 reads the weights, and sends the other ranks their shards. `share` is called with the whole model, and returns the
-    parameters that all ranks of a node have in memory that they share; these stay whole.
+    0 reads the weights, and sends the other ranks their shards. `share` takes the whole model, and returns the
+    parameters in shared memory of a node's ranks; these parameters stay whole.
     """
     if not settings.loads_on_main(topology.world_size):
         model = load(False)
@@ -45,7 +45,7 @@ def load_sharded(
     group = dist.new_group()
     sent: list[Any] = [_structure(model) if topology.is_main else None]
     dist.broadcast_object_list(sent, src=0, group=group)
-    # The other ranks build the model from its config, but files may hold more: a head beside tie_word_embeddings.
+    # The other ranks build the model from its config, but files may have more: a head despite tie_word_embeddings.
     mine = _structure(model)
     for name, parameter in sent[0].items():
         if parameter != mine.get(name):
@@ -131,7 +131,7 @@ def shard_model(
     blocks = transformer_blocks(model)
     if settings.compile:
         for block in blocks:
-            # Compiling the method keeps the names of parameters, and leaves FSDP's hooks outside.
+            # Compiling the method keeps the names of parameters, and does not compile FSDP's hooks.
             block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
     if stays_plain(topology.world_size, is_cast, settings.cpu_offload):
         return model.to(topology.device)
@@ -161,7 +161,7 @@ def recompute(model: Any, what: Recomputation, topology: Topology) -> None:
         more = {"offload": True}
     elif not isinstance(what, bool | str):
         more = {"every_n_layers": what}
-    # transformers recomputes inside the blocks, so no wrapper changes a parameter's name.
+    # transformers recomputes inside the blocks: no wrapper changes a parameter's name.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments, **more)
 
 

@@ -19,7 +19,7 @@ from vectorlm.sampling.weights.model_tensors import checkpoint_name
 from vectorlm.train.settings import ModelSettings
 
 SUMMED = "replicated_with_grad_allreduce"
-"""transformers' style of a layer whose weight every rank holds, for its own heads alone."""
+"""transformers' style of a layer whose whole weight every rank has, but applies only to its own heads."""
 
 SPLIT_DIMS = {
     **dict.fromkeys(
@@ -28,7 +28,7 @@ SPLIT_DIMS = {
     **dict.fromkeys(("rowwise", "rowwise_split_input", "rowwise_rep"), -1),
     "grouped_gemm": 0,
 }
-"""The dimension of a weight that each of transformers' styles splits; of a bias, what its weight's rows are."""
+"""Dimension of a weight that each of transformers' styles splits; a bias is split like the rows of its weight."""
 ADAPTED_STYLES = (
     "colwise",
     "colwise_gather_output",
@@ -37,12 +37,12 @@ ADAPTED_STYLES = (
     "rowwise_split_input",
     "rowwise_rep",
 )
-"""Styles of layers that may have LoRA."""
+"""Styles of the layers that may have LoRA."""
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """The groups of ranks that split a model, and the meshes over which FSDP shards what they hold."""
+    """The groups of ranks that split a model, and the meshes over which FSDP shards their parts."""
 
     dense: DeviceMesh
     """FSDP's mesh for everything but split experts."""
@@ -57,10 +57,10 @@ class Meshes:
 def make_meshes(topology: Topology, settings: ModelSettings) -> Meshes:
     """Make the groups of ranks; neighbouring ranks split a model, and all ranks call this.
 
-    The ranks of an expert-parallel group that are not in one tensor-parallel group train on the same rows too, so FSDP
-    shards the other weights over them.
+    An expert-parallel group may consist of several tensor-parallel groups. FSDP shards all weights but the experts over
+    these groups, although they train on the same rows.
     """
-    # Every export would warn that gathering a weight that is both split and sharded takes two exchanges.
+    # Otherwise every export warns that gathering a weight that is both split and sharded takes two exchanges.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     tensor, group = settings.tensor_parallel, settings.model_parallel
     sizes = {"replicate": 1, "shard": topology.world_size // group}
@@ -112,7 +112,7 @@ def why_not_split(model: Any, settings: ModelSettings) -> tuple[str, str, str] |
         if not hasattr(tensor_parallel, "apply_tensor_parallelism"):
             rule = f"needs transformers 5.19, and {transformers.__version__} splits models in another way"
             return name, rule, "Run `pip install transformers==5.19.0`, or use 1."
-        # Some models have a plan for their output layer alone.
+        # Some models have a plan only for their output layer.
         if not (plan.keys() - {"lm_head"}):
             rule = f"needs a plan of transformers for the model, and {type(model).__name__} has none"
             return name, rule, "Use 1."
@@ -161,7 +161,7 @@ def split_model(model: Any, meshes: Meshes, settings: ModelSettings) -> list[nn.
     tensor, expert = _plans_of(model, settings)
     shared = _shared_names(model)
     for names in shared:
-        # A table that is split for one of its layers alone would be cut off from the other.
+        # If only one of its layers split a shared weight, the layers would no longer share it.
         owners = {name.rpartition(".")[0] for name in names}
         if not owners <= tensor.keys():
             tensor = {name: style for name, style in tensor.items() if name not in owners}
@@ -172,7 +172,7 @@ def split_model(model: Any, meshes: Meshes, settings: ModelSettings) -> list[nn.
         for module in _matching(model, summed):
             _sum_gradients(module, meshes.tensor)
     if meshes.expert is not None:
-        # All ranks of the group have the same rows, and each sends its part of them to the experts.
+        # All ranks of the group have the same rows, and each rank sends its part of the rows to the experts.
         apply_expert_parallelism(model, meshes.expert, meshes.expert, expert)
     for first, *others in shared:
         for name in others:
@@ -190,8 +190,8 @@ def split_model(model: Any, meshes: Meshes, settings: ModelSettings) -> list[nn.
 def _split_adapted(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> dict[str, str]:
     """Split the linear layers that have LoRA, and return the rest of the plan.
 
-    If ranks split the outputs of a layer, they split B in the same way; if they split its inputs, A. The other factor
-    is whole on every rank, where it gets the same gradient.
+    If ranks split the outputs of a layer, they split B in the same way; if they split its inputs, they split A. The
+    other factor is whole on every rank, and gets the same gradient on all ranks.
     """
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
@@ -216,7 +216,7 @@ def _split_adapted(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> 
 
 
 def _copy_output(module: Any) -> None:
-    """Let a module return a copy of its output: FSDP warns of a view, on which in-place operations lose its hook."""
+    """Let a module return a copy of its output: in-place operations on a view lose FSDP's hook, and FSDP warns."""
     forward = module.forward
 
     def copied(*args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ def _copy_output(module: Any) -> None:
 
 
 def _shared_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each parameter that has several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -256,10 +256,10 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 def _sum_gradients(module: Any, mesh: DeviceMesh) -> None:
-    """Let a layer that sees this rank's heads alone sum the gradients of its weights over the ranks.
+    """Let a layer that sees only this rank's heads sum the gradients of its weights over the ranks.
 
-    transformers 5.19 sums ``parameter.grad`` in a hook instead, which sums earlier micro-batches once more if gradients
-    are added up.
+    transformers 5.19 sums ``parameter.grad`` in a hook. If several micro-batches add up gradients, it sums the earlier
+    ones again.
     """
     forward = module.forward
 

@@ -27,7 +27,7 @@ POLL_S = 0.5
 
 
 class AgentHost:
-    """Runs an agent once per rollout, in a worker that no other rollout uses at the time.
+    """Runs an agent once per rollout, in a worker that no other rollout uses at the same time.
 
     An agent is a function or coroutine function ``run(client_url, key, row)``. It returns a reward, a mapping with a
     ``reward`` and further metrics, or None.
@@ -43,7 +43,7 @@ class AgentHost:
         timeout_s: float | None,
         is_trained_on: bool = True,
     ) -> None:
-        """Take the agent's name; `timeout_s` is the longest time between two of its requests."""
+        """Take the agent's name; `timeout_s` is the longest time between two of its requests, None for no limit."""
         self._run, self._gateway, self._workers = run, gateway, workers
         self._sampling, self._timeout_s = sampling, math.inf if timeout_s is None else timeout_s
         self._is_trained_on = is_trained_on
@@ -71,7 +71,7 @@ class AgentHost:
                     raise RuntimeError(f"no request and no result within {self._timeout_s:g} s")
             reward, measured = work.result()
         except (WorkerLost, RuntimeError) as error:
-            # Frameworks raise if the context is full. That ends the rollout, not the run.
+            # Frameworks raise if the context is full. The error ends the rollout, not the run.
             if not session.is_full:
                 refusal, fix = "", "Correct the agent, or catch the error in it and return a reward or None"
                 if session.refusal:
@@ -124,7 +124,7 @@ class AgentRollouts:
     ) -> None:
         """Take the agent as ``file.py:NAME``. It makes `group_size` rollouts per row, `num_workers` at a time.
 
-        Without `sampling_params` the engine's own are used.
+        Without `sampling_params`, the engine's own parameters apply.
 
         Raises:
             TypeError: `sampling_params` are not a mapping.

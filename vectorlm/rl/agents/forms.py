@@ -20,7 +20,7 @@ from vectorlm.sampling.handle import Hear
 from vectorlm.types import Completion
 
 MAX_ANSWERS = 64
-"""Answers to one request."""
+"""Maximum number of answers to one request."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 CHANGES_NOTHING = {
     **vars(DEFAULTS),
@@ -47,7 +47,7 @@ NOT_TAKEN = {
 
 
 def answer_with_ids(turn: Turn, tools: Sequence[Any] | None) -> dict[str, Any]:
-    """Return an answer as a message; the ids of its calls follow from its tokens, so a repeated run has the same."""
+    """Return an answer as a message; the ids of its calls depend only on its tokens: a repeated run has equal ids."""
     message = spoken(turn.completion.text, tools)
     for place, call in enumerate(message.get("tool_calls", ())):
         call["id"] = hashlib.blake2b(repr((turn.token_ids, place)).encode()).hexdigest()[:CALL_ID_LENGTH]
@@ -55,7 +55,7 @@ def answer_with_ids(turn: Turn, tools: Sequence[Any] | None) -> dict[str, Any]:
 
 
 class StreamOptions(BaseModel):
-    """Options of a streamed answer."""
+    """Options for a streamed answer."""
 
     include_usage: bool | None = None
 
@@ -112,7 +112,7 @@ class Sampling(Strict):
 
 
 class Request(Sampling):
-    """Fields shared by chats and texts."""
+    """Fields shared by requests of chats and of texts."""
 
     model: str | None = None
     stream: bool | None = None
@@ -136,7 +136,7 @@ class Request(Sampling):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the answer is sent as it is sampled."""
+        """Whether the answer is sent while it is sampled."""
         return bool(self.stream) and self.n in (None, 1)
 
     @property
@@ -169,7 +169,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(Request):
-    """``/v1/chat/completions``."""
+    """A request to ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -179,7 +179,7 @@ class ChatRequest(Request):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the answer is sent as it is sampled; calls of tools are read when it is whole."""
+        """Whether the answer is sent while it is sampled; with tools it is not, because calls are parsed at the end."""
         return super().is_streamed and not self.offered
 
     async def answer(self, session: Session, hear: Hear | None = None) -> list[Turn]:
@@ -192,7 +192,7 @@ class ChatRequest(Request):
 
     @property
     def offered(self) -> list[dict[str, Any]] | None:
-        """The tools in the chat template."""
+        """The tools for the chat template; None if there are none."""
         return None if self.tool_choice == "none" else self.tools or None
 
     def shown(self, turns: Sequence[Turn], form: Form) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class ChatRequest(Request):
 
 
 class TextRequest(Request):
-    """``/v1/completions``."""
+    """A request to ``/v1/completions``."""
 
     prompt: str | list[TokenId]
     logprobs: int | None = Field(None, ge=0, le=1)
@@ -252,14 +252,14 @@ class TextRequest(Request):
 
 
 class TokenSampling(Sampling):
-    """Parameters of ``/inference/v1/generate``."""
+    """Sampling parameters of ``/inference/v1/generate``."""
 
     logprobs: int | None = Field(None, ge=0, le=1)
     detokenize: bool | None = None
 
 
 class TokenRequest(Strict):
-    """``/inference/v1/generate``: tokens in, tokens out."""
+    """A request to ``/inference/v1/generate``, which takes tokens and returns tokens."""
 
     token_ids: list[TokenId] = Field(min_length=1)
     sampling_params: TokenSampling = Field(default_factory=lambda: TokenSampling.model_validate({}))
@@ -289,7 +289,7 @@ class TokenRequest(Strict):
 
 
 def explained(error: ValidationError) -> RequestError:
-    """Return the reason why a body is refused, with the wrong field."""
+    """Return the error of a refused body, with the wrong field."""
     # If a field has several forms, use the error of the form that matched furthest.
     first = max(error.errors(), key=lambda found: len(found["loc"]))
     names = [name for name in first["loc"] if isinstance(name, int) or name.isidentifier()]
@@ -319,7 +319,7 @@ class Form:
         return found
 
     def stopped_by(self, turn: Turn, stops: Sequence[str]) -> str | None:
-        """Return the stop string that ended an answer, which its text is without; None if none did."""
+        """Return the stop string that ended an answer, which the answer's text does not include; None if none did."""
         if turn.completion.finish_reason != "stop":
             return None
         end = self._tokenizer.decode(list(turn.completion.token_ids))[len(turn.completion.text) :]
@@ -332,7 +332,7 @@ class Form:
         )
 
     def body(self, kind: str, choices: list[Any], turns: Sequence[Turn], with_ids: bool) -> dict[str, Any]:
-        """Return an answer in OpenAI's form."""
+        """Return the body of an answer in OpenAI's form."""
         num_prompt = len(turns[0].completion.prompt_token_ids)
         num_sampled = sum(len(turn.completion.token_ids) for turn in turns)
         found = {

@@ -36,7 +36,7 @@ from vectorlm.types import POLICY, Completion, Prompt
 NOT_FOUND = "model_not_found"
 MAX_BODY_BYTES = 16 * 2**20
 ARRIVES_WITHIN_S = 30.0
-"""Seconds in which a request must arrive completely, and in which its answer must be read."""
+"""Seconds within which a whole request must arrive, and within which the client must read its answer."""
 KEPT_ALIVE_S = 300.0
 """Seconds that a connection may be idle between two requests."""
 CLOSE_S = 5.0
@@ -73,7 +73,7 @@ class Gateway:
             Route("/v1/messages", _Endpoint(self, MessagesRequest), methods=["POST"]),
             # Anthropic's client appends /v1 to its base_url.
             Route("/v1/v1/messages", _Endpoint(self, MessagesRequest), methods=["POST"]),
-            # Beside /v1, as in vLLM.
+            # Not below /v1, as in vLLM.
             Route("/inference/v1/generate", _Endpoint(self, TokenRequest), methods=["POST"]),
         ]
         config = Config(
@@ -88,7 +88,7 @@ class Gateway:
             timeout_keep_alive=int(KEPT_ALIVE_S),
             timeout_graceful_shutdown=1,
         )
-        # It logs broken and closed connections; the agent gets the errors of its requests.
+        # uvicorn logs broken and closed connections; the agent gets the errors of its requests.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server = Server(config)
         self._thread = threading.Thread(
@@ -144,9 +144,9 @@ class Gateway:
     def access(
         self, seed_of: Callable[[int], int], *, sampling: Mapping[str, Any]
     ) -> Iterator[dict[str, str]]:
-        """Answer the requests of an environment for a block; yield address and key, by its parameters' names.
+        """Answer an environment's requests for a block; yield address and key under the names in `ACCESS`.
 
-        `sampling` are the parameters of requests that set none.
+        `sampling` are the defaults of the requests' sampling parameters.
         """
         session = self._free_session(seed_of, sampling)
         self.open(session)
@@ -158,7 +158,7 @@ class Gateway:
 
     @property
     def models(self) -> list[str]:
-        """The names of the models that requests may ask: the policy first."""
+        """The names of the models that requests may name, the policy first."""
         others = () if self._engine is None else self._engine.adapters
         return [POLICY, *(name for name in others if name != POLICY)]
 
@@ -305,7 +305,7 @@ class _Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
 
 def _digest(key: str) -> bytes:
-    """Return the digest of a key, so that the time of a look-up reveals nothing about the key."""
+    """Return the digest of a key: the time of a look-up must reveal nothing about the key."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -351,15 +351,15 @@ def _refused(error: Exception) -> RequestError:
     if isinstance(error, ValidationError):
         return explained(error)
     if isinstance(error, UnknownAdapter):
-        # It was removed between two steps.
+        # The adapter was removed between two steps.
         return RequestError(str(error), "model", 404, NOT_FOUND)
     if isinstance(error, VectorLMError):
-        # The engine refused the request. An engine that is broken itself fails elsewhere too.
+        # The engine refused the request. A broken engine also fails elsewhere.
         return RequestError(str(error))
     return RequestError(f"{type(error).__name__}: {error}", status=500)
 
 
 def _refusal(error: RequestError, form: type[Asked]) -> Response:
-    # Clients read the answer after they sent their body, so a large body is read and dropped, but a late one is not.
+    # Clients read the answer after they have sent their body. A large body is read and dropped, a late one is not.
     headers = {"connection": "close"} if error.status == 408 else None
     return JSONResponse(form.refusal(error), error.status, headers=headers)

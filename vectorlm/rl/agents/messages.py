@@ -23,9 +23,9 @@ ERRORS = {
     429: "rate_limit_error",
     500: "api_error",
 }
-"""Anthropic's type of an error by its status; the others are invalid requests."""
+"""Anthropic's type of an error by its status; other statuses are invalid requests."""
 THOUGHTS = ("thinking", "redacted_thinking")
-"""Blocks that are not rendered: the policy's thoughts are part of its text."""
+"""Types of blocks that are not rendered, because the policy's thoughts are part of its text."""
 
 
 class Tool(BaseModel):
@@ -38,7 +38,7 @@ class Tool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Whether the policy may call a tool; it must be free not to."""
+    """The choice whether the policy may call a tool; a request cannot force a call."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["auto", "none"]
@@ -53,7 +53,7 @@ class Message(BaseModel):
 
 
 class MessagesRequest(Strict):
-    """``/v1/messages``."""
+    """A request to ``/v1/messages``."""
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
@@ -72,7 +72,7 @@ class MessagesRequest(Strict):
 
     @property
     def offered(self) -> list[dict[str, Any]] | None:
-        """The tools in the chat template."""
+        """The tools for the chat template; None if there are none."""
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return None
         return [
@@ -89,7 +89,7 @@ class MessagesRequest(Strict):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the answer is sent as it is sampled; calls of tools are read when it is whole."""
+        """Whether the answer is sent while it is sampled; with tools it is not, because calls are parsed at the end."""
         return bool(self.stream) and not self.offered
 
     async def answer(self, session: Session, hear: Hear | None = None) -> list[Turn]:
@@ -179,10 +179,10 @@ class MessagesRequest(Strict):
 
 
 def _content_of(content: Any, place: str) -> str | list[dict[str, Any]]:
-    """Return the text of blocks, or their parts if one is an image.
+    """Return the text of blocks, or a list of parts if a block is an image.
 
     Raises:
-        RequestError: A block is of another kind, or an image has no source.
+        RequestError: A block has another type, or an image has no source.
     """
     blocks, parts, has_images = content if isinstance(content, list) else [], list[dict[str, Any]](), False
     for block in blocks:

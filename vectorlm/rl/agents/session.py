@@ -23,13 +23,13 @@ from vectorlm.sampling.handle import Hear
 from vectorlm.types import Completion, PromptRecord
 
 FOLLOWED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-"""Sampling parameters that the trainer follows when it computes log-probabilities, and their defaults."""
+"""Defaults of the sampling parameters that the trainer follows when it computes log-probabilities."""
 MAX_REQUESTS = 1000
-"""Maximum requests per session, so that every agent ends."""
+"""Maximum number of requests per session; it ends agents that would never stop."""
 
 
 class RequestError(Exception):
-    """A request that cannot be answered; `param` is its field, `status` the HTTP status."""
+    """An error of a request that cannot be answered; `param` is the wrong field, `status` the HTTP status."""
 
     def __init__(
         self, text: str, param: str | None = None, status: int = 400, code: str | None = None
@@ -44,7 +44,7 @@ class Turn:
 
     completion: Completion
     before: Turn | None
-    """The turn that this one continues; None for the first."""
+    """The turn that this one continues; None for a first turn."""
     added: tuple[int, ...]
     """The tokens between the two turns, which the policy did not sample."""
     added_text: str
@@ -72,7 +72,7 @@ class Turn:
 
 
 class Session:
-    """The requests of one rollout. Created on the event loop that samples, used on the gateway's event loop."""
+    """The requests of one rollout. Create it on the event loop that samples; use it on the gateway's event loop."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Session:
     ) -> None:
         """Sample with `ask` and the parameters `sampling`; `seed_of` returns the seed of a request by its number.
 
-        If the rollout is not trained on, `sampling` replaces the parameters of a request. If `is_free`, the answers are
-        no part of a rollout, and a request may change all parameters.
+        If the rollout is not trained on, `sampling` replaces a request's parameters in `FOLLOWED`. If `is_free`, the
+        answers are no part of a rollout, and a request may change all parameters.
         """
         self.is_free = is_free
         self.key = secrets.token_urlsafe(32)
@@ -99,7 +99,7 @@ class Session:
         self._turns: list[Turn] = []
         self._num_requests = 0
         self.refusal = ""
-        """The reason why the last request was refused; "" if it was answered."""
+        """Why the last request was refused; "" if it was answered."""
         self._parent: Session = self
         """The session of the rollout."""
         self._in_flight: set[Future[Sequence[Completion]]] = set()
@@ -107,7 +107,7 @@ class Session:
         self.is_full = False
         """Whether a request was refused because the context is full, and no later request was answered."""
         self._num_refused = 0
-        """Tokens of the last prompt that was refused."""
+        """Number of tokens of the last refused prompt."""
 
     @property
     def idle_s(self) -> float:
@@ -124,7 +124,7 @@ class Session:
             sampled.cancel()
 
     def beside(self, ask: Ask) -> Session:
-        """Return a session for one request to another model by `ask`; its answer is no part of this rollout."""
+        """Return a session for one request by `ask` whose answer is no part of this rollout."""
         number, seed_of = self._count_request(), self._seed_of
         seed = None if seed_of is None else seed_of(number)
         made = Session(
@@ -139,7 +139,7 @@ class Session:
         return made
 
     def _count_request(self) -> int:
-        """Return the number of a new request."""
+        """Count a new request, and return its number."""
         if self._num_requests == MAX_REQUESTS:
             raise RequestError(f"This session has made its {MAX_REQUESTS} requests.", status=429)
         self._num_requests += 1
@@ -154,7 +154,7 @@ class Session:
     ) -> list[Turn]:
         """Answer chat messages; earlier answers among them keep the tokens that were sampled.
 
-        `hear` receives a single answer as it is sampled, in another thread.
+        `hear` receives a single answer while it is sampled, in another thread.
         """
         with _encoding("messages"):
             chat = [_for_template(message, index) for index, message in enumerate(messages)]
@@ -196,7 +196,7 @@ class Session:
             return await self._continue(before, ids, text, params, lambda said: None, hear=hear)
 
         def grown(said: str) -> str | None:
-            """Return the beginning of a longer prompt; after an empty answer the same prompt starts a new chat."""
+            """Return the beginning of every prompt that continues the answer; None if the answer is empty."""
             return prompt + said if said else None
 
         before = self._longest(
@@ -217,8 +217,8 @@ class Session:
     def rollout(self, record: PromptRecord) -> Rollout:
         """Return the agent's rollout of a prompt, without answers that it did not read.
 
-        The row with the last answer comes first, and the other rows are its `branches`. Every token is trained on in
-        one row.
+        The main row ends with the last answer; the other rows are its `branches`. Every token is trained on in only one
+        row.
 
         Raises:
             RolloutError: The agent read no answer.
@@ -245,7 +245,7 @@ class Session:
         return replace(first, branches=tuple(others))
 
     def _longest(self, begins: Callable[[Any], bool], shorter_than: int) -> Turn | None:
-        """Return the longest turn that a request continues; the last one among equals."""
+        """Return the longest turn that a request continues; among equally long turns the last one."""
         found = [turn for turn in self._turns if begins(turn.said) and len(turn.said) < shorter_than]
         return max(reversed(found), key=lambda turn: len(turn.said), default=None)
 
@@ -292,7 +292,7 @@ class Session:
             answered = await asyncio.wrap_future(sampled)
             completions = [replace(answer, text=escaped_halves(answer.text)) for answer in answered]
             self.refusal = ""
-            # Only after an answer: of several concurrent requests, a refused one may end the agent.
+            # Reset only after an answer: of several concurrent requests, a refused one may end the agent.
             if goes_on:
                 self.is_full = False
         finally:
@@ -314,7 +314,7 @@ class Session:
         return turns
 
     def _params(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sampling parameters of a request: the session's, with those that the agent may choose."""
+        """Return the sampling parameters of a request: the session's, and the ones that the agent may choose."""
         given = {name: value for name, value in asked.items() if value is not None}
         if self.is_free:
             return {**self._sampling, "logprobs": 0, "n": 1, **given}
@@ -357,7 +357,7 @@ def _row(leaf: Turn, record: PromptRecord, trained: set[Turn]) -> Rollout:
     row = replace(row, policy_mask=tuple(mask), messages=leaf.chat)
     if leaf.chat is None:
         return row
-    # The agent may have begun the last answer, and may have written answers itself.
+    # The agent may have written the beginning of the last answer, and whole answers.
     *before, last = [len(turn.chat) - 1 for turn in path if turn.chat is not None]
     contents = [(place, leaf.chat[place]["content"]) for place in before]
     return replace(row, policy_contents=[*contents, (last, leaf.completion.text)])
@@ -383,7 +383,7 @@ def _for_template(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _comparable(message: Mapping[str, Any]) -> str:
-    """Return a key that is equal for two forms of a message: frameworks add fields, and strip answers."""
+    """Return a key that is equal for all forms of a message: frameworks add fields, and strip answers."""
     is_answer = message["role"] == "assistant"
     calls = [
         (call["function"].get("name"), call["function"].get("arguments"))
@@ -394,7 +394,7 @@ def _comparable(message: Mapping[str, Any]) -> str:
 
 
 def spoken(text: str, tools: Sequence[Any] | None) -> dict[str, Any]:
-    """Return the policy's text as a message, with its calls of the given tools."""
+    """Return the policy's text as a message with its calls of the given tools."""
     functions = [tool.get("function") for tool in tools or ()]
     names = [str(function.get("name")) for function in functions if isinstance(function, Mapping)]
     content, calls = parse_calls(text, names) if tools else (text, [])

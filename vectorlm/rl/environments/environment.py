@@ -16,7 +16,7 @@ from vectorlm.types import MAX_REWARD
 AGENT = "openai:"
 """Prefix of ``rl.environment`` if it names an agent, which sends requests over HTTP."""
 ACCESS = ("client_url", "key")
-"""Parameters of environments that ask the engine's adapters over HTTP."""
+"""Parameters that give an environment access to the engine's adapters over HTTP."""
 Message = Mapping[str, Any]
 """A chat message: ``{"role", "content"}``, and ``tool_calls`` if the policy called tools."""
 
@@ -26,9 +26,9 @@ class Reply:
     """An environment's answer to a turn."""
 
     messages: str | Sequence[Message] = ()
-    """Messages to append by the chat template; a text continues the policy's own turn."""
+    """Messages to append with the chat template; a text continues the policy's own message."""
     reward: float | None = None
-    """A reward for this turn."""
+    """A reward for this turn; None for no reward."""
     done: bool = False
     """Whether the rollout has ended."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Environment(Protocol):
         """Start with a prompt's columns; return messages to append to the prompt, or None."""
 
     def step(self, message: Message) -> Any:
-        """Return a `Reply`, or its messages alone; None ends the rollout."""
+        """Return a `Reply`, or only its messages; None ends the rollout."""
 
     def close(self) -> Any:
         """Release resources."""
@@ -83,7 +83,7 @@ def to_reply(value: Any) -> Reply:
                 "or None; a reward and the end belong in Reply(messages, reward, done)"
             )
         for message in messages:
-            # The chat template decides about lists of parts and messages of calls only, as for prompts.
+            # The chat template decides whether lists of parts, and messages with only calls, are valid, as for prompts.
             is_content = isinstance(message.get("content"), str | list) or message.get("tool_calls")
             if not isinstance(message.get("role"), str) or not is_content:
                 raise TypeError(
@@ -129,14 +129,14 @@ def kind_of(environment: Any, where: str) -> str:
     """Return the form of an environment or its class: ``step``, ``respond`` or ``trl``.
 
     Raises:
-        ConfigError: It has none of these forms.
+        ConfigError: The environment has none of these forms.
     """
     if callable(getattr(environment, "step", None)):
         return "step"
     if callable(getattr(environment, "respond", None)):
         return "respond"
     reset = getattr(environment, "reset", None)
-    # TRL passes every column by name. This keeps a misspelt `step` beside reset(row) from becoming a tool.
+    # TRL passes every column by name to reset(). With reset(row), a misspelt `step` must not become a tool.
     if (
         callable(reset)
         and {"prompt", inspect.Parameter.VAR_KEYWORD} & _parameters(reset)
@@ -156,13 +156,13 @@ def kind_of(environment: Any, where: str) -> str:
 
 def _parameters(function: Callable[..., Any]) -> set[Any]:
     """Return the names and the kinds of a function's parameters."""
-    # A call of a decorated function calls its wrapper.
+    # A call of a decorated function calls the wrapper.
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     return {*parameters, *(parameter.kind for parameter in parameters.values())}
 
 
 def trl_tools(environment: Any) -> list[Callable[..., Any]]:
-    """Return the tools of an environment of TRL's form: its public methods but `reset`, `close` and `get_reward`."""
+    """Return the tools of an environment of TRL's form: all public methods but `reset`, `close` and `get_reward`."""
     names = [name for name in dir(environment) if not name.startswith("_")]
     others = {"reset", "close", "get_reward"}
     return [
@@ -186,7 +186,7 @@ def make_environment(make: Callable[..., Any], columns: Mapping[str, Any]) -> An
 
 
 def is_asynchronous(environment: Any, where: str) -> bool:
-    """Return whether every method and tool is a coroutine function, so that many environments share one process."""
+    """Return whether every method and tool is a coroutine function: then many environments can share one process."""
     methods = (
         getattr(environment, name, None) for name in ("reset", "step", "respond", "close", "get_reward")
     )
@@ -202,7 +202,7 @@ async def value_of(found: Any) -> Any:
 
 
 class _Respond:
-    """The form `respond` as the form `step`."""
+    """An adapter of the form `respond` to the form `step`."""
 
     def __init__(self, environment: Any) -> None:
         self._respond, self.tools = environment.respond, getattr(environment, "tools", ())
@@ -212,7 +212,7 @@ class _Respond:
 
 
 class _TRL:
-    """TRL's form as the form `step`: a turn that calls no tool ends the rollout."""
+    """An adapter of TRL's form to the form `step`: a turn that calls no tool ends the rollout."""
 
     def __init__(self, environment: Any) -> None:
         self._reset, self.tools = environment.reset, trl_tools(environment)
@@ -268,7 +268,7 @@ class Player:
         """Return the policy's turn as a message, and the reply to it."""
         text = escaped_halves(text)
         content, calls = parse_calls(text, list(self.tools)) if self.tools else (text, [])
-        # Ids count the calls, so that a repeated run has the same tokens.
+        # Ids count the calls: a repeated run must have the same tokens.
         calls = [
             replace(call, id=str(self._num_calls + place).zfill(CALL_ID_LENGTH))
             for place, call in enumerate(calls)

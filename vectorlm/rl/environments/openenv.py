@@ -13,15 +13,15 @@ from vectorlm.rl.environments.environment import Reply
 from vectorlm.rl.environments.tools import require_plain
 
 MAX_MESSAGE_BYTES = 100 * 2**20
-"""The limit of OpenEnv's own client."""
+"""Maximum size of a message, as in OpenEnv's own client."""
 
 
 class OpenEnv:
     """A session with the OpenEnv server at the URL in the column `openenv_url`, over a WebSocket.
 
-    The action is the policy's text without its thoughts, if that is a JSON object. Any other text becomes the field
-    that the column `openenv_action` names (default ``message``). The column `openenv_reset` has the arguments of the
-    reset. If the server refuses an action, the policy reads the error, and the metric `refused_actions` counts it.
+    The action is the policy's text without its thoughts, if this text is a JSON object. Any other text becomes the
+    field that the column `openenv_action` names (default ``message``). The column `openenv_reset` has the arguments of
+    the reset. If the server refuses an action, the policy reads the error, and the metric `refused_actions` counts it.
     """
 
     async def reset(self, row: Mapping[str, Any]) -> Any:

@@ -24,11 +24,12 @@ from vectorlm.types import PromptRecord
 class EnvironmentWorkers:
     """Workers for the environments of rollouts.
 
-    A synchronous environment has a worker that no other rollout uses at the time. Asynchronous environments share one.
+    A synchronous environment has a worker that no other rollout uses at the same time. Asynchronous environments share
+    one worker.
     """
 
     def __init__(self, make: str | Callable[..., Any], workers: WorkerPool, timeout_s: float | None) -> None:
-        """Take the class or function, or its name; `timeout_s` is the time limit of a call."""
+        """Take the class or function, or its name; `timeout_s` is the time limit of a call, None for no limit."""
         self.workers, self.timeout_s = workers, timeout_s
         self.make = make if isinstance(make, str) else cloudpickle.dumps(make)
         self.where = make if isinstance(make, str) else getattr(make, "__name__", str(make))
@@ -41,18 +42,18 @@ class EnvironmentWorkers:
         self._shared: asyncio.Task[Worker] | None = None
 
     async def describe(self, record: PromptRecord) -> bool:
-        """Return whether the environment is asynchronous; a worker determines it once.
+        """Return whether the environment is asynchronous, which a worker determines once.
 
-        Call it on the event loop of the workers.
+        Call this on the event loop of the workers.
         """
         if self._description is None:
             self._description = asyncio.create_task(self._describe(record))
         return await asyncio.shield(self._description)
 
     async def shared(self) -> Worker:
-        """Return the worker of all asynchronous environments. Call it on the event loop of the workers."""
+        """Return the worker of all asynchronous environments. Call this on the event loop of the workers."""
         if self._shared is None:
-            # If it is free, this is the worker of `describe`, which has imported the user's file. The pool ends it.
+            # If the worker of `describe` is free, this takes it: it has imported the user's file. The pool ends it.
             self._shared = asyncio.create_task(self._stack.enter_async_context(self.workers.worker()))
         worker = await asyncio.shield(self._shared)
         worker.is_shared = True
@@ -96,7 +97,7 @@ class RemoteEnvironment:
     async def reset(self) -> Any:
         """Return the first request to the policy: the prompt, the messages that the environment adds, and its tools."""
         record = self._record
-        # Call this before the rollout holds a worker, because it may wait for another one.
+        # Call this before the rollout has a worker, because it may wait for another worker.
         self._is_shared = await self._call("describe", record)
         begun = await self._call("begin", self._host.make, self._host.where, record.prompt, record.columns)
         prompt, own_tools = begun
@@ -118,7 +119,7 @@ class RemoteEnvironment:
         return found
 
     async def close(self) -> float | None:
-        """Close the environment and return its worker; return a reward for the whole rollout, or None."""
+        """Close the environment and release its worker; return a reward for the whole rollout, or None."""
         try:
             is_there = self._worker is not None and self._worker.loss is None
             # A cancelled call has ended the worker, unless it is shared.
@@ -161,7 +162,7 @@ class RemoteEnvironment:
         host = self._host
         async with host.describing:
             if not host.schemas.keys() >= set(tools):
-                # This imports torch, so it has no time limit.
+                # No time limit, because this imports torch.
                 found = await worker.ask(f"{__name__}:describe_tools", self._key, host.where)
                 host.schemas.update(zip(tools, found, strict=True))
                 if not self._is_shared:
@@ -185,12 +186,12 @@ def describe(make: str | bytes, where: str, columns: Mapping[str, Any]) -> Any:
 
 
 async def describe_tools(key: int, where: str) -> Any:
-    """Yield the tool schemas of a running environment, without blocking the others."""
+    """Yield the tool schemas of a running environment, without blocking other environments."""
     yield await asyncio.to_thread(schemas_of, list(_players[key].tools.values()), where)
 
 
 def play(key: int, what: str, *arguments: Any) -> Any:
-    """Yield None, then the result of a call; awaitables run on an event loop that is otherwise idle."""
+    """Yield None after the import, then the result of a call; awaitables run on an event loop of this process."""
     call = _call(key, what, *arguments, value_of=_at_once)
     yield None
     try:
@@ -200,14 +201,14 @@ def play(key: int, what: str, *arguments: Any) -> Any:
 
 
 async def play_shared(key: int, what: str, *arguments: Any) -> Any:
-    """Yield None and what a call returned, while others are waited for."""
+    """Yield None after the import, then the result of a call; other calls run concurrently."""
     call = _call(key, what, *arguments, value_of=environments.value_of)
     yield None
     yield await call
 
 
 def _call(key: int, what: str, *arguments: Any, value_of: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Return the coroutine of a call of the environment; the user's file is imported before that."""
+    """Return the coroutine of a call of the environment; import the user's file first."""
     if what == "begin":
         make, where, prompt, columns = arguments
         return _begin(key, _loaded(make), where, prompt, columns, value_of)
@@ -227,7 +228,7 @@ async def _end(key: int) -> float | None:
 
 
 def run_agent(name: str, url: str, key: str, row: Mapping[str, Any]) -> Any:
-    """Yield the reward that an agent gives, and what it measured."""
+    """Yield the reward and the metrics that an agent returns."""
     value = _value(load_plugin(name)(url, key, row))
     numbers = dict(value) if isinstance(value, Mapping) else {"reward": value}
     reward = environments.to_reward(numbers.pop("reward", None))

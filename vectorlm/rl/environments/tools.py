@@ -33,7 +33,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     error: str | None = None
-    """The reason why the text is not a valid call."""
+    """Why the text is not a valid call; None if it is one."""
     id: str = ""
     """The id that the call and its result share."""
 
@@ -41,11 +41,14 @@ class ToolCall:
 def parse_calls(text: str, names: Collection[str] = ()) -> tuple[str, list[ToolCall]]:
     """Return the policy's text without its calls, and the calls.
 
-    There are three forms of calls: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen);
-    ``{"name": …, "parameters": {…}}``, optionally after ``<|python_tag|>`` and joined by ``;`` (Llama 3); and plain
-    JSON, an object or a list of objects, optionally in a fence. An invalid call becomes a `ToolCall` with an error,
-    which the policy reads. Plain JSON is an answer if its name is not among `names` and it has other keys but no
-    arguments. Calls in the policy's thoughts are ignored.
+    There are three forms of calls:
+
+    - ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` (Hermes, Qwen);
+    - ``{"name": …, "parameters": {…}}``, optionally after ``<|python_tag|>`` and joined by ``;`` (Llama 3);
+    - plain JSON, an object or a list of objects, optionally in a fence. It is an answer and not a call if its name is
+      not among `names` and it has other keys but no arguments.
+
+    An invalid call becomes a `ToolCall` with an error, which the policy reads. Calls in thoughts are ignored.
     """
     said = without_thoughts(text)
     if "<tool_call>" in said:
@@ -60,14 +63,14 @@ def parse_calls(text: str, names: Collection[str] = ()) -> tuple[str, list[ToolC
 
 
 def _without(text: str, parts: Sequence[str]) -> str:
-    """Remove the last occurrence of each part; a thought that quotes a part precedes it."""
+    """Remove the last occurrence of each part, because a thought may quote the part before."""
     for part in reversed(parts):
         text = "".join(text.rsplit(part, 1))
     return text.strip()
 
 
 def require_plain(value: Any, depth: int = 0) -> Any:
-    """Return a JSON value from the policy's text.
+    """Return a JSON value from the policy's text unchanged.
 
     Raises:
         ValueError: It is nested too deeply, or has lone surrogates, which templates and other processes cannot read.
@@ -175,7 +178,7 @@ def identity_of(tool: Any) -> tuple[str, str | None, str]:
 
 
 def tool_message(call: ToolCall, content: str | list[Any]) -> dict[str, Any]:
-    """Return the message with the result of a call."""
+    """Return the chat message with the result of a call."""
     # Errors may quote lone surrogates.
     content = escaped_halves(content) if isinstance(content, str) else content
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
@@ -185,7 +188,7 @@ def content_of(result: Any) -> str | list[Any]:
     """Return a tool's result as the content of a message: its text, or its parts if it shows images.
 
     Raises:
-        TypeError: An image is not in a list of parts, or JSON has no form for a value.
+        TypeError: An image is not in a list of parts, or a value cannot be written as JSON.
         ValueError: An image cannot be read, or the text has lone surrogates.
     """
     if isinstance(result, list) and any(map(is_image, result)):
@@ -209,9 +212,7 @@ async def call_tool(
 ) -> tuple[dict[str, Any], bool]:
     """Run a tool; return the message with its result or its error, and whether it is an error.
 
-    The message lets the policy correct its call.
-
-    `value_of` awaits the result of a coroutine function.
+    The policy reads the error and can correct its call. `value_of` awaits the result of a coroutine function.
     """
     if call.error is not None:
         return tool_message(call, f"error: {call.error}"), True

@@ -11,11 +11,11 @@ from typing import Any
 from vectorlm.data.tasks import environment_config
 
 KEY = "VECTORLM_ROLLOUT_KEY"
-"""The environment variable from which verifiers' client reads the key; set only in the worker."""
+"""Environment variable from which verifiers' client reads the key; set only in the worker."""
 
 
 async def play(client_url: str, key: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """Play the episode of a row of `read_taskset`, and return the trace's reward and metrics.
+    """Play the episode of a row of `read_taskset`, and return the reward and metrics of its trace.
 
     The metrics include the trace's weighted rewards. A failed episode raises `RuntimeError`.
     """

@@ -1,4 +1,4 @@
-"""Evaluation during training: the engine answers held-out prompts, and a reward scores the answers."""
+"""Evaluation during training: the engine answers held-out prompts, and rewards score the answers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def answer_prompts(
     what: str = "sampling",
     is_on: bool = True,
 ) -> Answers:
-    """Return the answers to each prompt; prompts of a source in `play` are played with their environment.
+    """Return the answers to each prompt; functions in `play` play the prompts of their sources with an environment.
 
-    Ranks with `is_on` show the progress of `what`. The players have their own sampling parameters.
+    Ranks with `is_on` show the progress of `what`. The functions in `play` have their own sampling parameters.
     """
     return ask_prompts(engine, prompt_records, play, sampling_params, what=what, is_on=is_on, waits=True)()
 
@@ -53,7 +53,7 @@ def ask_prompts(
     is_on: bool,
     waits: bool,
 ) -> Callable[[], Answers]:
-    """Return a function that returns the answers; unless it `waits`, prompts without environment stay in flight."""
+    """Return a function that returns the answers. Without `waits`, prompts without an environment stay in flight."""
     answers: dict[int, Sequence[Rollout]] = {}
     for source, play_prompts in play.items():
         places = [place for place, record in enumerate(prompt_records) if record.source == source]
@@ -64,7 +64,7 @@ def ask_prompts(
     prompts = [asked(prompt_records[place]) for place in places]
     if isinstance(sampling_params, Sequence):
         sampling_params = [sampling_params[place] for place in places]
-    # Ask the engine even without prompts: a run that evaluates tasks only must update its weights.
+    # Ask the engine even without prompts: a run that evaluates only tasks must update the engine's weights.
     sampled, batch = None, None
     if waits:
         sampled = sample_with_progress(engine, prompts, sampling_params, what=what, is_on=is_on)
@@ -81,7 +81,7 @@ def ask_prompts(
 
 
 def seeded(sampling_params: Mapping[str, Any], seed: int, count: int) -> list[dict[str, Any]] | None:
-    """Return the parameters with a seed for each of `count` prompts; None if they have a seed or are greedy.
+    """Return the parameters with a seed for each of `count` prompts; None if they already have a seed, or are greedy.
 
     The engine's random state does not survive a restart. With seeds, a resumed run repeats its evaluations.
     """
@@ -118,15 +118,15 @@ class Evaluator:
             prompt_records: The held-out prompts.
             samples_path: The file for the answers.
             resume_step: The step that the run resumes from; None starts a new file.
-            of_source: The reward that decides which answers are correct, by the prompts' source (``""``: no source).
+            of_source: The reward that decides whether an answer is correct, by the prompts' source (``""``: no source).
             weights: Weights in ``eval/reward`` for prompts without a source: first the reward in `of_source`, then the
-                rewards in `further`. None counts the first alone.
+                rewards in `further`. None counts only the first reward.
             further: More rewards of these prompts, by name.
             at_k: The k of pass@k and maj@k.
             play: Functions that play the prompts of a source with their environment. Without a reward, an answer is
                 correct if the metric `acc` is 1, or if its rewards add up to 1.
             sampling_params: The parameters of each prompt; None uses the engine's.
-            max_tokens: Limit of an answer; the console says how many answers the context cut off earlier.
+            max_tokens: Limit of an answer; the console shows how many answers the context cut off earlier.
             run_tasks: Evaluates further tasks with the engine, and returns metrics.
             say: Prints to the console.
         """
@@ -134,7 +134,7 @@ class Evaluator:
         self._prompt_records = prompt_records
         self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
         self._places: dict[str, list[int]] = {}
-        """Places of the prompts of every source."""
+        """Indices of the prompts of every source."""
         for place, record in enumerate(prompt_records):
             self._places.setdefault(record.source, []).append(place)
         self._play = {source: player for source, player in (play or {}).items() if source in self._places}
@@ -155,7 +155,8 @@ class Evaluator:
     def begin(self, step: int, *, waits: bool = False) -> Callable[[], dict[str, float]]:
         """Ask the prompts, and return a function that waits for the answers and returns the metrics.
 
-        The engine's weights must not change before it is called. On all ranks; with `waits`, all answers are there.
+        Call it on all ranks. The engine's weights must not change before the returned function is called, unless
+        `waits` is true: all answers are then complete.
         """
         with self._turn.sampling(step) as report:
             start_s = time.perf_counter()
@@ -245,7 +246,7 @@ class Evaluator:
         total = list(rewards)
         if self._rewards.get("") is not None:
             places, num = self._places[""], len(self._weights)
-            # After the rewards of the config comes the environment's, which is no part of the sum.
+            # The environment's reward follows the rewards of the config, and is no part of the sum.
             scored = [[found[place] for place in places] for found in (rewards, *further)[:num]]
             for place, sums in zip(places, weighted_sums(scored, self._weights), strict=True):
                 total[place] = sums

@@ -29,23 +29,26 @@ class Grade:
     majority_at: Mapping[int, float]
     """Probability that the majority of k answers is correct, by k; empty if the reward logged no `answer`."""
     num_questions: int
-    """Questions that have an answer with a reward."""
+    """Number of questions that have an answer with a reward."""
     num_unscored: int
-    """Answers for which the reward returned None; all statistics ignore them."""
+    """Number of answers for which the reward returned None; all statistics ignore them."""
 
 
 def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -> Grade:
     r"""Grade the results of a reward for the answers to every question; a reward of NaN is no reward.
 
-    What it logs as `answer` is voted with. `at_k` are the k of pass@k and maj@k, up to the fewest answers to a
-    question; none stand for 2, 4, 8 and so on.
+    Values that the reward logs as `answer` are the votes of maj@k. `at_k` are the k of pass@k and maj@k, up to the
+    fewest answers to a question; empty means 2, 4, 8 and so on.
 
-    The answers to one question are not independent, so a question counts once, with the mean of its answers:
+    The answers to one question are not independent. Therefore a question counts once, with the mean of its answers:
     standard error = standard deviation of these means / sqrt(questions).
-    *Source*: Miller 2024, arXiv 2411.00640 (several answers to a question). Of n answers with c right ones, pass@k is
-    estimated without bias by :math:`1 - \binom{n - c}{k} / \binom{n}{k}`; Chen et al. 2021, arXiv 2107.03374. maj@k is
-    the mean over the same choices of k answers: 1 where the answer with the most votes is right, its share of the
-    answers that are tied, 0 without a vote; Wang et al. 2022, arXiv 2203.11171.
+    *Source*: Miller 2024, arXiv 2411.00640 (several answers to a question).
+
+    For n answers of which c are right, an estimate of pass@k without bias is
+    :math:`1 - \binom{n - c}{k} / \binom{n}{k}`. *Source*: Chen et al. 2021, arXiv 2107.03374.
+
+    maj@k is a mean over the same choices of k answers: 1 if the answer with the most votes is right, 1/t if t answers
+    are tied and one of them is right, and 0 without a vote. *Source*: Wang et al. 2022, arXiv 2203.11171.
     """
     scored = [[result for result in question if not math.isnan(result.reward)] for question in results]
     num_unscored = sum(map(len, results)) - sum(map(len, scored))
@@ -70,7 +73,7 @@ def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -
 def weighted_sums(
     scored: Sequence[Sequence[Sequence[RewardResult]]], weights: Sequence[float]
 ) -> list[list[RewardResult]]:
-    """Return the weighted sum of every answer's rewards; as in training, None is left out."""
+    """Return the weighted sum of every answer's rewards, without rewards of None, as in training."""
 
     def total(found: Sequence[RewardResult]) -> RewardResult:
         addends = [weight * result.reward for weight, result in zip(weights, found, strict=True) if weight]
@@ -92,7 +95,7 @@ def _majority_at(k: int, votes: Sequence[tuple[Hashable, bool]]) -> float:
     total = 0.0
     for answer, are_right in right.items():
         for num_votes in range(1, min(len(are_right), k) + 1) if any(are_right) else ():
-            # Choices of the other answers, by how many are tied with this one and by their votes together.
+            # Number of choices of other votes, by how many answers tie with this one and by the number of votes.
             ways = np.zeros((k // num_votes + 1, k + 1))
             ways[0] = [math.comb(num_silent, num) for num in range(k + 1)]
             for count in (len(others) for other, others in right.items() if other != answer):

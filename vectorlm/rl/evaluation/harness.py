@@ -27,15 +27,15 @@ from vectorlm.ranks.topology import device_of
 from vectorlm.settings import nearest
 
 SCORE = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
-"""vLLM must sample one token after the tokens that it scores; nothing reads it."""
+"""Parameters to score a prompt; vLLM must also sample one token, which nothing reads."""
 MAX_NEW_TOKENS = 256
-"""Longest answer of tasks without a limit, as with the harness's own models."""
+"""Maximum tokens of an answer in tasks without a limit, as with the harness's own models."""
 
 
 class EngineLM(TemplateLM):
-    """A vLLM `SamplingEngine` as a model of the harness; tokens and windows equal those of its class ``hf``.
+    """A vLLM `SamplingEngine` as a model of the harness, with the tokens and windows of the harness's class ``hf``.
 
-    On several ranks each makes the same calls: the engine's methods are collective.
+    All ranks make the same calls, because the engine's methods are collective.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, max_model_len: int) -> None:
@@ -63,13 +63,13 @@ class EngineLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of the harness's caches."""
+        """Name of the tokenizer for the harness's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text, by default with the tokenizer's special tokens."""
         if add_special_tokens is None:
-            # The chat template has added the first token.
+            # The chat template has already added the first token.
             begin = self.tokenizer.decode(self.prefix_token_id)
             add_special_tokens = False if string.startswith(begin) else None
         how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
@@ -89,11 +89,11 @@ class EngineLM(TemplateLM):
         return text
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of every text; a token is scored once, with as much context as fits."""
+        """Return the log-likelihood of every text; every token is scored once, with as much context as fits."""
         windows, counts = [], []
         for request in requests:
             tokens = self.tok_encode(request.args[0])
-            # A window and the token before it fill the engine.
+            # A window and the token before it fill the engine's context.
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, 1)
             own = [("", *make_disjoint_window(window)) for window in rolling]
             windows += own
@@ -123,7 +123,7 @@ class EngineLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-likelihood of every continuation, and whether all its tokens were the most likely ones.
 
-        Of what is too long for the engine the beginning is left out, as the harness does with other models.
+        If a text is too long for the engine, its beginning is cut off, as the harness does with other models.
         """
         rows = [(context + continuation)[-self.max_length :] for _, context, continuation in requests]
         outputs = self._engine.generate(rows, SCORE)
@@ -161,7 +161,7 @@ def load_tasks(names: Sequence[str], where: str = "--tasks") -> Any:
     """Load tasks and groups of the harness with their data, by name or from YAML files.
 
     Raises:
-        ConfigError: There is no such task, or its data cannot be read.
+        ConfigError: A task does not exist, or its data cannot be read.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
@@ -173,7 +173,7 @@ def load_tasks(names: Sequence[str], where: str = "--tasks") -> Any:
         if name not in files and name not in manager.all_tasks:
             rule = "is not a task of the lm-evaluation-harness. For your own task, name a .yaml file."
             raise ConfigError(f"{where} {name} {rule} {nearest(name, manager.all_tasks)}".rstrip())
-    # The harness does this too, so that tasks which shuffle have the same results.
+    # The harness does this too; tasks that shuffle then have the same results.
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
     try:
@@ -202,7 +202,7 @@ def scores_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def falling_of(found: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether lower is better, for the metrics of `run_tasks` whose task defines it."""
+    """Return whether lower is better, for each metric of `run_tasks` whose task defines it."""
     return {
         _metric(task, key): not rises
         for task, numbers in found["results"].items()
@@ -220,8 +220,8 @@ def _metric(task: str, key: str) -> str:
 def run_tasks(model: Any, tasks: Any, limit: int | None = None) -> tuple[dict[str, Any], str]:
     """Run loaded tasks on a model of the harness; return results and every answer as plain JSON, and lines to print.
 
-    `limit` keeps the first documents of each task. This is the harness's `simple_evaluate` without its survey of the
-    machine, which takes seconds.
+    `limit` keeps the first documents of each task. This is the harness's `simple_evaluate` without its collection of
+    facts about the machine, which takes seconds.
     """
     found: Any = evaluate(model, tasks, limit=limit, log_samples=True)
     plain: dict[str, Any] = json.loads(json.dumps(found, default=handle_non_serializable))

@@ -23,7 +23,7 @@ from vectorlm.plugin import load_plugin, raised_at
 from vectorlm.ranks.process_end import how_it_ended
 from vectorlm.rl.rewards.shape import fenced
 
-# The process limits itself before it reads the model's code: a fork with preexec_fn may hang beside threads.
+# The process limits itself before it reads the model's code, because preexec_fn may hang in a process with threads.
 BOOTSTRAP = """
 import ctypes, os, resource, sys
 seconds, memory, passed, network = *map(int, sys.argv[1:4]), sys.argv[4] == "True"
@@ -60,19 +60,19 @@ def code(
 ) -> float | None:
     """Run the completion's code against tests; return the share that pass, or None if there are no tests.
 
-    The code is the last fence tagged ``python``, ``python3`` or ``py``; without one the last fence without a tag, or
-    the whole text. A test is Python code, such as ``assert f(2) == 4``. Every test runs after the code in a separate
+    The code is the last fence tagged ``python``, ``python3`` or ``py``; else the last fence without a tag; else the
+    whole text. A test is Python code, such as ``assert f(2) == 4``. Every test runs after the code in a separate
     process with an empty folder, limits of time, memory and file size, and no network. A test passes if it runs to its
-    end: a test that exits fails. Code that ends in ``sys.exit`` is tested like other code.
+    end. A test that exits fails. Code that ends in ``sys.exit`` is tested like other code.
 
-    This contains mistakes but is not a sandbox against malicious code. The process can read every file that its user
-    can read, and an object that claims to equal everything passes ``assert f(2) == 4``.
+    This limits the damage of mistakes, but it is not a sandbox against malicious code. The process can read every file
+    that its user can read. An object that equals everything passes ``assert f(2) == 4``.
 
     Args:
         completion: The text of the model.
         tests: A column of the prompts: a list of tests, one test, or a JSON list as text. A test that only defines a
             function always passes.
-        timeout_s: Seconds that a test may take.
+        timeout_s: Maximum seconds of a test.
         memory_mib: MiB of memory that the process may write to; memory that it only reserves does not count. NumPy
             and similar libraries use one thread.
         allow_network: Run with network access, for kernels that give ordinary users no network namespace.
@@ -133,14 +133,14 @@ def _listed(tests: Sequence[str] | str) -> Sequence[str]:
 
 
 CPU_S = 3
-"""Seconds of CPU time for a call, which other work on the machine does not change. The kernel then ends the process:
-a Python signal handler would wait until a call of C code returns."""
+"""Maximum CPU time of a call, in seconds; other work on the machine does not change it. The kernel ends the process,
+because a Python signal handler would wait until a call of C code returns."""
 MEMORY_BYTES = 4 << 30
 LIMIT = "the call reached a limit, or ended its process"
 
 
 class OverLimit(Exception):
-    """A call used up its time or memory, or ended the process."""
+    """An error of a call that used up its time or memory, or ended its process."""
 
 
 def limited(package: str, function: str, *arguments: Any) -> Any:
@@ -191,7 +191,7 @@ class _Process:
         try:
             error, value = pickle.load(self._running.stdout)
         except BaseException:
-            # The next call would read the answer of this one.
+            # Otherwise the next call would read the answer of this call.
             os.killpg(self._running.pid, signal.SIGKILL)
             self._running.wait()
             raise
@@ -201,7 +201,7 @@ class _Process:
 
 
 def serve(package: str) -> None:
-    """Answer calls in a fork, and replace the fork after it reached a limit."""
+    """Answer calls in a fork; replace the fork after it has reached a limit."""
     # A call may print to the standard streams, and close them.
     asked, answers, is_called = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), mmap.mmap(-1, 1)
     os.dup2(2, 1)
@@ -228,7 +228,7 @@ def serve(package: str) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
             error, value = None, function(*arguments)
-        # Some scorers evaluate the policy's text, which may be exit().
+        # Some scorers evaluate the policy's text, which may call exit().
         except BaseException as raised:
             error, value = raised_at(raised), None
         signal.setitimer(signal.ITIMER_PROF, 0)

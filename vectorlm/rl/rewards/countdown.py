@@ -1,4 +1,4 @@
-"""The Countdown reward: does a completion reach the target with the given numbers?"""
+"""The Countdown reward, for completions that reach a target with the given numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fractions import Fraction
 from itertools import accumulate
 
 WRONG_REWARD = 0.1
-"""The reward of an answer in the right format with wrong numbers or a wrong value."""
+"""Reward of a wrong or invalid expression in ``<answer>`` tags."""
 MAX_CHARACTERS = 256
-"""Longer expressions are refused before they are parsed."""
+"""Maximum length of an expression; longer expressions are not parsed."""
 MAX_DEPTH = 16
-"""Deeper parentheses are refused."""
+"""Maximum depth of parentheses."""
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -23,9 +23,9 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 def countdown_reward(completion: str, *, numbers: Sequence[int], target: int, **_columns: object) -> float:
     """Score one completion of a Countdown problem.
 
-    1.0 when the last ``<answer>…</answer>`` is an expression over ``+ - * /`` and parentheses that uses each
-    of `numbers` exactly once, whatever their order, and equals `target`; `WRONG_REWARD` for any other answer;
-    0.0 without an answer. Other columns are ignored, so that a whole row can be passed.
+    The score is 1.0 if the last ``<answer>…</answer>`` is an expression of ``+ - * /`` and parentheses that equals
+    `target` and uses each of `numbers` exactly once, in any order. It is `WRONG_REWARD` for any other answer, and 0.0
+    without an answer. Other columns are ignored: you can pass a whole row.
 
     *Source*: the rule of the TinyZero reproduction (Pan et al. 2025), with exact fractions and no ``eval``.
     """
@@ -42,12 +42,12 @@ def countdown_reward(completion: str, *, numbers: Sequence[int], target: int, **
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
     """Return the exact value of an expression, and the numbers written in it from left to right.
 
-    Whole numbers may be joined by ``+ - * /`` with parentheses; there is no sign before a number, no ``**`` and no
-    ``//``. Nothing is executed: the syntax tree is read.
+    An expression has whole numbers, ``+ - * /`` and parentheses, but no sign before a number, no ``**`` and no ``//``.
+    Nothing is executed: the function reads the syntax tree.
 
     Raises:
-        ValueError: The text is not such an expression, is longer than `MAX_CHARACTERS`, has parentheses deeper than
-            `MAX_DEPTH`, or divides by zero.
+        ValueError: The text is not an expression of this form, is longer than `MAX_CHARACTERS`, has parentheses deeper
+            than `MAX_DEPTH`, or divides by zero.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(
@@ -70,7 +70,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
         raise ValueError(f"{text!r} needs a number or a parenthesis on both sides of each of + - * /.")
 
     try:
-        # Python refuses 007.
+        # Python does not parse 007.
         return value_of(ast.parse(re.sub(r"\b0+(?=[0-9])", "", text), mode="eval").body), numbers
     except SyntaxError as error:
         raise ValueError(f"{text!r} is not an expression: {error.msg}.") from error

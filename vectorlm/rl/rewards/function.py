@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RUNNER = "vectorlm.rl.rewards.runner"
 GRACE_S = 1.0
-"""Seconds beyond the time limit before a worker of coroutines is ended; the coroutines normally time out first."""
+"""Seconds after the time limit until a worker of coroutines is ended; the coroutines normally time out before."""
 CHUNKS_PER_WORKER, MIN_CHUNK = 4, 4
 
 
@@ -39,9 +39,9 @@ class RewardFunction:
         stops_at_error: bool = False,
         right_from: float | None = None,
     ) -> None:
-        """Take a function or its name, and the lowest reward of a correct answer (None: exactly 1).
+        """Take a function or its name; `right_from` is the lowest reward of a correct answer, None for exactly 1.
 
-        Without a `pool` it runs in this process, and a call that hangs never times out.
+        Without a `pool` the function runs in this process, and a call that hangs never times out.
         """
         self._right_from = right_from
         self._pool, self._timeout_s, self._stops_at_error = pool, timeout_s, stops_at_error
@@ -56,7 +56,7 @@ class RewardFunction:
 
         Raises:
             ConfigError: The function cannot be imported.
-            WorkersDied: The worker processes crash one after the other.
+            WorkersDied: The worker processes crash again and again.
         """
         if self._pool is None:
             found = run_reward(self._reward, items, self._timeout_s, self._stops_at_error)
@@ -67,7 +67,8 @@ class RewardFunction:
     async def score_alone(self, items: Sequence[Scorable]) -> list[RewardResult] | None:
         """Score one of many groups, on the pool's event loop; return None for a function of lists.
 
-        A function of lists may compare groups. Coroutines of all groups run concurrently in one worker.
+        A function of lists may compare groups, and needs them together. Coroutines of all groups run concurrently in
+        one worker.
         """
         self._kind = self._kind or await self._ask_kind()
         return None if self._kind == "lists" else await self._score(items, shares=self._kind == "together")
@@ -78,7 +79,7 @@ class RewardFunction:
         scoring = _Scoring(items)
         size = len(items)
         if self._kind == "each":
-            # One message per completion of a small group would cost more than most functions.
+            # For a small group, one message per completion would cost more than most functions.
             share = math.ceil(size / self._pool.size)
             size = max(math.ceil(share / CHUNKS_PER_WORKER), min(share, MIN_CHUNK))
         places = range(len(items))
@@ -89,7 +90,7 @@ class RewardFunction:
         return [scoring.results.get(place, RewardResult(math.nan)) for place in places]
 
     async def _ask_kind(self) -> Kind:
-        """Ask a worker, so that this process does not import the user's file."""
+        """Ask a worker for the kind: this process must not import the user's file."""
         assert self._pool is not None
         while True:
             with contextlib.suppress(WorkerLost):
@@ -109,7 +110,7 @@ class RewardFunction:
         yield await asyncio.shield(self._shared)
 
     async def _score_chunk(self, scoring: _Scoring, places: Sequence[int], shares: bool) -> None:
-        """Score the completions at some places; another worker continues after a time-out or crash."""
+        """Score the completions at some indices; another worker continues after a time-out or crash."""
         runs_together = self._kind == "together"
         limit_s = self._timeout_s and self._timeout_s + (GRACE_S if runs_together else 0.0)
         missing = list(places)
@@ -124,7 +125,7 @@ class RewardFunction:
                             self._note(scoring, missing.pop(0), result)
             except WorkerLost as loss:
                 if shares or (runs_together and len(missing) > 1):
-                    # Called alone, each completion shows whether its own call fails.
+                    # Call each completion by itself, to find the calls that fail.
                     await together(self._score_chunk(scoring, [place], shares=False) for place in missing)
                     return
                 for index in range(1 if self._kind == "each" else len(missing)):
@@ -141,11 +142,11 @@ class RewardFunction:
 class _Scoring:
     items: Sequence[Scorable]
     results: dict[int, RewardResult] = field(default_factory=dict)
-    """Results by place in `items`."""
+    """Results by index in `items`."""
 
 
 class _Stopped(Exception):
-    """A call failed and the scoring stops there."""
+    """An exception that stops scoring after a failed call."""
 
 
 def shown(rollout: Rollout) -> Scorable:
@@ -167,10 +168,10 @@ def shown(rollout: Rollout) -> Scorable:
 def score_answers(
     reward: RewardFunction | None, answers: Sequence[Sequence[Rollout]], setting: str
 ) -> list[list[RewardResult]]:
-    """Score the answers to each prompt; without a function, return the rewards of their environments.
+    """Score the answers to each prompt; without a function, return the rewards from their environments.
 
     Raises:
-        RewardError: The function raised or timed out; the text begins with `setting`.
+        RewardError: The function raised or timed out; the message begins with `setting`.
     """
     if reward is None:
         return [

@@ -12,9 +12,9 @@ from vectorlm.data.encoding import is_messages, split_unfinished, text_of_messag
 from vectorlm.errors import ConfigError
 
 NUMBER = r"(?<![\d.])(-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*\d+)?"
-"""A number; the first one of ``8/10``."""
+"""Pattern of a number; of ``8/10`` it finds 8."""
 MARKED = rf"(?i)(?<!/)(?:score|rating|grade)[^\n:=>]{{0,30}}(?:[:=>]|\bis\b)[^\w\n-]*{NUMBER}"
-"""A number after a word such as ``Score:``."""
+"""Pattern of a number after a label such as ``Score:``."""
 ASKED = (
     "Rate the answer to the question from 0 (useless) to 10 (perfect). Write nothing but the number.\n\n"
     "Question:\n{prompt}\n\nAnswer:\n{completion}"
@@ -43,27 +43,27 @@ async def judge(
     Thoughts (``<think>…</think>``) are removed first. The score is the last number with a label, as in ``Score: 8``,
     ``The rating is 8/10`` or ``{"score": 8}``. Without a label it is the last number.
 
-    The reward is also None if the server cannot be reached, times out, is busy or fails after all `retries`, or if it
-    refuses the completion, for example because it is too long. If the server refuses an empty completion too, for
-    example because of the key or the model, the function raises. The requests of a step run concurrently. The key
-    comes from the environment variable ``OPENAI_API_KEY``.
+    The reward is also None if the server, after all `retries`, cannot be reached, times out, is busy or fails; and if
+    it refuses the completion, for example because it is too long. If the server also refuses an
+    empty completion, for example because of the key or the model, the function raises. The requests of a step run
+    concurrently. The key comes from the environment variable ``OPENAI_API_KEY``.
 
     Args:
         completion: The text of the model; the judge also sees an answer that the prompt has begun.
         prompt: The prompt, as text or messages; several messages become lines ``role: content``.
-        model: The name of the model on the server; ``self`` is the engine of the run, which needs LoRA.
+        model: The name of the model on the server; ``self`` is the run's own engine, which needs LoRA.
         url: The base URL of an OpenAI-compatible server, which ends in ``/v1``; None with ``self``.
         adapter: With ``self``, the adapter that judges: ``reference``, or ``policy@100`` (see `rl.keep_adapters`). None
-            is the base model. A run whose engine does not hold it ends with an error.
+            is the base model. A run whose engine does not have the adapter ends with an error.
         template: The question to the judge, with ``{prompt}`` and ``{completion}``. A config may call it `prompt`.
-        pattern: A regular expression whose last match, or group in it, is the score.
+        pattern: A regular expression whose last match, or the group in it, is the score.
         scale: The highest score, which gives a reward of 1.
-        max_tokens: Longest answer of the judge, in tokens; None is the server's limit, and 16 with ``self``.
+        max_tokens: Maximum tokens of the judge's answer; None is the server's limit, or 16 with ``self``.
         retries: Number of times that a failed request is sent again.
         timeout_s: Seconds to wait for a request.
 
     Raises:
-        ConfigError: ``self`` outside of a run, or without `url` another model.
+        ConfigError: `model` is ``self`` outside of a run, or another model without a `url`.
         TypeError: The prompt is token ids.
         openai.OpenAIError: The server refuses the request.
     """
@@ -90,12 +90,12 @@ class Server:
     timeout_s: float
     max_tokens: int | None
     is_chat: bool = True
-    """Whether the model is asked by chat messages; otherwise it continues the question."""
+    """Whether the question is sent as chat messages; otherwise the model continues its text."""
 
     async def score(
         self, completion: str, prompt: Any, template: str, pattern: str | None, scale: float
     ) -> float | None:
-        """Return what `judge` returns."""
+        """Return the score, or None, as `judge` does."""
         import openai
 
         question, begun = prompt, ""
@@ -110,7 +110,7 @@ class Server:
 
         async def ask(completion: str) -> str:
             texts = {"{prompt}": question, "{completion}": begun + completion}
-            # Not str.format: a template may hold other braces.
+            # Not str.format, because a template may have other braces.
             asked = re.sub("|".join(texts), lambda found: texts[found.group()], template)
             # A lone surrogate cannot be sent.
             return await self._answer(client, asked.encode(errors="replace").decode())
@@ -154,14 +154,14 @@ class OwnJudge:
     """The reward ``judge(model="self", …)`` in a run, whose gateway has this address and key."""
 
     given: Mapping[str, Any]
-    """The arguments of `judge`."""
+    """The arguments that the config gives to `judge`."""
     adapter: str
     url: str
     key: str
     is_chat: bool
 
     async def __call__(self, completion: str, prompt: Any) -> float | None:
-        """Return what `judge` returns."""
+        """Return the score, or None, as `judge` does."""
         given = {"retries": 2, "timeout_s": 60.0, "max_tokens": OWN_MAX_TOKENS, **self.given}
         limits = given["retries"], given["timeout_s"], given["max_tokens"]
         server = Server(self.url, self.key, self.adapter, *limits, self.is_chat)

@@ -1,4 +1,4 @@
-"""Rewards for the final answer: a formula, the text in a box, or the answer to a task of reasoning-gym."""
+"""Rewards for the final answer: a formula, the text in a box, or the answer to a task from reasoning-gym."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from vectorlm.rl.rewards.code import OverLimit, limited
 
-# Every call would warn that math-verify's time limits are off; the worker has a time limit.
+# Otherwise every call warns that math-verify's time limits are off. They may be: the worker has a time limit.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
@@ -21,7 +21,7 @@ def _drop(name: str, value: Any) -> None:
 def math(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float | None:
     r"""Return 1.0 if the completion's final formula equals the answer, else 0.0; None if the answer is not a formula.
 
-    A formula that takes more than 3 s of processor time to compare, such as ``9^{9^{9}}``, does not equal the answer.
+    A formula that takes more than 3 s of CPU time to compare, such as ``9^{9^{9}}``, does not equal the answer.
     The formula is taken from ``\boxed{}``, from ``$...$``, or is the last number or expression of the text.
     *Source*: the package math-verify.
 
@@ -50,7 +50,7 @@ def compared(completion: str, answer: str) -> tuple[bool | None, str | None]:
     try:
         found = parse(completion, parsing_timeout=None)
         return verify(gold, found, timeout_seconds=None), str(found[0]) if found else None
-    except Exception:  # Too many digits to print, parentheses nested too deeply, and similar.
+    except Exception:  # Too many digits to print, or parentheses that are nested too deeply, for example.
         return False, None
 
 
@@ -77,7 +77,7 @@ def reasoning_gym(completion: str, item: Mapping[str, Any]) -> float:
     """Score the answer with the scorer of its task, from 0 to 1; some tasks reward partly correct answers.
 
     The answer is the text in the last ``<answer>`` tags, or else the whole text. The reward is 0 if the scorer cannot
-    read the answer, or not within 3 s of CPU time.
+    read the answer, or takes more than 3 s of CPU time.
     *Source*: the package reasoning-gym.
 
     Args:
@@ -101,7 +101,7 @@ def scored(completion: str, item: Mapping[str, Any]) -> float:
     score, answer = _scorer(item["metadata"]["source_dataset"]), extract_answer(completion)
     try:
         return score(completion.strip() if answer is None else answer, item)
-    except BaseException:  # Some scorers evaluate the answer, which may be exit().
+    except BaseException:  # Some scorers evaluate the answer, which may call exit().
         score(item["answer"], item)
         return 0.0
 

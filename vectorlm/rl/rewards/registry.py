@@ -15,14 +15,14 @@ from vectorlm.plugin import is_plugin, load_plugin
 from vectorlm.settings import nearest
 
 Reward = Callable[..., Any]
-"""``reward(completion, **columns)`` with the prompt's columns; 1.0 means a correct answer.
+"""A function ``reward(completion, **columns)`` of the prompt's columns; 1.0 means a correct answer.
 
 See `vectorlm.rl.rewards.runner` for the other forms.
 """
 
 _HOME = "vectorlm.rl.rewards"
 JUDGE, SELF, BASE = "judge", "self", "base"
-"""The judge, and its names for the run's own engine and for the model without an adapter."""
+"""Names of the judge, of the run's own engine as its model, and of the model without an adapter."""
 _REWARDS = {
     "boxed": f"{_HOME}.mathematics:boxed",
     "code": f"{_HOME}.code:code",
@@ -51,7 +51,7 @@ def without_arguments(name: str) -> str:
 
 
 def reward_names() -> list[str]:
-    """Return the names that `get_reward` knows, sorted."""
+    """Return the names of the built-in rewards, sorted."""
     return sorted(_REWARDS)
 
 
@@ -100,15 +100,15 @@ def adapter_of_judge(name: str) -> str | None:
 
 COMPLETION, COMPLETIONS, PROMPTS = "completion", "completions", "prompts"
 OF_VERL = "solution_str"
-"""verl's name of the completion."""
+"""verl's name of the parameter for the completion."""
 IDS = ("completion_ids", "completions_ids")
 OFFERED = {False: ("prompt", IDS[0]), True: (COMPLETIONS, PROMPTS, *IDS)}
-"""Arguments besides columns for a function of one completion (False) and for one of lists (True)."""
+"""Arguments besides columns, for a function of one completion (False) and for a function of lists (True)."""
 RESERVED = (COMPLETION, "prompt", *OFFERED[True])
-"""Names that never refer to a column."""
+"""Names of parameters that never receive a column."""
 LOG = "log"
 EXTRAS = ("messages", "num_turns", "environment", LOG)
-"""Arguments passed only to a parameter of that name, if no column has the name; `LOG` is passed in any case."""
+"""Arguments for parameters with exactly these names, if no column has the name; `LOG` takes precedence over columns."""
 OF_TRL = ("trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that only TRL's trainer passes."""
 
@@ -120,18 +120,18 @@ class RewardSignature:
     takes_lists: bool
     """Whether it takes lists with one entry per completion, by name, and returns a list."""
     completion: str | None
-    """The parameter that takes the completion; None for lists, and for a function without such a parameter."""
+    """Name of the parameter for the completion; None for a function of lists, and if there is none."""
     kinds: Mapping[str, Any]
-    """`inspect`'s kind of every parameter, in order."""
+    """Kind of every parameter, as in `inspect`, in order."""
     required: tuple[str, ...]
-    """Parameters without a default, besides the completion."""
+    """Names of the parameters without a default, besides the completion."""
 
     @classmethod
     def of(cls, reward: Callable[..., Any]) -> RewardSignature:
         """Read a function's parameters: `completions`, `prompts`, or token ids as the first parameter mean lists.
 
-        One completion goes to the parameter `completion`, to verl's `solution_str`, or to the first parameter, unless
-        that has another meaning, such as `messages`.
+        A single completion is passed as the parameter `completion` or verl's `solution_str`, or else as the first
+        parameter, unless its name has another meaning, such as `messages`.
         """
         parameters = inspect.signature(reward).parameters
         named = {
@@ -165,7 +165,7 @@ class RewardSignature:
     ) -> Any:
         """Call the function with the completion, if it takes one, and the arguments that it accepts.
 
-        Columns fill only the arguments that a `partial` does not set.
+        Arguments that a `partial` sets take precedence over columns.
         """
         named = {name: value for name, value in extras.items() if name in self.kinds}
         # A column is not callable.
@@ -175,7 +175,7 @@ class RewardSignature:
         given = {
             name: value
             for name, value in offered.items()
-            # Token ids have two names; ``**columns`` gets them once.
+            # Token ids have two names; ``**columns`` receives only the first.
             if name != self.completion and (name in self.kinds or (takes_any and name != IDS[1]))
         }
         if isinstance(reward, partial):
@@ -189,7 +189,7 @@ class RewardSignature:
 
     @property
     def _takes_by_place(self) -> bool:
-        """Whether the completion goes to ``*arguments``, or to a function without parameters, which then raises."""
+        """Whether the completion is passed as ``*arguments``, or to a function without parameters, which raises."""
         first = next(iter(self.kinds.values()), inspect.Parameter.VAR_POSITIONAL)
         return not self.takes_lists and self.completion is None and first is inspect.Parameter.VAR_POSITIONAL
 
@@ -200,6 +200,6 @@ class RewardSignature:
         return bool(self.takes_lists or self.completion or self._takes_by_place or named)
 
     def missing(self, columns: Iterable[str]) -> list[str]:
-        """Return the required parameters that neither these columns nor the completion fill."""
+        """Return the required parameters that receive neither a column nor another argument."""
         supplied = {*OFFERED[self.takes_lists], *EXTRAS, *columns}
         return [name for name in self.required if name not in supplied]

@@ -32,7 +32,7 @@ COMBINED: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class RewardModel:
     """A sequence-classification model with one label, which reads prompt and completion as one text.
 
-    Where its tokenizer names a `STEP_SEPARATOR`, it scores the end of each step: the log-odds of the step being right.
+    If its tokenizer has a `STEP_SEPARATOR`, it scores the end of each step: the log-odds that the step is right.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class RewardModel:
     ) -> None:
         """Load and shard a model from a folder of ``save_pretrained``, and load its tokenizer.
 
-        One forward pass takes `max_tokens`, padding included; texts longer than `max_length` lose their beginning. Of
-        the probabilities of steps, `step_reward` is the reward.
+        One forward pass takes at most `max_tokens`, padding included. Texts longer than `max_length` tokens lose their
+        beginning. `step_reward` chooses the reward from the probabilities of steps.
         """
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -81,7 +81,7 @@ class RewardModel:
         laid = [self._steps(rollout) for rollout in rollouts] if self._of_steps else []
         rows = [row for row, _ in laid] or [self._token_ids(rollout) for rollout in rollouts]
         # The score is read at the last token that is not padding. A tokenizer's padding token may also end rows, whose
-        # scores would then be read one token early: only the model's own config decides what padding is.
+        # scores would then be read one token early. Therefore only the model's own config defines the padding token.
         own_padding = padding = self._config.pad_token_id
         if padding is None:
             used = {token for row in rows for token in row}
@@ -118,9 +118,9 @@ class RewardModel:
         return logits[:, :1].expand(input_ids.shape)
 
     def _steps(self, rollout: Rollout) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a prompt and its steps, as in training, and the tokens that end a step.
+        """Return the tokens of a prompt and its steps, as in training, and whether each token ends a step.
 
-        With an environment, the prompt is all that precedes the last turn.
+        With an environment, the prompt is everything before the last turn.
         """
         prompt, whole = rollout.prompt_record.prompt, rollout.text
         if rollout.messages is not None:
@@ -147,6 +147,6 @@ class RewardModel:
             text = str(render_chat(self._tokenizer, chat, tokenize=False))
         else:
             text = (prompt if is_text else str(self._tokenizer.decode(list(prompt)))) + rollout.text
-        # Templates and token ids include their special tokens.
+        # Templates and token ids already include their special tokens.
         limits = {"truncation": True, "max_length": self._max_length}
         return self._tokenizer(text, add_special_tokens=is_text, **limits)["input_ids"]

@@ -30,7 +30,7 @@ from vectorlm.rl.rewards.registry import (
 from vectorlm.types import MAX_REWARD, RewardResult
 
 Reward = str | bytes | Callable[..., Any]
-"""A reward function: its name, its bytes by cloudpickle, or itself."""
+"""A reward function, its name, or its bytes from cloudpickle."""
 Kind = Literal["lists", "together", "each"]
 
 
@@ -60,7 +60,7 @@ class Scorable:
 
 
 def load_reward(reward: Reward) -> Callable[..., Any]:
-    """Return the function itself."""
+    """Return the function from any of its forms."""
     if isinstance(reward, bytes):
         return _unpickled(reward)
     return get_reward(reward) if isinstance(reward, str) else reward
@@ -68,7 +68,7 @@ def load_reward(reward: Reward) -> Callable[..., Any]:
 
 @cache
 def _unpickled(reward: bytes) -> Callable[..., Any]:
-    """Return the same object every time, because it may keep a state."""
+    """Return the same object every time, because it may have a state."""
     function: Callable[..., Any] = cloudpickle.loads(reward)
     return function
 
@@ -81,17 +81,18 @@ def run_reward(
 ) -> list[RewardResult]:
     """Score completions with one function, in this process.
 
-    The function gets the completion in its parameter `completion`, or in the first one. Parameters called ``prompt``,
-    ``completion_ids``, or like a column of the prompt are passed by name; ``**columns`` receives all of them.
-    Parameters called ``log``, ``messages``, ``num_turns`` and ``environment`` are passed too, unless a column has that
-    name; ``log`` is always the function. It returns a float, or None for a completion that cannot be scored.
+    The function gets the completion in its parameter `completion`, or in the first one. Parameters named ``prompt``,
+    ``completion_ids`` or like a column of the prompt are passed by name; ``**columns`` receives all of them.
+    Parameters named ``log``, ``messages``, ``num_turns`` and ``environment`` are passed too, unless a column has that
+    name; ``log`` is always the logging function. The reward function returns a float, or None for a completion that
+    cannot be scored.
 
-    A function with a parameter ``completions`` or ``prompts`` gets lists by name, as from TRL, and returns a list of
+    A function with a parameter ``completions`` or ``prompts`` gets lists by name, as in TRL, and returns a list of
     the same length. If a prompt is messages, its completion in the list is the messages of all turns. Otherwise a
     completion of several turns is the policy's text, every turn on a new line, without the environment's text.
 
     The calls of a coroutine function run concurrently, each for at most `timeout_s`. Calls of other functions have no
-    time limit here. With `stops_at_error` no call follows one that failed: the remaining completions have neither
+    time limit here. With `stops_at_error`, no call follows a failed call: the remaining completions have neither
     reward nor error.
     """
     results: list[RewardResult] = []
@@ -105,7 +106,7 @@ def run_reward(
 def scored(
     reward: Reward, items: Sequence[Scorable], timeout_s: float | None
 ) -> Iterator[list[RewardResult]]:
-    """Yield the results of every call, in the order of the items; first an empty list, once the function is loaded."""
+    """Yield an empty list after the function is loaded; then the results of every call, in the order of the items."""
     function = load_reward(reward)
     yield []
     signature, kind = RewardSignature.of(function), kind_of(function)
@@ -121,14 +122,14 @@ def scored(
 async def scored_together(
     reward: Reward, items: Sequence[Scorable], timeout_s: float | None
 ) -> AsyncIterator[list[RewardResult]]:
-    """Yield the results of a coroutine function like `scored`; other jobs run concurrently in the same worker."""
+    """Yield the results of a coroutine function as `scored` does; other jobs run concurrently in the same worker."""
     function = load_reward(reward)
     yield []
     yield await _run_together(function, items, RewardSignature.of(function), timeout_s)
 
 
 def kind_of(reward: Callable[..., Any]) -> Kind:
-    """Return how a function is called: with lists, concurrently for every completion, or one call at a time."""
+    """Return how to call a function: with lists, concurrently for every completion, or one call at a time."""
     if RewardSignature.of(reward).takes_lists:
         return "lists"
     is_async = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
@@ -141,7 +142,7 @@ def describe(reward: Reward) -> Iterator[Kind]:
 
 
 def asyncio_run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end, in another thread if this one has a running loop (a notebook)."""
+    """Run a coroutine to its end, in another thread if this thread has a running loop (in a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -171,7 +172,7 @@ def _extras(item: Scorable, logged: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, or any other value as text, because it is sent to another process."""
+    """Return a plain value, or any other value as text, because it is sent to another process."""
     if isinstance(value, bool | str) or value is None:
         return value
     try:
@@ -230,7 +231,7 @@ def _run_lists(
     def call() -> list[Any]:
         answer = signature.call(reward, offered, {**extras, LOG: log})
         answer = asyncio_run(answer) if inspect.iscoroutine(answer) else answer
-        # list() would turn a mapping into its keys, and a text into its letters.
+        # list() would turn a mapping into its keys, and a text into its characters.
         if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
             raise TypeError(
                 f"it returned {str(answer)[:40]!r}, a {type(answer).__name__}, but must return a list with one reward "
@@ -268,7 +269,7 @@ async def _run_together(
             result = _to_result(value)
             return replace(result, logged={**result.logged, **logged})
         except (Exception, SystemExit) as error:
-            # The function, or a server that it calls, may raise TimeoutError too.
+            # The function, or a client that it uses, may also raise TimeoutError.
             text = f"no answer within {timeout_s:g} s" if limit.expired() else raised_at(error)
             return RewardResult(math.nan, text)
 

@@ -25,12 +25,12 @@ from vectorlm.rl.settings import CollectSettings
 from vectorlm.types import ENVIRONMENT, RewardResult
 
 RewardModel = Callable[[Sequence[Rollout]], list[float]]
-"""Scores all rollouts, on all ranks together."""
+"""Scores rollouts; all ranks call it with the same rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardScorer:
-    """Rewards and penalties of a run. All ranks call `score` together and get the same groups."""
+    """The rewards and penalties of a run. All ranks call `score` together and get the same groups."""
 
     settings: CollectSettings
     functions: Mapping[str, Reward]
@@ -45,27 +45,27 @@ class RewardScorer:
     timeout_s: float | None = None
     """Seconds to wait for a call of a reward function; None waits forever."""
     on_error: Literal["stop", "skip"] = "stop"
-    """What happens if a function raises or times out; a skipped completion has no reward."""
+    """How to treat a function that raises or times out: stop the run, or leave the completion without a reward."""
     drops_constant_groups: bool = False
-    """Dynamic sampling (DAPO): drop groups with equal rewards, because nothing can be learned from them."""
+    """Whether to drop groups with equal rewards, from which nothing can be learned (dynamic sampling, DAPO)."""
     by_turn: bool = True
     """Whether a group with equal sums is kept if the rewards of its turns differ."""
     topology: Topology
     require: Callable[[], None] = lambda: None
-    """Raises before scoring if what a function asks is missing."""
+    """Raises, before scoring, if the engine lacks an adapter that a judge uses."""
 
     def __post_init__(self) -> None:
-        # Created now, because both the pool's thread and the rank's main thread read them.
+        # Create them now, because both the pool's thread and the rank's main thread read them.
         _ = self._reward_functions
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> dict[str, list[RewardResult]]:
-        """Score completions of one prompt with the functions that see one at a time, in this rank's workers.
+        """Score completions of one prompt with all functions of a single completion, in this rank's workers.
 
-        May be awaited on any event loop. `score` calls the functions of lists, which see all groups of a step together.
+        You may await it on any event loop. `score` calls the functions of lists, with all groups of a step.
 
         Raises:
-            RewardError: A function failed and `on_error` is ``stop``. The run ends at once: other groups may hang as
-                long.
+            RewardError: A function failed and `on_error` is ``stop``. The run ends immediately, because other groups
+                may hang as long.
         """
         self.require()
         if self.pool is None:
@@ -121,7 +121,7 @@ class RewardScorer:
                     if result.is_counted:
                         errors[owners[place]].append(text)
                     has_failed[place] = True
-        # A reward that is NaN is left out of the sum. A sum of nothing but NaN is NaN; without any reward it is 0.
+        # The sum leaves out rewards of NaN. If all rewards are NaN, it is NaN; if there are no rewards, it is 0.
         weights = [self._weights(rollout) for rollout in rollouts]
         addends = torch.stack(
             [
@@ -164,10 +164,10 @@ class RewardScorer:
     def _call_functions(
         self, groups: Sequence[SampledGroup], rollouts: Sequence[Rollout]
     ) -> dict[str, list[RewardResult]]:
-        """Return the results of all functions: those that the groups bring, and calls that the ranks share.
+        """Return the results of all functions: the groups' own results, and the results of calls that the ranks share.
 
-        A random or slow function is called once for each completion. Groups stay together; their greedy completions
-        follow behind all groups.
+        Each function is called only once per completion, because it may be random or slow. Groups stay together; their
+        greedy completions follow after all groups.
         """
         sizes = [len(group.rollouts) for group in groups]
         has_greedy = len(rollouts) > sum(sizes)
@@ -181,7 +181,7 @@ class RewardScorer:
         }
         if not (late := [name for name in self.functions if name not in early]):
             return {name: early[name] for name in self.functions}
-        # Ranks split the work by sizes. Prompts cannot tell groups apart: two groups may have the same prompt.
+        # Ranks split the work by the sizes of groups, because two groups may have the same prompt.
         ends = [0, *accumulate([*sizes, *[1] * (len(rollouts) - sum(sizes))])]
         first, last = (
             ends[(len(ends) - 1) * rank // self.topology.world_size]

@@ -9,11 +9,11 @@ from functools import cache
 from typing import Any
 
 FENCE = re.compile(r"```[^\n`]*```|```([^\n`]*)\n(.*?)```", re.DOTALL)
-"""The tag and content of a fence; backticks that open and close within a line match without content."""
+"""Pattern of a fence, with its tag and content; backticks that open and close in one line match without content."""
 
 
 def fenced(text: str, *tags: str) -> list[str]:
-    """Return the contents of the fences with one of these tags, or else of the fences without a tag."""
+    """Return the contents of the fences with one of these tags; if there are none, of the fences without a tag."""
     found = [(tag.strip().lower().partition(" ")[0], inner) for tag, inner in FENCE.findall(text) if inner]
     return [inner for tag, inner in found if tag in tags] or [inner for tag, inner in found if not tag]
 
@@ -27,7 +27,7 @@ def format(completion: str, *, pattern: str | None = None, tags: Sequence[str] =
         tags: Names of tags that must open and close exactly once, in this order: ``[think, answer]``.
 
     Raises:
-        ValueError: Neither is given.
+        ValueError: Neither `pattern` nor `tags` is given.
     """
     if pattern is None and not tags:
         raise ValueError("the reward format needs a pattern or tags. Add pattern=... or tags=[...]")
@@ -52,7 +52,7 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
     try:
         return float(validator.is_valid(json.loads(next(iter(fenced(completion, "json")), completion))))
     except Exception as error:
-        # The completion may be too large for Python. Errors of these packages are errors of the schema.
+        # The completion may exceed a limit of Python. Errors from these packages are errors of the schema.
         if type(error).__module__.partition(".")[0] in ("jsonschema", "referencing", "re"):
             raise
         return 0.0
@@ -61,11 +61,11 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
 def length(
     completion_ids: Sequence[int], completion: str = "", *, target_tokens: int, tolerance_tokens: int = 0
 ) -> float:
-    r"""Return 1 at the target and less for each token away from it: :math:`-\max(|n - t| - d, 0) / t + 1`, at least 0.
+    r"""Return :math:`1 - \max(|n - t| - d, 0) / t`, at least 0: less for each token away from the target.
 
     Args:
         completion_ids: The n tokens of the completion.
-        completion: Not read; without this parameter the function would receive lists.
+        completion: Not read; the parameter is needed because without it the function would receive lists.
         target_tokens: t, at least 1.
         tolerance_tokens: d, the distance from the target that costs nothing.
     """
@@ -99,7 +99,7 @@ def _validator(schema: str) -> Any:
 
 
 PLAIN = "This is an answer."
-"""A text that every check accepts as input."""
+"""A text that every check can read."""
 
 
 def ifeval(
@@ -122,7 +122,7 @@ def ifeval(
     langdetect.DetectorFactory.seed = 0
 
     def follows(name: str, arguments: Mapping[str, Any], text: str) -> bool:
-        # No check reads the prompt; a text to repeat is among the arguments.
+        # No check reads the prompt; if a text must be repeated, it is among the arguments.
         example = InputExample(0, [name], "", [dict(arguments)])
         try:
             return bool(test_instruction_following_strict(example, text).follow_all_instructions)

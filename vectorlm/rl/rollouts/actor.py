@@ -18,7 +18,7 @@ from vectorlm.types import Completion, Prompt
 
 Outcome = SampledGroup | Exception
 CLOSE_S = 5.0
-"""Seconds to wait for the thread to end."""
+"""Seconds to wait until the thread ends."""
 IDLE_S = 0.005
 """Seconds between two checks for new requests, if the engine samples in the rank itself."""
 
@@ -43,7 +43,7 @@ class Actor:
         self._requests, self._sampler, self._draw, self._tokenizer = requests, sampler, draw, tokenizer
         self._limit = limit
         self._tasks: dict[int, Task] = {}
-        """Tasks by number that this actor has not drawn; another actor may have drawn them."""
+        """Tasks that this actor has not drawn, by number; another actor may have drawn them."""
         self._num_submitted = 0
         self._drawn: int | None = None
         """A number that was drawn before its task was submitted."""
@@ -63,7 +63,7 @@ class Actor:
         self._loop.call_soon_threadsafe(self._extend, tasks, set(still_open), share)
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Cancel tasks on any rank; their requests are cancelled when this returns."""
+        """Cancel tasks of any rank; when this returns, their requests are cancelled."""
         asyncio.run_coroutine_threadsafe(self._cancel(list(numbers)), self._loop).result()
         self._requests.forget()
 
@@ -84,7 +84,7 @@ class Actor:
                     self._news.wait(min(left_s, IDLE_S) if self._requests.is_inline else left_s)
 
     def take(self) -> tuple[dict[int, Outcome], tuple[int, ...]]:
-        """Return new outcomes, and the maxima of rollouts in flight, of sequences in the engine and of the limit."""
+        """Return new outcomes; and the maxima of the rollouts in flight, the sequences in the engine, and the limit."""
         with self._news:
             outcomes, self._outcomes = self._outcomes, {}
             most, self._most = self._most, (self._num_rollouts, self._num_asking, self._limit.size)
@@ -94,7 +94,7 @@ class Actor:
         """Cancel all tasks and end the thread."""
         if self._loop.is_closed():
             return
-        # The thread may wait for the store of a dead rank; it then ends with the process.
+        # The thread may be waiting for the store of a dead rank. Then it ends with the process.
         with contextlib.suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._cancel(list(self._running)), self._loop).result(CLOSE_S)
             self._requests.forget()
@@ -133,7 +133,7 @@ class Actor:
                 return
             number, self._drawn = self._drawn, None
             if (task := self._tasks.pop(number, None)) is None:
-                # It was cancelled.
+                # The task was cancelled.
                 continue
             self._num_rollouts += size
             self._count(size)
@@ -155,7 +155,7 @@ class Actor:
                 return completions
             finally:
                 self._num_asking -= params["n"]
-                # Not at once: with its last answer a group ends.
+                # Start more tasks later: with its last answer this group ends, and frees its place.
                 self._loop.call_soon(self._start_more)
 
         try:
@@ -176,7 +176,7 @@ class Actor:
     async def _ask(self, prompt: Prompt, params: dict[str, Any], hear: Hear | None) -> Sequence[Completion]:
         future = self._requests.ask(encode(prompt, self._tokenizer), params, hear)
         if not self._flush_is_due:
-            # What others ask in this round of the loop goes with it.
+            # The flush also sends other requests of this round of the event loop.
             self._flush_is_due = True
             self._loop.call_soon(self._flush)
         try:
@@ -195,7 +195,7 @@ class Actor:
 
 
 GROWTH, GAIN = 1.5, 1.1
-"""Factor by which the limit is raised, and factor of throughput above which the raise is kept."""
+"""Factor by which the limit is raised, and smallest gain of throughput with which the new limit is kept."""
 MIN_ANSWERS, MIN_WINDOW_S = 64, 1.0
 MAX_REST = 16
 
@@ -207,10 +207,10 @@ class ConcurrencyLimit:
         """Start at `size` sequences and grow to at most `most`; None keeps `size`."""
         self.size, self._most = size, most
         self.has_waiting = False
-        """Whether a group waits for the limit; throughput is only measured then."""
+        """Whether a group waits because of the limit; only then is throughput measured."""
         self._kept, self._kept_rate = size, 0.0
         self._rest = self._num_resting = 1
-        """Windows from one attempt to the next, and those that are left."""
+        """Number of windows between two attempts, and number of windows until the next attempt."""
         self._begin(0.0)
 
     def answered(self, num_tokens: int, now_s: float) -> None:
@@ -221,7 +221,7 @@ class ConcurrencyLimit:
         self._num_answers += 1
         self._num_tokens += num_tokens
         took_s = now_s - self._began_s
-        # By then each place has been answered twice or so: an answer comes when it is whole.
+        # Answers arrive whole. A window must be long enough for about two answers per sequence.
         if took_s < MIN_WINDOW_S or self._num_answers < max(2 * self.size, MIN_ANSWERS):
             return
         self._look(self._num_tokens / took_s)

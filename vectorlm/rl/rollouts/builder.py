@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vectorlm.sampling.engine import SamplingEngine
 
 MAX_ENVIRONMENTS = 64
-"""Maximum worker processes per engine; all are forked from a process without torch."""
+"""Maximum number of worker processes per engine; all are forked from a process without torch."""
 
 
 class SamplerBuilder:
@@ -42,7 +42,7 @@ class SamplerBuilder:
         log_path: Path | None = None,
         asks_adapters: bool = False,
     ) -> None:
-        """Take the environments' names by prompt source; `stack` closes the workers, and they print to `log_path`.
+        """Take the environments' names by prompt source; `stack` closes the workers, which print to `log_path`.
 
         With `asks_adapters`, environments and rewards may ask the engine's adapters through the gateway.
         """
@@ -52,7 +52,7 @@ class SamplerBuilder:
         self._agents: dict[str, str] = {}
         self._hosts: dict[str, EnvironmentWorkers] = {}
         self.gateway: Gateway | None = None
-        """The gateway; None on ranks without an engine, and if nobody asks it."""
+        """The gateway; None on ranks without an engine, and if nothing uses it."""
         self._gives_access = asks_adapters
         if engine.local is None:
             return
@@ -118,9 +118,9 @@ class SamplerBuilder:
     def player(
         self, settings: CollectSettings, sampling_params: Mapping[str, Any], seed: int
     ) -> Callable[[Sequence[PromptRecord]], list[Sequence[Rollout]]]:
-        """Return a function that plays held-out prompts with an evaluation's sampling parameters; it is collective.
+        """Return a function that plays held-out prompts with an evaluation's sampling parameters; all ranks call it.
 
-        The same prompts get the same seeds in every evaluation, drawn from `seed` if the parameters have none.
+        A prompt gets the same seeds in every evaluation, drawn from `seed` if the parameters have none.
         """
         others = {name: value for name, value in sampling_params.items() if name not in ("n", "seed")}
         settings = replace(settings, sampling_params=others, group_size=sampling_params.get("n") or 1)

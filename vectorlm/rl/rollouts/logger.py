@@ -16,12 +16,12 @@ from vectorlm.rl.rollout import Rollout, RolloutGroup, TrainBatch, kept_groups
 from vectorlm.rl.rollouts.replay import record_of, row_of
 
 MAX_COLUMNS, MAX_COLUMN = 20, 200
-"""Limits for a line: columns of the prompt, and characters per column. With tokens there is no limit."""
+"""Maximum columns of a prompt in a line, and characters per column; no limits with `saves_tokens`."""
 PICTURES = "pictures"
-"""Folder of the pictures that came without a path."""
+"""Name of the folder for pictures without a path."""
 NUM_SHOWN = 3
 WIDTH = 60
-"""Characters of a prompt or completion on the console."""
+"""Maximum characters of a prompt or completion on the console."""
 
 
 class RolloutLogger:
@@ -37,14 +37,14 @@ class RolloutLogger:
         min_ess: float = 0.0,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Open ``rollouts.jsonl`` and ``correction.jsonl`` in `folder`, with their lines up to `resume_step`.
+        """Open ``rollouts.jsonl`` and ``correction.jsonl`` in `folder`, and keep their lines up to `resume_step`.
 
         Args:
-            folder: Where to write; ranks other than 0 pass None and write and print nothing.
+            folder: The folder to write to; ranks other than 0 pass None, and write and print nothing.
             resume_step: The step to resume from; None starts empty files.
             show_every: Steps between two tables of `NUM_SHOWN` rollouts; 0 prints none.
             saves_tokens: Whether to write the tokens too, which training on stored rollouts needs.
-            min_ess: Share of the effective sample size below which to warn.
+            min_ess: Effective sample size, as a share, below which to warn.
             say: Prints a line.
         """
         self.records: Sequence[Mapping[str, Any]] = ()
@@ -59,7 +59,7 @@ class RolloutLogger:
         self._say = say
 
     def write(self, step: int, groups: Sequence[RolloutGroup], batch: TrainBatch | None) -> None:
-        """Write the rollouts of `step`; `batch` is None if the step has nothing to learn from."""
+        """Write the rollouts of `step`; `batch` is None if the step trains on nothing."""
         if self._lines is None or self._mismatch is None:
             return
         kept = kept_groups(groups)
@@ -149,7 +149,7 @@ class RolloutLogger:
             first = group.rollouts[0]
             prompt = _line(shown_prompt(first.prompt_record.prompt))
             if len(prompt) > WIDTH:
-                # The question is usually at the end.
+                # The question is usually at the end of a prompt.
                 prompt = "…" + prompt[1 - WIDTH :]
             completion = _line(first.text)
             if len(completion) > WIDTH:
@@ -163,7 +163,7 @@ class RolloutLogger:
 
 
 def _advantages(batch: TrainBatch | None) -> dict[tuple[int, int], float]:
-    """Return the mean advantage of every rollout that is trained on, by its group and its index in the group."""
+    """Return the mean advantage of every trained rollout, by its group and its index in the group."""
     if batch is None:
         return {}
     rows = batch.rows

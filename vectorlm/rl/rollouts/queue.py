@@ -17,18 +17,18 @@ from vectorlm.rl.rollouts.sampler import GroupSampler, SampledGroup, Task
 from vectorlm.sampling.engine import WAIT_S, SamplingEngine
 
 FIRST_LIMIT = 64
-"""First concurrency limit of an engine whose limit follows its throughput."""
+"""Initial concurrency limit of an engine whose limit follows its throughput."""
 MOST = ("in_flight", "asking", "room")
 
 
 class GroupQueue:
     """Samples groups: one actor per engine takes groups from a shared queue.
 
-    Its methods are collective and return the same on all ranks.
+    Its methods are collective, and return the same values on all ranks.
     """
 
     def __init__(self, engine: SamplingEngine, sampler: GroupSampler) -> None:
-        """Start this rank's actor, if it owns an engine; called on all ranks."""
+        """Start this rank's actor, if the rank has an engine; all ranks call this."""
         max_num_seqs = engine.wait_until_ready().max_num_seqs
         self._ranks = engine.engine_ranks
         self._num_submitted = 0
@@ -36,18 +36,18 @@ class GroupQueue:
         self._most: tuple[int, ...] = (0, 0, 0)
         self._actor: Actor | None = None
         if engine.local is not None:
-            # As many groups as the engine samples sequences: its batch stays full while a few rollouts of every group
-            # last longer. Rollouts that wait for their environment do not count, so slow environments get more.
+            # As many groups as the engine has sequences: its batch stays full while a few rollouts of every group
+            # take longer. Rollouts that wait for their environment do not count: slow environments get more groups.
             asked, size = sampler.settings.rollouts_per_engine, sampler.settings.group_size
             limit = ConcurrencyLimit(max_num_seqs * size if asked == "auto" else asked)
             if asked == "auto" and (sampler.open_environment or sampler.agents):
-                # This limit follows the throughput. Single turns must repeat bit for bit, so their limit is fixed.
+                # This limit follows the throughput. Single turns have a fixed limit: they must repeat bit for bit.
                 limit = ConcurrencyLimit(max(min(max_num_seqs, FIRST_LIMIT), size), max_num_seqs * size)
             self._actor = Actor(
                 engine.local,
                 sampler,
                 draw=self._draw(f"rollouts of {engine.next_name()}"),
-                # A copy: the ranks' own thread may encode at the same time.
+                # A copy, because the rank's own thread may encode at the same time.
                 tokenizer=functools.cache(lambda: copy.deepcopy(engine.tokenizer)),
                 limit=limit,
             )
@@ -58,7 +58,7 @@ class GroupQueue:
         self._num_submitted += len(tasks)
         self._open |= set(numbers)
         if self._actor is not None:
-            # At most its share: once an engine starts a group, no other engine can take it.
+            # An engine starts at most its share, because no other engine can take a group that it has started.
             share = -(-len(self._open) // len(self._ranks.ranks))
             self._actor.submit(dict(zip(numbers, tasks, strict=True)), self._open, share)
         return numbers
@@ -86,7 +86,7 @@ class GroupQueue:
             notes = self._ranks.on_all_ranks("rollouts", look)
             of_all = map(sum, zip(*(most for _, most, _ in notes), strict=True))
             self._most = tuple(map(max, self._most, of_all))
-            # The clocks of ranks differ, so rank 0 decides for all.
+            # Rank 0 decides for all ranks, because their clocks differ.
             if any(count for count, *_ in notes) or notes[0][2]:
                 break
         else:
@@ -105,7 +105,7 @@ class GroupQueue:
         return found
 
     def sample(self, tasks: Sequence[Task]) -> list[Sequence[Rollout]]:
-        """Return the rollouts of each group, in order; if one fails, the others are cancelled."""
+        """Return the rollouts of each group, in order; if one group fails, the others are cancelled."""
         numbers = self.submit(tasks)
         found: dict[int, Sequence[Rollout]] = {}
         try:
@@ -128,7 +128,7 @@ class GroupQueue:
         return {f"rollout/{name}_max": float(value) for name, value in zip(MOST, most, strict=True)}
 
     def close(self) -> None:
-        """Cancel everything; not a collective."""
+        """Cancel all groups of this rank; not collective."""
         if self._actor is not None:
             self._actor.close()
 

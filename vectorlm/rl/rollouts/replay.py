@@ -1,4 +1,4 @@
-"""Read stored rollouts of this or another policy, to train on them."""
+"""Read and write stored rollouts of this or another policy, to train on them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ RULE = "every line must have the format that a run with rl.rollout.save_tokens: 
 
 
 def record_of(rollout: Rollout) -> dict[str, Any]:
-    """Return the fields that `read_rollouts` needs besides ``prompt`` and ``completion``, as JSON values."""
+    """Return the further fields of a rollout that `read_rollouts` needs, as JSON values."""
     measured = {"columns": dict(rollout.prompt_record.columns), "measured": dict(rollout.measured)}
     return measured | row_of(rollout)
 
 
 def row_of(rollout: Rollout) -> dict[str, Any]:
-    """Return the tokens of a rollout's own row, as JSON values."""
+    """Return the tokens of a rollout's main row, and their data, as JSON values."""
     return {
         "prompt_token_ids": list(rollout.prompt_token_ids),
         "token_ids": list(rollout.token_ids),
@@ -57,10 +57,10 @@ def written_routes(routes: np.ndarray) -> dict[str, Any]:
 
 
 def read_routes(written: Mapping[str, Any] | None) -> np.ndarray | None:
-    """Return what `written_routes` wrote; None for None.
+    """Return the routes from the values of `written_routes`; None for None.
 
     Raises:
-        ValueError: The bytes do not have this shape, or the dtype is another one.
+        ValueError: The bytes do not fit the shape, or the dtype is not supported.
     """
     if written is None:
         return None
@@ -215,7 +215,7 @@ def _rollout_of(row: Mapping[str, Any], record: PromptRecord) -> Rollout:
 
 
 def _numbers(row: Mapping[str, Any], name: str, *kinds: type) -> tuple[Any, ...]:
-    """Return a list of numbers of a row; raise TypeError if it is not a list, or an element has none of `kinds`."""
+    """Return a list of numbers of a row; raise TypeError if it is no list, or if an element has no type of `kinds`."""
     if not isinstance(row[name], list) or not all(type(value) in kinds for value in row[name]):
         raise TypeError(f"{name} must be a list of {kinds[-1].__name__}")
     return tuple(row[name])

@@ -26,7 +26,7 @@ from vectorlm.types import Completion, Prompt, PromptRecord, RewardResult
 
 
 class Ask(Protocol):
-    """Request completions of a prompt from the engine; `hear` receives the tokens of a single completion."""
+    """Requests completions of a prompt from the engine; `hear` receives tokens of a single completion as they come."""
 
     def __call__(
         self, prompt: Prompt, params: dict[str, Any], hear: Hear | None = None, /
@@ -42,13 +42,13 @@ Results = Mapping[str, Sequence[RewardResult]]
 
 @dataclass(frozen=True)
 class Task:
-    """A group to be sampled."""
+    """A group to sample."""
 
     position: int
     """Position of the prompt in the order of all prompts of the run."""
     prompt_record: PromptRecord
     stored: Sequence[Rollout] | None = None
-    """Rollouts of a stored group; `position` then counts stored groups, and only a greedy completion is sampled."""
+    """Rollouts of a stored group; then `position` counts stored groups, and at most a greedy completion is sampled."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class GroupSampler:
 
     settings: CollectSettings
     seed: int
-    """Seed of the run. With the position of the prompt and the turn it determines the seed of every request."""
+    """Seed of the run. With the position of the prompt and the turn, it determines the seed of every request."""
     max_model_len: int
     """Longest prompt and completion together, in tokens."""
     tokenizer: Any = None
     """Tokenizer for the replies of environments."""
     open_environment: Callable[[PromptRecord], RemoteEnvironment | None] | None = None
-    """Opens the environment of a rollout. If it is None, or returns None for a prompt, rollouts have a single turn."""
+    """Opens the environment of a rollout. If it is None, or returns None for a prompt, rollouts have one turn."""
     open_access: Callable[[Callable[[int], int]], AbstractContextManager[Mapping[str, Any]]] | None = None
-    """Gives an environment access to the engine's adapters for a block: columns, from the seeds of its requests. None
-    gives none."""
+    """Gives an environment access to the engine's adapters for a block: takes the seeds of its requests, and returns
+    columns. None gives no access."""
     agents: Mapping[str, Agent] = field(default_factory=dict)
     """Agents by the source of the prompts; an agent replaces the environment."""
     needs_greedy: bool = False
@@ -140,12 +140,12 @@ class GroupSampler:
 
     @contextlib.contextmanager
     def _with_access(self, task: Task, index: int) -> Iterator[PromptRecord]:
-        """Add what an environment needs to ask the engine's adapters to its columns."""
+        """Give an environment access to the engine's adapters, by additional columns."""
         record = task.prompt_record
         if self.open_access is None:
             yield record
             return
-        # Other seeds than the turns of the policy have.
+        # These seeds differ from the seeds of the policy's turns.
         with self.open_access(functools.partial(self._draw_seed, task.position, index, 0)) as access:
             yield replace(record, columns={**access, **record.columns})
 
@@ -166,12 +166,12 @@ class GroupSampler:
         prompt, tools = (prompt["prompt"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
         is_chat = is_messages(prompt)
         rollout = Rollout.from_completion(task.prompt_record, completion, tuple(images_of(prompt)))
-        # Messages before the policy's current message, and that message so far: the prefill, and replies of text.
+        # Messages before the policy's current message; and the beginning of this message: prefill and replies of text.
         chat, begun = split_unfinished(prompt) if is_chat else ([], "")
         own, contents = (
             begun,
             [],
-        )  # The policy's own text of the message, and of earlier messages by their position.
+        )  # The policy's own text of this message, and of earlier messages by their position.
         # A truncated turn is incomplete: no environment can answer it.
         while not rollout.is_truncated:
             message, reply = await environment.step(completion.text)
@@ -199,7 +199,7 @@ class GroupSampler:
                 with environment.naming("an image of its reply cannot be read"):
                     fits = self._can_show(rollout, image_tokens_of(self.tokenizer), whole, shown)
             if not fits:
-                # Truncated like an agent's rollout: nobody knows what the policy would have done next.
+                # The rollout counts as truncated, as an agent's does, because the policy might have continued.
                 rollout = replace(rollout, finish_reason="length")
                 break
             if isinstance(reply.messages, str):
@@ -236,30 +236,30 @@ class GroupSampler:
         return {**self.settings.sampling, "logprobs": 0}
 
     def _seed_of_turn(self, position: int, index: int, turn: int) -> int:
-        # vLLM gives completion i of one request the seed + i; first turns of conversations use the same seeds.
+        # vLLM uses seed + i for completion i of a request. First turns of conversations use the same seeds.
         return self._draw_seed(position, turn, index) if turn else self._draw_seed(position) + index
 
     def _draw_seed(self, *place: int) -> int:
-        """Return the seed of a request. The engine's random state would not survive a restart; this seed does."""
+        """Return the seed of a request. A restart keeps this seed, but would lose the engine's random state."""
         return int(np.random.default_rng((self.seed, *place)).integers(0, 2**62))
 
 
 @dataclass(eq=False)
 class PendingGroup:
-    """A group that was submitted, until a step trains on it or it is dropped."""
+    """A submitted group, until a step trains on it or it is dropped."""
 
     position: int
-    """Position of its prompt among all prompts of the run; of a stored group, its position among stored groups."""
+    """Position of the prompt among all prompts of the run; for a stored group, its position among stored groups."""
     version: int
     """Version of the weights in the engine when the group was submitted."""
     sampled: SampledGroup | None = None
     scored: RolloutGroup | None = None
     is_gone: bool = False
-    """True after a step has trained on it, or after it was cancelled."""
+    """Whether a step has trained on the group, or it was cancelled."""
 
     @property
     def is_dropped(self) -> bool:
-        """True if dynamic sampling dropped the group; False before it is scored."""
+        """Whether dynamic sampling has dropped the group; False before it is scored."""
         return self.scored is not None and self.scored.is_dropped
 
     def state(self) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class PendingGroup:
 
         def rollout(saved: Mapping[str, Any]) -> Rollout:
             branches = tuple(map(rollout, saved["branches"]))
-            # Checkpoints of earlier versions have no pictures and no routes.
+            # Checkpoints of earlier versions have neither pictures nor routes.
             pictures = tuple(map(picture_of, saved.get("pictures", ())))
             routes = read_routes(saved.get("routes"))
             read = {"branches": branches, "pictures": pictures, "routes": routes}

@@ -22,11 +22,11 @@ ONE_AFTER_THE_OTHER = AsyncSettings(max_staleness=0)
 class RolloutSource:
     """Submits groups and hands finished ones to the steps; its calls are collective.
 
-    A group that starts while the engine holds version v is trained on at step v + `max_staleness` at the latest, so no
-    token of a batch is older. Each step takes the finished groups that started first. The engine continues with the
-    others while the ranks train, across any number of weight updates. At most (max_staleness + 1) P groups are in
+    A group that starts while the engine has version v is trained on at step v + `max_staleness` at the latest; no token
+    of a batch is older. Each step takes the finished groups that started first. The engine continues with the other
+    groups while the ranks train, across any number of weight updates. At most (max_staleness + 1) P groups are in
     flight or waiting; with `max_staleness` 0, no group is in flight while the ranks train. If updates drain the
-    engine, groups are trained on in the order in which they started, even if a later one finishes first.
+    engine, groups are trained on in the order in which they started, even if a later group finishes first.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RolloutSource:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: finished groups, and the positions of groups to sample again.
 
-        If updates drain the engine, drain it now, so that the resumed run trains on the same groups as this run.
+        If updates drain the engine, drain it now: the resumed run must train on the same groups as this run.
         """
         while self._overlap.update == "drain" and self._running:
             self._receive(WAIT_S)
@@ -92,12 +92,12 @@ class RolloutSource:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; no group may be in flight."""
+        """Resume from a `state`; no group may be in flight."""
         self.prompts.position = state["position"]
         if self.replay is not None:
             self.replay.position = state["replay_position"]
         self._reissued = list(state.get("pending", ()))
-        # A curriculum that is new in this run starts from its beginning.
+        # A curriculum without a saved state starts from its beginning.
         for name, saved in state.get("curricula", {}).items():
             if name in self._curricula:
                 self._curricula[name].load_state(saved)
@@ -219,7 +219,7 @@ class RolloutSource:
         return [group.scored for group in removed if group.scored is not None]
 
     def _put_back(self, unneeded: Sequence[PendingGroup], order: PromptOrder[Any] | PromptMixture) -> None:
-        """Cancel unneeded groups; the next step samples their prompts."""
+        """Cancel unneeded groups, and put back their prompts for the next step."""
         order.position -= len(unneeded)
         self._cancel(unneeded)
 

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_SHARD = "5GB"
-"""Largest safetensors file; a larger model gets several files and an index."""
+"""Maximum size of a safetensors file; a larger model gets several files and an index."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a full disk, after which nothing else can be written."""
+"""Error numbers of a full disk, after which nothing else can be written."""
 
 
 def save_model(
@@ -43,8 +43,8 @@ def save_model(
 ) -> None:
     """Write a model as a folder that transformers, peft and vLLM load; all ranks call this, and rank 0 writes.
 
-    The weights equal the trainer's bit for bit, with any layout of the ranks: one process, whole models, FSDP2 with
-    full or hybrid shards, ``DistributedDataParallel``, ``torch.compile``. A shared tensor is written once. For a PEFT
+    The weights equal the trainer's bit for bit. Supported layouts: one process, whole models, FSDP2 with full or hybrid
+    shards, ``DistributedDataParallel``, and ``torch.compile``. A shared tensor is written once. For a PEFT
     model only the adapters are written, for ``PeftModel.from_pretrained``. The folder appears, or replaces an older
     one, once it is complete.
 
@@ -57,7 +57,7 @@ def save_model(
             model was loaded from.
 
     Raises:
-        TypeError: The model has an unsupported layout; the text says what to pass.
+        TypeError: The model has an unsupported layout; the message has the fix.
         CheckpointError: The folder cannot be written; no partial folder is left. All ranks raise.
     """
     inner: Any = model
@@ -99,8 +99,8 @@ def export_model(
     """Write weights (safetensors), configuration and tokenizer to the folder `path`; all ranks call this.
 
     Rank 0 needs host memory for one full copy, the others for one tensor. For a model with adapters only the adapters
-    are written. The folder appears, or replaces an older one, once it is complete. `tokenizer`: see `save_model`; rank
-    0's `card` becomes README.md.
+    are written. The folder appears, or replaces an older one, once it is complete. For `tokenizer` see `save_model`.
+    Rank 0's `card` becomes README.md.
 
     Raises:
         CheckpointError: The folder cannot be written; no partial folder is left. All ranks raise.
@@ -114,7 +114,7 @@ def export_model(
             try:
                 if isinstance(tokenizer, str | Path | None):
                     given = _load_tokenizer(model, tokenizer)
-                # Clean up for this folder only: other programs may write beside it.
+                # Clean up for this folder only: other programs may write to its parent.
                 write_model(model, weights, given, folder.begin(path), card)
                 folder.finish(path)
                 rescued.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def write_model(
 ) -> None:
     """Write the files of an exported model into the folder `work`; `weights` are the tensors of `saved_tensors`."""
     adapters = getattr(model, "peft_config", {})
-    # peft leaves the base model out of an adapter that was added to others.
+    # peft does not set the base model of an adapter that was added to others.
     bases = [options.base_model_name_or_path for options in adapters.values()]
     base = next(filter(None, bases), None)
     for options in adapters.values():
@@ -183,7 +183,7 @@ def write_model(
             image_tokens_of(tokenizer).save(work)
         tokenizer.save_pretrained(work)
         _restore_class(tokenizer, work / "tokenizer_config.json")
-    # peft writes a template of a card.
+    # peft writes a model card that is a template.
     (work / "README.md").unlink(missing_ok=True)
     if card is not None:
         (work / "README.md").write_text(card, encoding="utf-8")
@@ -228,7 +228,7 @@ def _is_main() -> bool:
 def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the whole tensors for ``save_pretrained``, on rank 0's host; other ranks get none.
 
-    A shared parameter has its first name only; frozen weights under adapters are left out.
+    A shared parameter has its first name only. Frozen weights under adapters are not returned.
     """
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in saved_tensors(model).items():
@@ -245,7 +245,7 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     # state_dict() also makes FSDP2 free the bf16 copies of a forward without backward.
     saved = model.state_dict().keys()
     has_adapters = hasattr(model, "peft_config")
-    # PEFT needs a trained tensor that two modules share under both names.
+    # PEFT needs both names of a trained tensor that two modules share.
     named = model.named_parameters(remove_duplicate=not has_adapters)
     trained = [(name, weight) for name, weight in named if weight.requires_grad or not has_adapters]
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
@@ -253,7 +253,7 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 SOURCE = "gguf_source.txt"
-"""The file in a converted folder that identifies its GGUF file."""
+"""Name of the file in a converted folder that identifies its GGUF file."""
 
 
 def is_made_of(folder: Path, file: Path) -> bool:
@@ -270,8 +270,8 @@ def convert_gguf(file: Path, path: Path) -> None:
     """Convert a GGUF file to a folder with model and tokenizer at `path`; weights are dequantised to float32.
 
     Raises:
-        ConfigError: The file cannot be read, transformers lacks its architecture, tensors of the model are missing, or
-            its position embeddings are scaled, which transformers does not read.
+        ConfigError: The file cannot be read, transformers lacks its architecture, or tensors of the model are missing.
+            Or its position embeddings are scaled, which transformers does not read.
         CheckpointError: The folder cannot be written.
     """
     if not is_installed("gguf"):
@@ -340,7 +340,7 @@ def _save_dequantised(
     from transformers import AutoModelForCausalLM
 
     config, weights = read.config, read.state_dict()
-    # Read from GGUF, the model still counts as quantised, which cannot be saved.
+    # A model read from GGUF still counts as quantised, and transformers cannot save quantised models.
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=read.dtype)

@@ -27,7 +27,7 @@ from vectorlm.ranks.topology import Topology
 LOCK_PATIENCE_S = 3.0
 """Seconds to wait for a lock: a run that was just killed may still be ending."""
 OF_OTHER_RANKS = re.compile(r"gloo|NCCL|^Dist\w*Error")
-"""Matches errors of torch because another rank is gone."""
+"""Matches the errors that torch raises because another rank is gone."""
 FAILURES = {
     "read": "the checkpoint {} cannot be read ({}). Delete it to continue from the one before, or to start over.",
     "write": "the checkpoint {} cannot be written ({}). Fix the cause and run the same command again: the previous "
@@ -35,11 +35,11 @@ FAILURES = {
     "export": "the model {} cannot be written ({}). Fix the cause and run the same command again: no partial folder is "
     "left.",
 }
-"""Error messages for a folder and a cause."""
+"""Error messages by operation, with places for the folder and the cause."""
 EARLY = "stopped early"
 """Content of the file `finished` if the run stopped early."""
 FORMAT = 1
-"""Version of the checkpoint format; raised when older versions could not read new checkpoints."""
+"""Version of the checkpoint format; increased when older versions could not read new checkpoints."""
 PATIENCE_S = 10.0
 """Seconds that network file systems may take to show another machine's new file."""
 
@@ -100,7 +100,7 @@ def mark_finished(path: Path, stopped_early: bool = False) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path, doing: Literal["read", "write", "export"]) -> Iterator[None]:
-    """Turn errors of the block into a `CheckpointError` that names the folder, the cause and a full disk.
+    """Turn errors of the block into a `CheckpointError` with the folder and the cause, such as a full disk.
 
     Raises:
         CheckpointError: The block failed, unless another rank caused it, or the process is ending.
@@ -111,14 +111,14 @@ def naming(path: Path, doing: Literal["read", "write", "export"]) -> Iterator[No
         is_foreign = OF_OTHER_RANKS.search(f"{type(error).__name__}: {error}")
         if is_foreign or isinstance(error, KeyboardInterrupt | SystemExit | CheckpointError):
             raise
-        # torch's CheckpointException, a BaseException, holds the ranks' errors; its own first line is useless.
+        # torch's CheckpointException, a BaseException, contains the ranks' errors; its own first line is useless.
         failures = getattr(error, "failures", {})
         causes = [cause for _, (cause, _) in sorted(failures.items())]
         cause = causes[0] if causes else error
         text = f"{type(cause).__name__}: {cause}"
         disk = next(parent for parent in path.absolute().parents if parent.exists())
         if doing != "read" and not shutil.disk_usage(disk).free:
-            # Not all libraries report it.
+            # Not all libraries report a full disk.
             text = f"No space left on device: {text}"
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         written = (file.stat().st_size for file in unfinished(path).rglob("*") if file.is_file())
@@ -173,7 +173,7 @@ def begin(path: Path, names: str | None = None) -> Path:
 def finish(path: Path) -> None:
     """Rename the `unfinished` folder of `path` to `path`, replacing an older one.
 
-    Its files are on the disk before: a folder with its final name is complete even after a power cut.
+    Its files are on the disk before it gets its final name, and it is complete even after a power cut.
     """
     work = unfinished(path)
     for item in [*work.rglob("*"), work]:
@@ -247,7 +247,7 @@ def is_locked(path: Path, patience_s: float = LOCK_PATIENCE_S) -> bool:
 
 
 def retire(path: Path) -> None:
-    """Delete a complete folder; it is renamed first, so that no reader finds a partial one.
+    """Delete a complete folder; it is renamed first, because no reader may find a partial one.
 
     A link is removed without its target. If the folder cannot be deleted, this only warns.
     """
@@ -263,11 +263,13 @@ def retire(path: Path) -> None:
 
 
 def require_shared(path: str | Path, topology: Topology) -> None:
-    """Make the folder `path` on rank 0 and check that all nodes see it; all ranks call this.
+    """Check that all nodes see the folder `path`, which rank 0 makes; all ranks call this.
+
+    On a single node, do nothing.
 
     Raises:
-        CheckpointError: A node does not see rank 0's folder; all ranks raise. Each rank writes its own shards of a
-            checkpoint, so no node would have all of them.
+        CheckpointError: A node does not see rank 0's folder; all ranks raise. No node would have all shards of a
+            checkpoint, because each rank writes its own shards.
     """
     if topology.num_nodes == 1:
         return

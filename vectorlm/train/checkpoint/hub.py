@@ -30,7 +30,7 @@ class HubUploads:
     def push(self, folder: Path, revision: str = "main", *, deletes_folder: bool = False) -> None:
         """Queue the upload of a model's folder to a revision of the repository.
 
-        With `deletes_folder` the folder is deleted afterwards. If `MAX_PENDING` uploads wait already, it is left out.
+        With `deletes_folder` the folder is deleted afterwards, and not uploaded if `MAX_PENDING` uploads already wait.
         """
         self._pending = {future: path for future, path in self._pending.items() if not future.done()}
         if deletes_folder and len(self._pending) >= MAX_PENDING:
@@ -72,7 +72,7 @@ class HubUploads:
                 commit_message=message,
                 delete_patterns=stale,
             )
-        # The network and the Hub have no common base class of errors.
+        # The errors of the network and of the Hub have no common base class.
         except Exception as error:
             private = " --private" if self._settings.private else ""
             fix = "" if deletes_folder else f" Retry with `hf upload {repo_id} {folder} .{private}`."

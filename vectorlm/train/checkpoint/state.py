@@ -33,7 +33,7 @@ from vectorlm.train.checkpoint import folder
 from vectorlm.types import TrainedModel
 
 DIGESTS = "files.json"
-"""The file with the digests of all files of a checkpoint."""
+"""Name of the file with the digests of all files of a checkpoint."""
 
 # Frozen weights come from the model's folder; a LoRA checkpoint holds only the adapters.
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -155,7 +155,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
 class _Boxes(torch.Tensor):
     """A DTensor whose shard has several blocks of the whole tensor, as torch's checkpoints write and read it.
 
-    torch would take the shard for one block, and read it back in another layout as if it were. It finds tensors alone.
+    torch would treat the shard as one block, and read wrong values back in another layout. This is a tensor, because
+    torch finds only tensors in a state.
     """
 
     tensor: DTensor
@@ -164,7 +165,7 @@ class _Boxes(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: DTensor) -> _Boxes:
-        # It has no memory of its own.
+        # It has no memory: `_shard` holds the values.
         made: _Boxes = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
         )
@@ -238,20 +239,20 @@ def state_of(trained: TrainedModel) -> dict[str, Any]:
     is_fresh = _is_fresh(trained)
     weights, optimizer_state = get_state_dict(trained.model, trained.optimizer, options=_OPTIONS)
     if is_fresh:
-        # torch made a step to create the state, which would count in Adam's bias correction.
+        # torch has made a step to create the state; it would count in Adam's bias correction.
         trained.optimizer.state.clear()
     return {"model": _without_frozen(weights, trained.model), "optimizer": optimizer_state}
 
 
 def _without_frozen(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return `weights` without frozen ones: torch removes only the first name of a weight with several names."""
+    """Return `weights` without frozen weights: torch removes only the first of several names of a weight."""
     named = model.named_parameters(remove_duplicate=False)
     frozen = {without_wrappers(name) for name, weight in named if not weight.requires_grad}
     return {name: weight for name, weight in weights.items() if name not in frozen}
 
 
 def set_state(trained: TrainedModel, state: dict[str, Any]) -> None:
-    """Restore model and optimizer from `state_of`; only the learning rate replaces an argument of the optimizer."""
+    """Restore model and optimizer from `state_of`; of the optimizer's arguments, restore only the learning rate."""
     if trained.optimizer is None:
         set_model_state_dict(trained.model, state["model"])
         return
