@@ -198,7 +198,7 @@ RESULTS = {
             Table(
                 "Steps of SmolLM2-135M-Instruct in fp32 beside TRL's: GRPO with 64 completions of 24 "
                 "tokens after prompts of up to 72, and fine-tuning on eight texts of 24 to 256 tokens "
-                "(medians of two runs, interleaved; the last row is one step)",
+                "(medians of four runs, interleaved; the last row is one step)",
                 ("job", "", "speed", "times as fast", "most memory of a process, GB"),
             ),
         ),
