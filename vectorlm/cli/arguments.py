@@ -63,7 +63,7 @@ def add_profile_argument(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         action="append_const",
         const=f"train_parameters.profile_steps={PROFILE_STEPS}",
-        help=f"record {PROFILE_STEPS} steps with torch's profiler, then print the time of every phase and end",
+        help=f"record {PROFILE_STEPS} steps with torch's profiler, and print a table of phases at the end of the run",
     )
 
 
