@@ -257,7 +257,7 @@ def sharded_bytes(demand: Demand) -> tuple[int, int]:
     """Return one rank's bytes of all weights of the policy, and of the trained weights."""
     per_trained = demand.bytes_per_weight if demand.is_whole else 4
     quantized = demand.model.num_in_blocks if demand.is_quantized else 0
-    # Tensor parallelism leaves the embeddings whole on each rank, unless they are the output layer too.
+    # Tensor parallelism leaves the embeddings whole on each rank, also if they are the output layer too.
     copied = (demand.tensor_parallel - 1) * demand.model.vocab_size * demand.model.hidden_size
     weights = (
         demand.bytes_per_weight * (demand.model.num_parameters - quantized + copied) // demand.num_shards
