@@ -208,7 +208,7 @@ RESULTS = {
         tables=(
             Table(
                 "A GRPO step; `512 + 128, 16 of 2` means 512 prompt and 128 completion tokens, in 2 groups of 16 "
-                "(medians of six steps)",
+                "(medians of four steps)",
                 (
                     "",
                     "prompt + completion",
@@ -217,7 +217,6 @@ RESULTS = {
                     "update, s",
                     "times as fast",
                     "memory of an update, MB",
-                    "commit",
                 ),
             ),
         ),
