@@ -187,7 +187,7 @@ RESULTS = {
         tables=(
             Table(
                 "A reward model and DPO of a 36 M Llama on eight pairs of 144 to 320 tokens a step, beside TRL's "
-                "trainers (medians of two runs, interleaved, while other work had a lower priority)",
+                "trainers (medians of two runs, interleaved)",
                 ("job", "", "pairs per second", "times as fast"),
             ),
         ),
