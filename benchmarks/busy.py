@@ -54,11 +54,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make = [sys.executable, str(ROOT / "examples/make_countdown.py"), "--output_dir", folder]
         subprocess.run(make, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
-        for turn in range(ROUNDS):
+        for round_number in range(ROUNDS):
             for name, variables in SETTINGS.items():
                 for load in ("quiet", "busy"):
                     # One run takes minutes, and its result is far from the others.
-                    if (name, load) == (OWN, "busy") and turn > 0:
+                    if (name, load) == (OWN, "busy") and round_number > 0:
                         continue
                     other = [sys.executable, "-c", "while True: pass" if load == "busy" else "pass"]
                     with subprocess.Popen(other) as process:
@@ -74,18 +74,21 @@ def main() -> None:
             "threads wait": name,
             "machine": load,
             **{
-                f"{part} (s)": round(statistics.median(medians[part] for medians in turns), 2)
-                for part in turns[0]
+                f"{part} (s)": round(statistics.median(medians[part] for medians in rounds), 2)
+                for part in rounds[0]
             },
             # The machine's own speed drifts: compare runs of the same round.
             "beside libgomp's own, quiet": round(
-                statistics.median(medians["step"] / own for medians, own in zip(turns, base, strict=False)), 2
+                statistics.median(medians["step"] / own for medians, own in zip(rounds, base, strict=False)),
+                2,
             ),
         }
-        for (name, load), turns in found.items()
+        for (name, load), rounds in found.items()
     ]
     setting = {"rounds": ROUNDS, "steps": STEPS - SKIPPED, "world_size": 1, "other processes when busy": 1}
-    write_result("busy", setting, rows, {"medians": {" / ".join(key): turns for key, turns in found.items()}})
+    write_result(
+        "busy", setting, rows, {"medians": {" / ".join(key): rounds for key, rounds in found.items()}}
+    )
 
 
 if __name__ == "__main__":

@@ -128,9 +128,9 @@ def lines_in(file: Path) -> list[str]:
 
 
 @functools.cache
-def slower_tests(name: str, room: str) -> int:
-    """Run the slower tests of package `room` on a mutant (empty: the original code); return mutmut's exit code."""
-    arguments = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *SLOWER[room])
+def slower_tests(name: str, package: str) -> int:
+    """Run the slower tests of `package` on a mutant (empty: the original code); return mutmut's exit code."""
+    arguments = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *SLOWER[package])
     options: dict[str, Any] = {"capture_output": True, "timeout": LIMIT_S}
     try:
         return run(sys.executable, "-m", "pytest", *arguments, cwd=TREE, mutant=name, **options).returncode
@@ -154,11 +154,11 @@ def main() -> None:
     mutants = {name for name in places if not name.endswith("_orig")}
     changes = {name: change(name, places) for name in sorted(mutants - refused)}
     drawn: dict[str, str] = {}
-    for room, size in SIZES.items():
-        of_room = [name for name in changes if name.startswith(f"vectorlm.{room}.")]
+    for package, size in SIZES.items():
+        of_package = [name for name in changes if name.startswith(f"vectorlm.{package}.")]
         # Sorted by a hash of the change: edits of other code then do not change the draw.
-        of_room.sort(key=lambda name: hashlib.sha256(f"{given.seed} {changes[name]}".encode()).digest())
-        drawn.update(dict.fromkeys(of_room[:size], room))
+        of_package.sort(key=lambda name: hashlib.sha256(f"{given.seed} {changes[name]}".encode()).digest())
+        drawn.update(dict.fromkeys(of_package[:size], package))
     codes = exit_codes()
     if left := [name for name in drawn if codes[name] not in KILLED]:
         mutmut(*left)
@@ -167,26 +167,26 @@ def main() -> None:
         (mutant["function"], mutant["change"]): mutant["reason"]
         for mutant in json.loads(EQUIVALENT.read_text())
     }
-    counts, details = {room: Counter[str]() for room in SIZES}, []
-    for name, room in drawn.items():
+    counts, details = {package: Counter[str]() for package in SIZES}, []
+    for name, package in drawn.items():
         code, (function, lines) = codes[name], changes[name]
         reason, slower = reasons.get((function, lines)), code in (SURVIVED, UNTESTED)
         if slower:
-            code = SURVIVED if reason else slower_tests(name, room)
-            if code != SURVIVED and slower_tests("", room) != SURVIVED:
-                raise SystemExit(f"The slower tests of {room} fail on the code as it is.")
+            code = SURVIVED if reason else slower_tests(name, package)
+            if code != SURVIVED and slower_tests("", package) != SURVIVED:
+                raise SystemExit(f"The slower tests of {package} fail on the code as it is.")
         alive = "equivalent" if reason else "survived"
         outcome = alive if code == SURVIVED else "killed" if code in KILLED else "timed_out"
-        counts[room][outcome] += 1
+        counts[package][outcome] += 1
         details.append({"function": function, "change": lines, "outcome": outcome, "slower_tests": slower})
         details[-1] |= {"reason": reason} if outcome == "equivalent" else {}
         if outcome == "survived":
             print(f"{function}: {lines}", flush=True)
     counts["all"] = sum(counts.values(), Counter())
     rows = []
-    for room, count in counts.items():
+    for package, count in counts.items():
         killed, noticeable = count["killed"] + count["timed_out"], count.total() - count["equivalent"]
-        row = {"room": room, "mutants": count.total()}
+        row = {"package": package, "mutants": count.total()}
         row |= {outcome: count[outcome] for outcome in ("killed", "timed_out", "equivalent", "survived")}
         rows.append(row | {"killed_%": round(100 * killed / noticeable, 1)})
     setting = {

@@ -59,8 +59,8 @@ def main() -> None:
             }
             best = max(tried, key=lambda size: tried[size])
             found: dict[str, list[dict[str, float]]] = {}
-            for turn in range(args.rounds):
-                output = Path(scratch) / f"{job} {turn}"
+            for round_number in range(args.rounds):
+                output = Path(scratch) / f"{job} {round_number}"
                 for who, train in (
                     ("TRL", partial(theirs, job, model, pairs, best, STEPS)),
                     ("one rank", partial(ours, job, model, pairs, output.with_suffix(".1"), 1)),

@@ -61,9 +61,9 @@ def main() -> None:
             best = (min if job == "GRPO" else max)(tried, key=lambda size: tried[size])
             # GRPO fills its passes by tokens, not by rows.
             found: dict[str, Steps] = {who: [] for who in WHO if job == "fine-tuning" or "pass" not in who}
-            for turn in range(args.rounds):
+            for round_number in range(args.rounds):
                 for who in found:
-                    output = Path(scratch) / f"{job} {who} {turn}"
+                    output = Path(scratch) / f"{job} {who} {round_number}"
                     if who == "TRL":
                         found[who] += theirs[job](best, rl_step.STEPS)
                     else:

@@ -95,12 +95,12 @@ def main() -> None:
                 tried[size] = statistics.median(step["step_s"] for step in steps)
             best = min(tried, key=lambda size: tried[size])
             found: dict[str, list[dict[str, float]]] = {}
-            for turn in range(args.rounds):
+            for round_number in range(args.rounds):
                 for who in ("TRL", "one rank", "two ranks"):
                     if who == "TRL":
                         steps = theirs(model, prompts, setting, best, STEPS)
                     else:
-                        output = Path(scratch) / f"{name} {who} {turn}"
+                        output = Path(scratch) / f"{name} {who} {round_number}"
                         steps = ours(model, prompts, output, setting, 1 if who == "one rank" else 2)
                     found.setdefault(who, []).extend(steps)
                     print(name, who, [round(step["step_s"], 2) for step in steps], flush=True)

@@ -68,7 +68,7 @@ def on_rank(folder: str) -> dict[str, dict[str, list[float]]]:
         for name, setting in SETTINGS.items():
             asked, params = prompts_of(setting), params_of(setting)
             times: dict[str, list[float]] = {"generate": [], "sample": [], "bare": []}
-            for turn in range(ROUNDS + 1):
+            for round_number in range(ROUNDS + 1):
                 for which, call in (("generate", engine.generate), ("sample", engine.sample)):
                     dist.barrier()
                     start = time.perf_counter()
@@ -76,7 +76,7 @@ def on_rank(folder: str) -> dict[str, dict[str, list[float]]]:
                     times[which].append(time.perf_counter() - start)
                 if bare is not None:
                     times["bare"].append(bare.ask(prompts=asked, sampling_params=params))
-                if turn == 0:
+                if round_number == 0:
                     for seconds in times.values():
                         seconds.clear()
             found[name] = times

@@ -44,12 +44,14 @@ def main() -> None:
             steps = theirs(model, data, size, SKIPPED + TRIAL_STEPS)
             tried[size] = statistics.median(step["tokens_per_s"] for step in steps)
         best = max(tried, key=lambda size: tried[size])
-        for turn in range(args.rounds):
+        for round_number in range(args.rounds):
             for who in ("TRL", "one rank", "two ranks"):
                 if who == "TRL":
                     steps = theirs(model, data, best, STEPS)
                 else:
-                    steps = ours(model, data, Path(scratch) / f"{who} {turn}", 1 if who == "one rank" else 2)
+                    steps = ours(
+                        model, data, Path(scratch) / f"{who} {round_number}", 1 if who == "one rank" else 2
+                    )
                 found.setdefault(who, []).extend(steps)
                 print(who, [round(step["tokens_per_s"]) for step in steps], flush=True)
     baseline = statistics.median(step["tokens_per_s"] for step in found["TRL"])

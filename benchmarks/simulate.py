@@ -59,9 +59,9 @@ def decoding_costs(model: Path, devices: Sequence[int] | None) -> tuple[list[flo
             for tokens in (few, many):
                 params = {"n": group, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0, "seed": 0}
                 seen = []
-                for turn in range(4):
+                for repeat in range(4):
                     prompts = [
-                        [3 + turn, 4 + place // 50, 5 + place % 50] + [9] * 7
+                        [3 + repeat, 4 + place // 50, 5 + place % 50] + [9] * 7
                         for place in range(size // group)
                     ]
                     began = time.perf_counter()

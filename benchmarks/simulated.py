@@ -108,8 +108,8 @@ class Engine:
         return self.costs.step_s(len(self.running)) * self.slowdown
 
     def _admit(self) -> None:
-        room = self.costs.max_num_seqs - len(self.running)
-        admitted, self.waiting = self.waiting[:room], self.waiting[room:]
+        num_free = self.costs.max_num_seqs - len(self.running)
+        admitted, self.waiting = self.waiting[:num_free], self.waiting[num_free:]
         for length, number, handle in admitted:
             heapq.heappush(self.running, (self.tokens + length, number, handle))
         took = len(admitted) * self.costs.admit_s * self.slowdown

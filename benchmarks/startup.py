@@ -81,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = str(save_bench_model(Path(scratch) / "model"))
         fastest = sampler_environment(os.environ, scratch, Topology())
-        for turn in range(ROUNDS + 1):
+        for round_number in range(ROUNDS + 1):
             seen = {
                 "bare": first_token_s(BARE, folder, fastest),
                 "ours": first_token_s(OURS, folder, dict(os.environ)),
@@ -90,7 +90,7 @@ def main() -> None:
                 "both": max(vectorlm.launch(ranks_s, folder, True, True, world_size=2)),
             }
             # The first round fills the page cache and vLLM's own caches.
-            for name, seconds in seen.items() if turn else ():
+            for name, seconds in seen.items() if round_number else ():
                 times[name].append(seconds)
     titles = {
         "bare": "bare vllm.LLM, import to first token",
