@@ -277,7 +277,7 @@ class Campaign:
     def befall(
         self, run: Run, output: Path, fault: Fault, mode: Mode, record: Record, start_s: float
     ) -> Run | None:
-        """Inject a fault, write its outcome into `record`, and return the run if it goes on, else None."""
+        """Inject a fault, write its outcome into `record`, and return the run if it continues, else None."""
         if ended(run):
             record.outcome, record.error = "over before the fault", message(run)
             return None

@@ -94,7 +94,7 @@ def test_a_result_is_older_than_its_code_once_more_than_texts_and_local_names_ch
 
     code, result = tmp_path / "vectorlm/swap.py", tmp_path / "benchmarks/results/swap.json"
     code.parent.mkdir()
-    code.write_text('"""Swap."""\nSIZE = 1  # of a piece\ndef sizes(all): return [SIZE for each in all]\n')
+    code.write_text('"""Swap."""\nSIZE = 1  # of a piece\ndef sizes(all): return [SIZE for entry in all]\n')
     for words in (["init"], ["add", "."], ["commit", "-m", "start"]):
         git(*words)
     result.parent.mkdir(parents=True)

@@ -43,7 +43,7 @@ ARGUMENTS = {"target_tokens": 10, "tags": ["answer"], "model": "j", "timeout_s":
 
 
 def spelled(name, **arguments):
-    """Return a reward's name as in a config, with those of the arguments and `ARGUMENTS` that it takes."""
+    """Return a reward's name as in a config, with the arguments that it takes, from the caller and `ARGUMENTS`."""
     taken = inspect.signature(registry.get_reward(name)).parameters
     found = {key: value for key, value in (ARGUMENTS | arguments).items() if key in taken}
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in found.items())})" if found else name

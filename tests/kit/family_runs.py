@@ -34,7 +34,7 @@ class Result:
 
     run: Run
     greedy_equal: bool
-    """Whether greedy completions equal those of transformers after each update."""
+    """Whether greedy completions equal transformers' completions after each update."""
     gap: float
     """Largest difference between a token's log-probability and transformers' value, over both updates."""
     copied: float

@@ -36,11 +36,11 @@ class Echo:
         self.sampler, self.count, self.most, self.version = None, 0, 0, 4
 
     def submit(self, tasks):
-        begun = [InFlight(self.count + index, task, self.version) for index, task in enumerate(tasks)]
+        started = [InFlight(self.count + index, task, self.version) for index, task in enumerate(tasks)]
         self.count += len(tasks)
-        self.in_flight += begun
+        self.in_flight += started
         self.most = max(self.most, len(self.in_flight))
-        return [group.number for group in begun]
+        return [group.number for group in started]
 
     def poll(self, timeout_s=0.0, at_least=1):
         finished = self.choose(self.in_flight)

@@ -72,7 +72,7 @@ def are_equal(some, others):
 
 
 def assert_last_answers_are_those_of(model, tokenizer, samples):
-    """Check that the engine's greedy answers are those of the model."""
+    """Check that the engine's greedy answers equal the model's."""
     model.generation_config.eos_token_id = None
     for sample in samples:
         inputs = tokenizer(sample["prompt"], return_tensors="pt")

@@ -1,6 +1,6 @@
 """Sampler processes forked from a process that has imported vLLM, which takes a new interpreter five seconds.
 
-A sampler is forked only if its environment variables would be those of this process. Test files that use
+A sampler is forked only if its environment variables would equal this process's. Test files that use
 `sampler_pid` start fresh samplers.
 """
 

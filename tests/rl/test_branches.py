@@ -137,7 +137,7 @@ def train_both(topology, folder, change):
 
 @pytest.mark.slow
 def test_a_rollout_in_two_rows_is_learned_from_as_in_one(folder):
-    """GRPO's advantages are those of whole rollouts, and its loss is a mean over tokens."""
+    """Whole rollouts get GRPO's advantages, and the loss is a mean over tokens."""
     ((whole, _),) = on_ranks(1, train_both, folder, keep)
     for world_size in (1, 2):
         for found in on_ranks(world_size, train_both, folder, cut):

@@ -223,7 +223,7 @@ def leave_reference(run):
 def distributions(folder, scale=1.0, prompt=None):
     """Return the model's log-probabilities after each token of every random rollout, in float64, row by row.
 
-    A `prompt` replaces all prompts; positions in the rows stay those of the original prompts.
+    A `prompt` replaces all prompts; positions in the rows stay as with the original prompts.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():

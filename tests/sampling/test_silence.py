@@ -87,7 +87,7 @@ def test_a_backend_that_never_answers_ends_every_wait(channel, waits):
 
 
 class KilledMeanwhile:
-    """A model whose last rank kills the engine after an update has begun and before it writes."""
+    """A model whose last rank kills the engine after an update has started and before it writes."""
 
     def __init__(self, model, topology, sampler):
         self._source, self._topology, self._sampler = ModuleSource(model, topology), topology, sampler

@@ -366,7 +366,7 @@ def test_only_workers_of_the_backend_are_adapted(backend, worker, expected):
 
 
 class Engine:
-    """A stand-in for vLLM's worker, with its rules for updates that have begun."""
+    """A stand-in for vLLM's worker, with its rules for updates that have started."""
 
     def __init__(self, is_active, is_whole):
         self.is_active, self.is_whole, self.made = is_active, is_whole, []

@@ -160,7 +160,7 @@ def hybrids(topology, folders):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sharded_hybrids_say_the_same_packed_and_padded(world_size, tmp_path):
-    """The backward pass recomputes blocks after another pass has begun."""
+    """The backward pass recomputes blocks after another pass has started."""
     folders = [save_family(family, tmp_path / name) for name, family in RECURRENT.items()]
     for found in on_ranks(world_size, hybrids, folders):
         for packed, padded in found:

@@ -102,7 +102,7 @@ def end_with_threads_without_memory(path: str | Path, rank: int) -> None:
     of_thread, of_beginning = threading.excepthook, sys.unraisablehook
 
     def end_if_memory(error: BaseException | None) -> None:
-        # A thread that has not begun has no number yet, and an error about that hides the cause.
+        # A thread that has not started has no number yet, and an error about that hides the cause.
         while not isinstance(error, MemoryError):
             if error is None:
                 return

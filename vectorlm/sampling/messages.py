@@ -244,7 +244,7 @@ def pack(outputs: Sequence[RequestOutput], as_request_outputs: bool) -> np.ndarr
     """Return the completions of each prompt, or vLLM's own objects, as uint8.
 
     Each prompt has a separate pickle, because a rank unpickles its own prompts only. Tokens, log-probabilities and
-    versions become bytes, whatever types of numbers the backend used.
+    versions become bytes, for all types of numbers that a backend uses.
 
     Raises:
         EngineError: The caller wants vLLM's objects, but another backend has answered.

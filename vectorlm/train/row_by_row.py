@@ -70,7 +70,7 @@ class RowByRow:
         return tree_map(join, *found)
 
     def _starts(self, keys: Sequence[int], packing: Packing, device: torch.device) -> dict[str, Any]:
-        """Return the borders of rows under those of transformers' names that the layer takes."""
+        """Return the borders of rows under the names from transformers that the layer takes."""
         named = {
             "cu_seq_lens_q": packing.once(_borders, keys, device),
             "seq_idx": packing.once(_row_numbers, keys, device),

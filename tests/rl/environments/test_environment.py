@@ -148,7 +148,7 @@ DELETE = '<tool_call>{"name": "delete", "arguments": {"path": "a"}}</tool_call>'
     ("text", "content", "deleted"),
     [
         (f"<think>Never {DELETE}</think>Done.", f"<think>Never {DELETE}</think>Done.", []),
-        # The chat template has begun the thought.
+        # The chat template has opened the thought.
         (f"Never {DELETE}</think>Done.", f"Never {DELETE}</think>Done.", []),
         (f"<think>Never {DELETE}", f"<think>Never {DELETE}", []),
         (f"[THINK]{DELETE}[/THINK]No.", f"[THINK]{DELETE}[/THINK]No.", []),
