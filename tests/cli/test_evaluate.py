@@ -271,7 +271,7 @@ def test_a_reward_whose_column_the_questions_lack_is_refused_before_the_model_is
 ):
     monkeypatch.setattr("vectorlm.cli.evaluate._answers", lambda *_: pytest.fail("the model was asked"))
     assert evaluate(files, "--prompts", files / "questions.jsonl", "--reward", "countdown", "--limit", 1) == 2
-    assert "the reward 'countdown' asks for 'numbers', which nothing supplies" in capsys.readouterr().err
+    assert "the reward 'countdown' needs 'numbers', which the prompts do not have" in capsys.readouterr().err
 
 
 def test_without_the_harness_its_tasks_are_refused_by_the_package_s_name(files, capsys, monkeypatch):

@@ -120,10 +120,10 @@ def test_the_check_names_a_parameter_that_nothing_supplies(folder, capsys):
     assert main(["check", "my.yaml"]) == 2
     assert capsys.readouterr().err == (
         "ConfigError: 2 problems:\n"
-        "  - rl.rewards.rewards.py:reward=1.0 asks for 'answr', which nothing supplies: the columns of rl.prompts are "
-        "answer. Did you mean 'answer'? (my.yaml:12)\n"
-        "  - rl.rewards.rewards.py:reward=1.0 asks for 'trainer_state', which nothing supplies: it belongs to TRL's "
-        "trainer. Give it a default: `trainer_state=None`. (my.yaml:12)\n"
+        "  - rl.rewards.rewards.py:reward=1.0 needs 'answr', which the prompts do not have: the columns of rl.prompts "
+        "are answer. Did you mean 'answer'? (my.yaml:12)\n"
+        "  - rl.rewards.rewards.py:reward=1.0 needs 'trainer_state', which the prompts do not have: it belongs to "
+        "TRL's trainer. Give it a default: `trainer_state=None`. (my.yaml:12)\n"
     )
 
 
@@ -132,7 +132,7 @@ def test_a_column_that_one_prompt_lacks_is_missed_by_a_function_of_one_completio
     assert found(lambda completions, answer: 0, rows) == []
     assert found(lambda text, answer=None: 0, rows) == []
     assert found(lambda text, answer: 0, rows) == [
-        "asks for 'answer', which prompt 2 of rl.prompts does not have -> Give it a default, or fill the column."
+        "needs 'answer', which prompt 2 of rl.prompts does not have -> Give it a default, or fill the column."
     ]
     assert found(lambda text, prompt, completion_ids: 0, rows) == []
 
@@ -151,8 +151,8 @@ def test_the_reward_of_an_evaluation_is_checked_too(folder):
     reward = "train_parameters.sampler={prompts: questions.jsonl, reward: 'rewards.py:reward'}"
     with pytest.raises(ConfigError) as caught:
         preflight(load_config("my.yaml", [reward, "rl.rewards={countdown: 1.0}"]), 1)
-    assert "rl.rewards.countdown=1.0 asks for 'numbers', which nothing supplies" in str(caught.value)
-    assert "evaluation.rewards='rewards.py:reward' asks for 'solution'" in str(caught.value)
+    assert "rl.rewards.countdown=1.0 needs 'numbers', which the prompts do not have" in str(caught.value)
+    assert "evaluation.rewards='rewards.py:reward' needs 'solution'" in str(caught.value)
 
 
 @pytest.mark.parametrize("override", [None, "train_parameters.sampler=null", "train_parameters.sampler={}"])

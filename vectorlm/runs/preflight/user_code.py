@@ -297,7 +297,7 @@ def signature_problems(
     if not signature.sees_completion:
         yield "needs a parameter for the completion", "Add a parameter `completion`, or `messages`."
     for name in signature.missing(columns):
-        rule = f"asks for {name!r}, which nothing supplies"
+        rule = f"needs {name!r}, which the prompts do not have"
         if name in OF_TRL:
             yield f"{rule}: it belongs to TRL's trainer", f"Give it a default: `{name}=None`."
         else:
@@ -310,4 +310,4 @@ def signature_problems(
         lacking = next((place for place, record in enumerate(records) if name not in record.columns), None)
         if name in columns and lacking is not None:
             fix = "Give it a default, or fill the column."
-            yield f"asks for {name!r}, which prompt {lacking} of {source} does not have", fix
+            yield f"needs {name!r}, which prompt {lacking} of {source} does not have", fix
