@@ -132,11 +132,11 @@ def cause(fault: Fault, mode: Mode) -> str:
         case (name, "launcher"):
             return f"the run was ended by {name}"
         case (name, "server"):
-            return f"the server at .* {'said nothing' if name == 'SIGSTOP' else 'does not answer'}"
+            return f"Engine{'Timeout' if name == 'SIGSTOP' else 'Died'}: the server at "
         case ("SIGSTOP", "sampler"):
-            return "the sampler process .* said nothing"
+            return "EngineTimeout: the sampler process "
         case ("SIGSTOP" | "loop", target) if target.startswith("rank"):
-            return f"{target}( of 2 raised nothing and did not come|, which has not made progress)"
+            return f"{target}( of 2 raised no error|, which has not made progress)"
         case (name, "sampler") if name in SIGNALS:
             return f"the sampler process .* was ended by {name}"
         case (name, target) if name in SIGNALS:
