@@ -86,14 +86,14 @@ models. **Nobody has measured them on a GPU.** To check your own config and mode
 
 ## Fine-tuning beside an engine
 
-Each cell names the fastest way in which the run fits, and `-` means that none does.
+Each cell names the fastest way to fit the run; `-` means that the run does not fit.
 
 | way | meaning |
 | --- | --- |
 | *awake* | the engine keeps its memory |
 | *sleep* | the engine frees its memory while the trainer works (`engine.sleep: all`) |
-| *sleep, offload* | also moves optimizer state to the host (`engine.offload_optimizer: true`) |
-| *sleep, 70%* | also `engine.gpu_memory_utilization: 0.7`; the KV cache may be small |
+| *sleep, offload* | *sleep*, and optimizer state moves to the host (`engine.offload_optimizer: true`) |
+| *sleep, 70%* | *sleep*, and `engine.gpu_memory_utilization: 0.7`; the KV cache may be small |
 | *CPU offload* | *sleep* with `train_parameters.cpu_offload: true` and `gpu_memory_utilization: 0.85`; slow |
 
 *full* trains all weights in float32 and computes in bfloat16. *LoRA* trains adapters of rank 32 on a frozen bfloat16
@@ -108,9 +108,10 @@ engine in 16 bits with {share:.0%} of each device. A GB is 1e9 bytes.
 
 ## Longest sequences
 
-The longest of {lengths} tokens that fits, one per pass, without an engine and with
-`use_activation_checkpointing: offload`. *Shared* columns also use `context_parallel`
-([how](howto/out_of_memory.md#long-sequences)): the largest power of two up to 8 that divides the model's heads.
+The table has the longest sequence of {lengths} tokens that fits. A pass has one sequence, there is no
+engine, and activations are offloaded (`use_activation_checkpointing: offload`). *Shared* columns also use
+`context_parallel` ([guide](howto/out_of_memory.md#long-sequences)) with the largest power of two, at most 8, that
+divides the number of heads.
 
 {long}
 

@@ -88,7 +88,7 @@ TEXT = """\
 # Model families
 
 Look up whether vectorlm supports your model. You can train and export all families in this table, and update them in a
-running engine. Training packs their rows{padded}.
+running engine. Training packs several texts into a row{padded}.
 
 | family | copied | gap | gap with LoRA |
 | --- | ---: | ---: | ---: |
@@ -96,11 +96,11 @@ running engine. Training packs their rows{padded}.
 
 - *copied*: share of the weights that the engine copies at each update.
 - *gap*: largest difference between a log-probability of the updated engine and of transformers. *gap with LoRA*: the
-  same with merged adapters on linear layers and experts. Families marked *bfloat16* are compared with a fresh engine,
-  because vLLM computes Gated DeltaNet on CPU in bfloat16 only.
+  same with merged adapters on linear layers and experts. For families marked *bfloat16*, the comparison is with a
+  fresh engine, because vLLM computes Gated DeltaNet on CPU only in bfloat16.
 
-The numbers are from tiny random models on CPU, with {versions}, on one rank and two
-([all runs](families.json)). The tests update an engine twice, start a fresh engine, train four steps, export the model,
+The numbers are from tiny random models on CPU, with {versions}, on one and on two
+ranks ([all runs](families.json)). The tests update an engine twice, start a fresh engine, train four steps, export the model,
 and merge LoRA adapters.
 
 ## Check a family that is not listed
@@ -127,11 +127,11 @@ engine: {{lora_mode: merged}}
 - For Qwen3-MoE, OLMoE and DeepSeek-V2, PEFT also adapts experts if `target_modules` names `gate_proj`, `up_proj` or
   `down_proj`.
 - Updates need `lora_mode: merged`.
-- PEFT allows no `lora_dropout` and no DoRA with `target_parameters`.
+- PEFT does not combine `target_parameters` with `lora_dropout` or DoRA.
 
 ## gpt-oss and Qwen3.5
 
-gpt-oss is published with experts in MXFP4, which cannot be trained. Write them in bfloat16:
+The published experts of gpt-oss are in MXFP4, which cannot be trained. Convert them to bfloat16:
 
 ```bash
 vectorlm model openai/gpt-oss-20b models/gpt-oss-20b
