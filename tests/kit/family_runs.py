@@ -100,8 +100,8 @@ running engine. Training packs several texts into a row{padded}.
   fresh engine, because vLLM computes Gated DeltaNet on CPU only in bfloat16.
 
 The numbers are from tiny random models on CPU, with {versions}, on one and on two
-ranks ([all runs](families.json)). The tests update an engine twice, start a fresh engine, train four steps, export the model,
-and merge LoRA adapters.
+ranks ([all runs](families.json)). The tests update an engine twice, start a fresh engine, train four steps, export the
+model, and merge LoRA adapters.
 
 ## Check a family that is not listed
 
