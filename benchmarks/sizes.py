@@ -77,8 +77,8 @@ LONG = (
 TEXT = """\
 # Model sizes and GPUs
 
-Look up which models fit on which GPUs. The tables are plans of `vectorlm check`, computed from the shapes of the
-models. **Nobody has measured them on a GPU.** To check your own config and model folder:
+Look up which models fit on which GPUs. The tables show what `vectorlm check` predicts from the shapes of the
+models. **Nobody has measured these predictions on a GPU.** To check your own config and model folder:
 
 ```bash
 {command}
@@ -102,15 +102,15 @@ base, and *QLoRA* on a 4-bit base (`quantization: nf4`), without `cpu_offload`.
 {table}
 
 All plans use sequences of 2,048 tokens, one per micro-batch, activation checkpointing, FULL_SHARD, AdamW, and a vLLM
-engine in 16 bits with {share:.0%} of each device. A GB is 1e9 bytes.
+engine in 16 bits with {share:.0%} of each device's memory, unless the way says otherwise. A GB is 1e9 bytes.
 
 [1x24gb_qlora.yaml](../configs/cuda/1x24gb_qlora.yaml) fits 7B on 24 GB with shorter sequences.
 
 ## Longest sequences
 
-The table has the longest sequence of {lengths} tokens that fits. A pass has one sequence, there is no
-engine, and activations are offloaded (`use_activation_checkpointing: offload`). *Shared* columns also use
-`context_parallel` ([guide](howto/out_of_memory.md#long-sequences)) with the largest power of two, at most 8, that
+Each cell is the longest length that fits, out of {lengths} tokens. Each micro-batch has one
+sequence, no engine runs, and activations are offloaded (`use_activation_checkpointing: offload`). *Shared* columns also
+use `context_parallel` ([guide](howto/out_of_memory.md#long-sequences)) with the largest power of two, at most 8, that
 divides the number of heads.
 
 {long}
