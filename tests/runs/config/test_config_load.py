@@ -194,7 +194,6 @@ REFUSED = {
     "engine.receiver": ["pack"],
     "engine.transport": ["pul"],
     "engine.timeout_s": ["0", ".inf"],
-    "engine.start_timeout_s": ["0"],
     "evaluation.every": ["0"],
     "train_parameters.lora_peft_config": ["8"],
     "evaluation.sampling_params": ["[n, 4]"],

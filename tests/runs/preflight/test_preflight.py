@@ -226,6 +226,12 @@ def test_an_engine_that_does_not_exist_is_refused(complete, inference):
     assert refused(complete, SAMPLER, f"engine.inference='{inference}'") == ["engine.inference"]
 
 
+def test_the_time_that_an_engine_may_take_to_load_is_a_number_above_0(complete):
+    passes(complete, SAMPLER, "engine.start_timeout_s=60")
+    for wrong in ("0", "-1", ".inf", "yes", "soon"):
+        assert refused(complete, SAMPLER, f"engine.start_timeout_s={wrong}") == ["engine.start_timeout_s"]
+
+
 @pytest.mark.skipif(not fields_of("sampling_params.py", "SamplingParams"), reason="needs vLLM's source")
 def test_a_sampling_parameter_that_vllm_does_not_know_is_refused(complete):
     params = "evaluation.sampling_params"

@@ -314,7 +314,7 @@ async def _health(request: Request) -> Response:
 
 
 async def _unknown_path(request: Request, _: Exception) -> Response:
-    rule = "the path must be /v1/chat/completions, /v1/completions, /v1/messages or /inference/v1/generate."
+    rule = "the path must be /v1/chat/completions, /v1/completions or /v1/messages."
     return _refusal(RequestError(f"path={request.url.path!r}: {rule}", "path", 404, NOT_FOUND), ChatRequest)
 
 

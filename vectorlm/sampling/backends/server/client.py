@@ -135,7 +135,7 @@ class ScoringServer:
             # The server adds the row's own token.
             found = sorted((-float(value["logprob"]), int(name)) for name, value in entry.items())[:k]
             if len(found) < k:
-                raise EngineError(f"the server returned {len(found)} tokens per position instead of {k}.")
+                raise EngineError(f"the server shows {len(found)} tokens of a place, and {k} were asked for.")
             return [(name, -value) for value, name in found]
 
         return self._scored(rows, k, highest)
