@@ -94,10 +94,10 @@ running engine. Training packs several texts into a row{padded}.
 | --- | ---: | ---: | ---: |
 {table}
 
-- *copied*: share of the weights that the engine copies at each update.
-- *gap*: largest difference between a log-probability of the updated engine and of transformers. *gap with LoRA*: the
-  same with merged adapters on linear layers and experts. For families marked *bfloat16*, the comparison is with a
-  fresh engine, because vLLM computes Gated DeltaNet on CPU only in bfloat16.
+- *copied*: share of the weights that each update copies from shared memory.
+- *gap*: largest difference between log-probabilities of the updated engine and of transformers. *gap with LoRA*: the
+  same with merged adapters on linear layers and experts. For families marked *bfloat16*, the tests only require
+  equality with a fresh engine, because on CPU vLLM computes Gated DeltaNet only in bfloat16.
 
 The numbers are from tiny random models on CPU, with {versions}, on one and on two
 ranks ([all runs](families.json)). The tests update an engine twice, start a fresh engine, train four steps, export the
@@ -137,7 +137,7 @@ The published experts of gpt-oss are in MXFP4, which cannot be trained. Convert 
 vectorlm model openai/gpt-oss-20b models/gpt-oss-20b
 ```
 
-Qwen3.5 works in bfloat16. vLLM needs torchvision to load it, which `make install` installs.
+Qwen3.5 works in bfloat16. To load it, vLLM needs torchvision, which `make install` installs.
 
 ## Limits
 
@@ -145,8 +145,8 @@ Qwen3.5 works in bfloat16. vLLM needs torchvision to load it, which `make instal
 | --- | --- |
 {refused}
 | experts of Nemotron-H | vLLM computes them on GPUs only |
-| latent attention on CPUs with AMX | vLLM drops the projection; `VLLM_MLA_DISABLE=1` keeps it |
-| loaders that compute with several weights at once | `update` raises `WeightMismatch`; the engine keeps its weights |
+| latent attention on CPUs with AMX | vLLM drops `kv_b_proj`; `VLLM_MLA_DISABLE=1` keeps it |
+| vLLM loaders that compute with several weights at once | `update` raises `WeightMismatch`; the engine keeps its weights |
 """
 
 
