@@ -37,6 +37,8 @@ PRELOADED = (
 DIFFER = ("TMPDIR", "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "WANDB_", "VECTORLM_")
 # vLLM sets these at import: after one test has imported it, they differ for all later tests.
 DIFFER += ("AITER_", "LD_LIBRARY_PATH", "PYTORCH_NVML_", "TILELANG_", "TORCHINDUCTOR_", "TRITON_")
+# lm_eval sets this at import, and only downloads read it. A process that forks ranks keeps it for all later files.
+DIFFER += ("HF_XET_",)
 """Prefixes of variables that no code reads during the imports."""
 
 
