@@ -1,6 +1,10 @@
 """Workers whose updates check the cache of image embeddings for leftovers of the previous update."""
 
+import os
+from pathlib import Path
+
 import torch
+from server_process import LEAVES
 
 from vectorlm.errors import EngineError
 from vectorlm.sampling.backends.server.extension import ServerExtension
@@ -23,13 +27,19 @@ class LeavesAnEmbedding(WeightExtension):
 
 
 class ServerLeavesAnEmbedding(ServerExtension):
-    """A server's extension whose class body runs in every worker before the worker is built."""
+    """A server's extension whose class body runs in every worker before the worker is built.
+
+    It checks an update only while the file that `LEAVES` names exists, and adds a line to the file.
+    """
 
     from vllm.v1.worker.gpu_worker import Worker
 
     def update_weights_and_leave(self, update_info, update=Worker.update_weights):
-        if update_info["method"] == "vectorlm_load":
+        path = Path(os.environ[LEAVES])
+        if update_info["method"] == "vectorlm_load" and path.exists():
             leave(self.model_runner.encoder_cache)
+            with path.open("a") as file:
+                file.write("left\n")
         return update(self, update_info)
 
     Worker.update_weights = update_weights_and_leave

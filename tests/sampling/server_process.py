@@ -15,6 +15,8 @@ from kit.watched_run import shared_memory_of_nobody
 
 TOKEN = "a token for tests alone"
 START_S = 240
+LEAVES = "VECTORLM_TEST_LEAVES"
+"""Name of the variable with the path of a file, for `left_embeddings.ServerLeavesAnEmbedding`."""
 
 
 @contextlib.contextmanager

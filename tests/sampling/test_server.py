@@ -1,5 +1,6 @@
 """A vLLM server in a separate process: scores, updates and sampling over HTTP on loopback."""
 
+import contextlib
 import json
 import os
 import socket
@@ -15,7 +16,7 @@ from in_flight_cases import another, check_tokens_against_their_caches
 from kit.open_ports import descendants, listening
 from kit.rank_processes import save_tiny_llama
 from kit.rl_runs import config_of, is_documented, lines, save_files
-from server_process import TOKEN, running_server, status_of
+from server_process import LEAVES, TOKEN, running_server, status_of
 from transformers import AutoModelForCausalLM
 
 from vectorlm import SamplingEngine
@@ -45,6 +46,7 @@ from vectorlm.transfer import WeightTransfer
 
 ROWS = [[2, 3, 4, 5], [6, 7], [8, 9, 10]]
 SERVER = ["--dtype", "float32", "--max-model-len", "1024"]
+SERVER += ["--worker-extension-cls", "left_embeddings.ServerLeavesAnEmbedding"]
 
 
 TINY_LLAMA = {"hidden_size": 64, "max_length": 1024}
@@ -52,9 +54,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:another engine of this process i
 
 
 @pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
+def left(tmp_path_factory):
+    """Return the path of a file; while it exists, each update of the server checks and leaves an embedding."""
+    return tmp_path_factory.mktemp("left") / "updates"
+
+
+@pytest.fixture(scope="module")
+def server(folder, left, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("server") / "server.log"
-    with running_server(folder, log_path, *SERVER) as running:
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            # Workers import the extension by its module's name.
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+            patch.setenv(LEAVES, str(left))
+            running = stack.enter_context(running_server(folder, log_path, *SERVER))
         yield running
 
 
@@ -297,13 +310,16 @@ def test_the_engine_keeps_the_contract(server, folder, engine):
 
 
 @pytest.mark.slow
-def test_a_server_forgets_embeddings_of_images_at_each_update(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+def test_a_server_forgets_embeddings_of_images_at_each_update(server, left, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    planted = [*SERVER, "--worker-extension-cls", "left_embeddings.ServerLeavesAnEmbedding"]
-    with running_server(folder, tmp_path / "log", *planted) as running, engine_of(running, folder) as engine:
-        for step in range(2):
-            engine.update(model, step)
+    left.touch()
+    try:
+        with engine_of(server, folder) as engine:
+            for step in range(2):
+                engine.update(model, step)
+        assert left.read_text() == "left\n" * 2
+    finally:
+        left.unlink()
 
 
 @pytest.mark.slow
