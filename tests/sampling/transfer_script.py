@@ -1,11 +1,12 @@
 """A separate trainer for test_transfer.py: `transfer_script.py CASE FOLDER URL`."""
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -104,22 +105,19 @@ def sharded(folder, url):
             dist.all_gather_object(found, "NonFiniteWeights")
             if dist.get_rank() == 0 and found == ["NonFiniteWeights"] * 2:
                 print("NonFiniteWeights on both", flush=True)
-    dist.destroy_process_group()
 
 
 def torchrun(folder, url):
     dist.init_process_group("gloo")
     sharded(folder, url)
+    dist.destroy_process_group()
 
 
-def rank_of(rank, store, folder, url):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    sharded(folder, url)
-
-
-def processes(folder, url):
-    with tempfile.TemporaryDirectory() as scratch:
-        torch.multiprocessing.spawn(rank_of, (f"{scratch}/store", folder, url), nprocs=2)
+def sharded_here(_topology, folder, url):
+    """Call `sharded` on a rank that the test has started; return the printed text."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        sharded(folder, url)
+    return printed.getvalue()
 
 
 def llm(folder, size):
