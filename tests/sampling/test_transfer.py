@@ -295,8 +295,14 @@ def test_the_end_of_the_server_is_an_error_in_time_and_leaves_nothing(server, fo
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_an_llm_in_the_trainers_process_is_updated(folder, size):
+    # vLLM would compile the function that ranks a token; it is no part of an update.
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
-        [sys.executable, SCRIPT, "llm", folder, size], capture_output=True, text=True, timeout=240
+        [sys.executable, SCRIPT, "llm", folder, size],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
