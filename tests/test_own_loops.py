@@ -173,10 +173,10 @@ def test_the_share_of_right_answers_rises(files, name, world_size):
 
 
 @pytest.mark.slow
-def test_the_documented_commands_run_on_countdown(tmp_path):
+def test_the_documented_commands_run_on_countdown(tmp_path, run_here):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     size = ["--num_train", "64", "--num_eval", "8", "--num_questions", "8"]
-    run(tmp_path, "examples/make_countdown.py", *size)
+    run_here(tmp_path, "examples/make_countdown.py", *size)
     for name, unit in zip(PAGES, ("steps", "rounds"), strict=True):
         (line,) = commands("docs/algorithms.md", f"python examples/{name}.py")
         few = ["--model", "data/countdown/model", f"--num_{unit}", "1", "--world_size", "1"]

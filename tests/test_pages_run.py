@@ -91,13 +91,14 @@ def test_every_config_is_sound(checkout, name, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_main_command_leaves_its_files_and_its_model_is_sampled_from(checkout):
+def test_the_main_command_leaves_its_files_and_its_model_is_sampled_from(checkout, run_here, capsys):
     first = shlex.split(commands("README.md", "vectorlm run")[0], comments=True)
     run(checkout, "-m", *first, *QUICK)
     made = {path.name for path in (checkout / "runs/countdown_sft").iterdir()}
     names = "final-model metrics.jsonl samples.jsonl run.png config.yaml run.json sampler.log checkpoints"
     assert made == set(names.split())
-    assert run(checkout, "-m", *shlex.split(commands("README.md", "vectorlm sample")[0]))
+    run_here(checkout, "-m", *shlex.split(commands("README.md", "vectorlm sample")[0]))
+    assert capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -192,8 +193,9 @@ def test_the_plain_torchrun_command_trains_without_a_sampler(checkout):
 
 
 @pytest.mark.slow
-def test_commands_and_scripts_without_a_file_take_the_reference_config(checkout):
-    assert str(DEFAULT_PATH) in run(checkout, "-m", "vectorlm", "check", "--world_size", "2")
+def test_commands_and_scripts_without_a_file_take_the_reference_config(checkout, run_here, capsys):
+    run_here(checkout, "-m", "vectorlm", "check", "--world_size", "2")
+    assert str(DEFAULT_PATH) in capsys.readouterr().out
     assert "examples/llama_example_mp.py" in run(checkout, "examples/llama_example.py", *QUICK[:4])
     assert (checkout / "runs/config/final-model/model.safetensors").is_file()
     assert not (checkout / "runs/config/samples.jsonl").exists()
