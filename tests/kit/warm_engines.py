@@ -33,6 +33,7 @@ PRELOADED = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.qwen2_5_vl",
 )
 DIFFER = ("TMPDIR", "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "WANDB_", "VECTORLM_")
 # vLLM sets these at import: after one test has imported it, they differ for all later tests.
