@@ -109,11 +109,11 @@ model, and merge LoRA adapters.
 vectorlm check my.yaml --fresh_engine
 ```
 
-The command compares an updated engine with a fresh one, bit for bit. It needs disk space for the model.
+The command compares an updated engine with a fresh one, bit for bit. It needs disk space for a copy of the model.
 
 ## LoRA on experts
 
-transformers keeps the experts of a layer in one tensor. PEFT adapts it with `target_parameters`:
+transformers stacks the weights of a layer's experts. PEFT adapts such tensors with `target_parameters`:
 
 ```yaml
 train_parameters:
@@ -146,7 +146,7 @@ Qwen3.5 works in bfloat16. To load it, vLLM needs torchvision, which `make insta
 {refused}
 | experts of Nemotron-H | vLLM computes them on GPUs only |
 | latent attention on CPUs with AMX | vLLM drops `kv_b_proj`; `VLLM_MLA_DISABLE=1` keeps it |
-| vLLM loaders that compute with several weights at once | `update` raises `WeightMismatch`; the engine keeps its weights |
+| loaders that compute a parameter from several weights | `update` raises `WeightMismatch`; the engine keeps its weights |
 """
 
 
