@@ -237,6 +237,7 @@ def test_a_name_is_that_of_the_section_that_trains():
         ({"num_generations": 4}, "rl.group_size"),
         ({"group_sise": 4}, "rl.group_size"),
         ({"max_steps": "ten"}, "rl.max_steps"),
+        ({"enforce_eager": True}, r"pass engine=\{'enforce_eager'"),
     ],
 )
 def test_what_is_wrong_is_said_as_of_a_file(folder, tmp_path, monkeypatch, wrong, said):

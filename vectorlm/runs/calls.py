@@ -96,8 +96,8 @@ def reinforce(
             rank 0. ``run`` is a `RunControl`. If a callback raises, the run fails.
         **settings: Sampling parameters of vLLM (``max_tokens=64``), and other settings of a config, by the last part
             of their name (``kl_coef=0.01``). If several settings share that name, the one nearest to the top of the
-            config is set. You can also pass whole sections: ``evaluation={"prompts": rows, "every": 10}`` evaluates on
-            held-out prompts, which may be in memory too.
+            config is set. You can also pass whole sections: ``engine={"max_num_seqs": 64}`` passes arguments to vLLM's
+            engine, and ``evaluation={"prompts": rows, "every": 10}`` evaluates on held-out prompts, perhaps in memory.
             ``max_seq_len`` is by default the longest prompt plus ``max_tokens``, at most the model's limit;
             ``max_steps`` is by default one pass over the prompts.
 

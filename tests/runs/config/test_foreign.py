@@ -50,6 +50,7 @@ def test_no_name_is_answered_that_means_something_here():
         ("rl.num_completions_to_print=2", "'rl.show_every'"),
         ("rl.zzzz=1", "docs/config.md"),
         ("rl.push_to_hub=true", "'push_to_hub'"),
+        ("rl.kv_cache_memory_bytes=1024", "'engine.kv_cache_memory_bytes'"),
         ("train_parameters.learning_rate=1e-6", "'train_parameters.optimizer.lr'"),
         ("beta=0.04", "'rl.kl_coef' or 'rl.algorithm.beta'"),
         ("rl.temperature=0.9", "'rl.sampling_params.temperature'"),
