@@ -307,9 +307,9 @@ class EvaluationSettings:
     prompts: PromptSource | None = None
     """Prompts to evaluate on: texts, or a source as in `rl.prompts`; null evaluates on none."""
     overlong_prompts: Annotated[Overlong, WITH_QUESTIONS] = "error"
-    """How to treat a prompt that leaves no space for `max_tokens`, as in `rl.overlong_prompts`."""
+    """How to treat a prompt that is too long, as in `rl.overlong_prompts`."""
     sampling_params: Annotated[Mapping[str, Any], WITH_QUESTIONS] = field(default_factory=dict)
-    """Arguments of `vllm.SamplingParams` for the answers."""
+    """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`."""
     rewards: Annotated[RewardWeights, replace(WITH_QUESTIONS, also=())] = field(default_factory=dict)
     """Weight of each reward of an answer. The first gives `eval/accuracy` and pass@k, the others
     `eval/reward/NAME` and `eval/accuracy/NAME`; `eval/reward` is the weighted sum. Empty means `rl.rewards`."""
@@ -319,7 +319,7 @@ class EvaluationSettings:
     """Lowest reward of a right answer, by the name of a reward of `evaluation` or `rl`: `{judge: 0.7}`. For other
     rewards, an answer is right at exactly 1."""
     output_jsonl_path: Annotated[PathText | None, WITH_QUESTIONS] = None
-    """File for the answers; null means `samples.jsonl` in `output_dir`. The file of an earlier run is renamed."""
+    """File for the answers; null means `samples.jsonl` in `output_dir`. An earlier run's file is renamed."""
     at_k: Annotated[tuple[PositiveInt, ...], Field(strict=False), WITH_QUESTIONS] = ()
     """The k of `eval/pass_at_K` and `eval/maj_at_K`, up to `n` of `sampling_params`; empty means 2, 4, 8 …"""
     tasks: Annotated[tuple[str, ...], Field(strict=False)] = ()

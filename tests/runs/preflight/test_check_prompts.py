@@ -115,6 +115,25 @@ def test_columns_that_rewards_do_not_get_are_noted_and_answers_that_cannot_be_so
         notes(f"{RL}={files / 'asked.jsonl'}", "rl.sampling_params.max_tokens=64")
 
 
+@pytest.mark.parametrize(
+    ("parameters", "defaults"),
+    [
+        ({}, "temperature 1 and max_tokens 16."),
+        ({"temperature": 0}, "defaults, max_tokens 16."),
+        ({"max_tokens": 8}, None),
+    ],
+)
+def test_the_check_notes_default_sampling_parameters_of_held_out_prompts(files, parameters, defaults):
+    row = {"prompt": "abc", "wanted": "a"}
+    given = [f"evaluation.sampling_params={json.dumps(parameters)}"]
+    notes = [
+        note
+        for note in check(files, SAMPLER, [row], None, given).config.notes
+        if note.startswith("evaluation.sampling_params: answers")
+    ]
+    assert [defaults in note for note in notes] == ([True] if defaults else [])
+
+
 # Each letter is a token; of 64 tokens, the prompt has 56 and the answer 8.
 LONG = [
     {"prompt": letter * count, "wanted": "a"} for letter, count in (("a", 3), ("b", 60), ("c", 56), ("d", 57))

@@ -227,9 +227,10 @@ def _generation_notes(config: Config, is_evaluated: bool) -> Iterator[str]:
             yield f"{path}: {listed} of the model's generation_config.json are not used; write them here to use them"
     # Silent: a truncated answer counts as wrong.
     if is_evaluated and "max_tokens" not in config.evaluation.sampling_params:
+        temperature = "" if "temperature" in config.evaluation.sampling_params else "temperature 1 and "
         yield (
-            "evaluation.sampling_params: answers to held-out prompts end after 16 tokens, vLLM's "
-            "default. Write max_tokens for another length"
+            f"evaluation.sampling_params: answers to held-out prompts use vLLM's defaults, {temperature}max_tokens 16. "
+            "Write other values here, such as temperature 0 for greedy answers"
         )
 
 
