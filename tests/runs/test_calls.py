@@ -7,12 +7,14 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+import yaml
 from datasets import Dataset, DatasetDict, load_from_disk
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import vectorlm
+from vectorlm.cli import main
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.runs.calls import _prompts
@@ -152,18 +154,29 @@ def test_held_out_prompts_may_be_in_memory(folder, tmp_path, monkeypatch, make):
         )
 
 
-def test_ctrl_c_names_the_step_from_which_the_call_resumes(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("steps", "note"), [([1, 2], "step 2"), ([], "starts over")])
+def test_ctrl_c_names_the_step_from_which_the_call_resumes(
+    folder, tmp_path, monkeypatch, capsys, steps, note
+):
     def interrupted(*args, **kwargs):
-        step = tmp_path / "checkpoints" / "step-00000002"
-        step.mkdir(parents=True)
-        (step / "state.json").write_text("{}")
+        for step in steps:
+            path = tmp_path / "checkpoints" / f"step-{step:08d}"
+            path.mkdir(parents=True)
+            (path / "state.json").write_text("{}")
         raise KeyboardInterrupt
 
     monkeypatch.setattr("vectorlm.runs.calls.launch", interrupted)
-    given = {"checkpointing_enabled": True, "engine": ENGINE, "output_dir": tmp_path, **FEW}
-    with pytest.raises(KeyboardInterrupt) as caught:
-        vectorlm.reinforce(folder, ["a"], lambda text: 0.0, **given)
-    assert "step 2" in caught.value.__notes__[0]
+    train = {"output_dir": str(tmp_path), "max_seq_len": 64, "optimizer": {"lr": 1e-3}}
+    train["checkpointing_enabled"] = True
+    rl = {"algorithm": "grpo", "prompts": ["a"], "rewards": {"format(pattern='a')": 1.0}}
+    rl |= {name: value for name, value in FEW.items() if name != "max_seq_len"}
+    settings = {"model": str(folder), "train_parameters": train, "engine": ENGINE, "rl": rl}
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    assert main(["run", str(config)]) == 130
+    first, second = capsys.readouterr().err.splitlines()[-2:]
+    assert first == "interrupted"
+    assert note in second
 
 
 def _lines(table):

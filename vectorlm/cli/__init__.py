@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; print an error or Ctrl-C as one line on the standard error."""
+    """Run a command and return its exit code; print an error or Ctrl-C, with its notes, on the standard error."""
     escape_what_the_console_cannot_show()
     try:
         code = command()
@@ -139,7 +139,8 @@ def exit_code(command: Callable[[], int]) -> int:
         print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt as interrupt:
-        print("; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
+        first = "; ".join(["interrupted", *map(str, interrupt.args)])
+        print(first, *getattr(interrupt, "__notes__", ()), sep="\n", file=sys.stderr)
         return INTERRUPTED
 
 

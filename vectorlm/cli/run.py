@@ -52,8 +52,7 @@ def run_command(args: argparse.Namespace) -> int:
     is_main = Topology.from_environment().is_main
     if asked and is_main:
         print(f"from accelerate: {', '.join(asked)}", file=sys.stderr)
-    with at_interrupt("with checkpoints, the same command resumes from the last one"):
-        what_was = start(config, args.world_size)
+    what_was = start(config, args.world_size)
     if is_main:
         end = f"the model is in {Path(config.train_parameters.output_dir, 'final-model')}"
         print(what_was or end, file=sys.stderr)

@@ -301,9 +301,12 @@ def start(config: Config, world_size: int, callbacks: Sequence[Any] = ()) -> str
     try:
         launch(partial(on_rank, callbacks=callbacks), checked or config, world_size=world_size)
     except (RankFailed, KeyboardInterrupt) as error:
-        steps = steps_in(Path(config.train_parameters.output_dir) / "checkpoints")
-        if steps and config.train_parameters.checkpointing_enabled:
+        train = config.train_parameters
+        steps = steps_in(Path(train.output_dir) / "checkpoints") if train.checkpointing_enabled else []
+        if steps:
             error.add_note(f"The same command resumes from step {steps[-1]}.")
+        elif isinstance(error, KeyboardInterrupt):
+            error.add_note("There is no checkpoint to resume from: the same command starts over.")
         raise
     return None
 
