@@ -102,7 +102,7 @@ def test_names_that_are_right_in_another_section_are_answered_with_that_section(
 
 VERL = """
 algorithm: {adv_estimator: grpo, gamma: 1.0, kl_ctrl: {kl_coef: 0.001}}
-data: {train_files: train.parquet, train_batch_size: 8, image_key: images, shuffle: True}
+data: {train_files: train.parquet, train_batch_size: 8, image_key: images, shuffle: True, return_raw_chat: True}
 actor_rollout_ref:
   model: {path: model}
   actor: {optim: {lr: 1.0e-6}, use_kl_loss: True, clip_ratio_c: 3}
@@ -134,7 +134,7 @@ def test_a_file_of_verl_is_translated_setting_by_setting(write_config):
         assert f"Did you mean '{place}'" in line
     assert "Give the number of ranks as --world_size." in text
     assert "Name the columns prompt and images" in text
-    assert "no setting is like 'data.shuffle'" in text
+    assert "no setting is like 'data.return_raw_chat'" in text
 
 
 def test_an_override_of_verl_is_translated(write_config):
@@ -154,6 +154,8 @@ def test_an_override_of_verl_is_translated(write_config):
         ("reward.reward_model.model_path=judge", "'rl.reward_models'"),
         ("reward.num_workers=8", "'rl.reward_workers'"),
         ("trainer.rollout_data_dir=rollouts", "rollouts.jsonl"),
+        ("data.shuffle=True", "every epoch has a new random order"),
+        ("algorithm.norm_adv_by_std_in_grpo=True", "Write group for True"),
         ("custom_reward_function.reward_kwargs.scale=2", "file.py:NAME(scale=2)"),
         ("algorithm.rollout_correction.rollout_is=token", "'rl.correction.preset'"),
     ],

@@ -401,7 +401,7 @@ def _describe_verl(section: str, entry: Entry) -> list[str]:
     if strange:
         names = ", ".join(map(repr, strange))
         messages.append(
-            f"no setting is like {names} ({entry.origin}). Leave them out; see docs/from_verl.md."
+            f"no setting is like {names} ({entry.origin}). Leave them out; docs/from_verl.md shows a whole config."
         )
     return messages
 
