@@ -344,6 +344,33 @@ def _score_problems(config: Config) -> Iterator[str]:
         yield refuse(config, "evaluation.rewards", rule, "Rename one.")
 
 
+def _argument_problems(config: Config) -> Iterator[str]:
+    """Find arguments of the engine that are unknown, belong elsewhere or have impossible values."""
+    engine = config.engine
+    known = fields_of("engine/arg_utils.py", "EngineArgs") if engine.inference == "vllm" else ()
+    for name, value in engine.engine_args.items():
+        # An argument of `SamplingEngine`.
+        if name == "start_timeout_s":
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                fix = "Set the number of seconds that the engine may take to load."
+                yield refuse(config, f"engine.{name}", "must be a finite number above 0", fix, value)
+            continue
+        # Silent: it overrides the other setting.
+        if (place := _ENGINE_SETTINGS_ELSEWHERE.get(name)) and (
+            known or name in ("model", "sampling_params")
+        ):
+            yield refuse(config, f"engine.{name}", "must be set elsewhere", f"Set '{place}' instead.", value)
+        # Costs more than a minute: the engine starts after models are loaded.
+        elif known and name not in known and name not in _SECRETS:
+            # VectorLM's section had settings of evaluations too.
+            old = old_names(f"{OLD_SECTION}.")
+            near = closest(name, [*settings_of(EngineSettings), *known, *old])
+            fix = "Leave it out." if near is None else f"Did you mean {old.get(near, near)!r}?"
+            yield refuse(
+                config, f"engine.{name}", "is neither a setting nor an argument of vLLM's engine", fix, value
+            )
+
+
 def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     engine, evaluation = config.engine, config.evaluation
     if not config.has_engine:
@@ -368,28 +395,7 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         fix = "Use inference: vllm, or `vectorlm evaluate --tasks` on the final model."
         yield refuse(config, "evaluation.tasks", rule, fix)
     yield from _score_problems(config)
-    known = fields_of("engine/arg_utils.py", "EngineArgs") if engine.inference == "vllm" else ()
-    for name, value in engine.engine_args.items():
-        # An argument of `SamplingEngine`.
-        if name == "start_timeout_s":
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                fix = "Set the number of seconds that the engine may take to load."
-                yield refuse(config, f"engine.{name}", "must be a finite number above 0", fix, value)
-            continue
-        # Silent: it overrides the other setting.
-        if (place := _ENGINE_SETTINGS_ELSEWHERE.get(name)) and (
-            known or name in ("model", "sampling_params")
-        ):
-            yield refuse(config, f"engine.{name}", "must be set elsewhere", f"Set '{place}' instead.", value)
-        # Costs more than a minute: the engine starts after models are loaded.
-        elif known and name not in known and name not in _SECRETS:
-            # VectorLM's section had settings of evaluations too.
-            old = old_names(f"{OLD_SECTION}.")
-            near = closest(name, [*settings_of(EngineSettings), *known, *old])
-            fix = "Leave it out." if near is None else f"Did you mean {old.get(near, near)!r}?"
-            yield refuse(
-                config, f"engine.{name}", "is neither a setting nor an argument of vLLM's engine", fix, value
-            )
+    yield from _argument_problems(config)
     yield from _kernel_problems(config)
     # Silent: the engine would take devices that belong to no rank of this run.
     size = engine.engine_args.get("tensor_parallel_size", 1)
