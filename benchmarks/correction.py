@@ -49,7 +49,7 @@ class Mismatch:
 
 def updates(count: int, algorithm: str = "grpo") -> dict[str, Any]:
     """Return the settings for this number of optimizer steps per batch."""
-    return {"rl.num_mini_batches": count, "rl.algorithm": algorithm}
+    return {"rl.num_mini_batches": count, "rl.algorithm.name": algorithm}
 
 
 MISMATCHES = {

@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part is None:
-        _prepare()
+        prepare()
     jobs = [{"arm": arm, "seed": seed} for seed in arguments.seeds for arm in ARMS]
     found = measure(STUDY, jobs, arguments.part)
     rows = [_row(arm, found) for arm in ARMS]
@@ -83,7 +83,7 @@ def main() -> None:
     write_result("distill", setting, rows, {"runs": found})
 
 
-def _prepare() -> None:
+def prepare() -> None:
     """Make the data, the models and the teacher's completions that all runs need, unless they exist."""
     if not (ROOT / "data/countdown/student").exists():
         _run("examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")

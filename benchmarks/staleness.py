@@ -56,7 +56,7 @@ def settings(job: Job) -> dict[str, Any]:
     return {
         **SETTINGS,
         **(CRITIC if has_critic else {}),
-        "rl.algorithm": job["algorithm"],
+        "rl.algorithm.name": job["algorithm"],
         "rl.group_size": group,
         "rl.prompts_per_step": job["n"] * COMPLETIONS // group,
         "rl.num_mini_batches": job["n"],
