@@ -1,7 +1,10 @@
 """The notebooks: they run from top to bottom, and running a cell again does no harm."""
 
+import ast
+import re
 import shutil
 import time
+from importlib import import_module
 from pathlib import Path
 
 import nbformat
@@ -22,6 +25,20 @@ SHORTER = {
         "return float(found is not None and found.group() == answer)": "return len(set(completion)) / 16",
     },
 }
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_every_name_that_a_notebook_imports_from_vectorlm_exists(path):
+    """The tests that run notebooks are slow or long."""
+    imports = [
+        node
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == "code"
+        for node in ast.walk(ast.parse(re.sub(r"(?m)^( *)[!%].*$", r"\1pass", cell.source)))
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "vectorlm"
+    ]
+    names = [(node.module, alias.name) for node in imports for alias in node.names]
+    assert [(module, name) for module, name in names if not hasattr(import_module(module), name)] == []
 
 
 @pytest.fixture
