@@ -147,6 +147,15 @@ def test_the_rank_that_failed_first_is_named_and_nothing_is_left(tmp_path, monke
     assert multiprocessing.active_children() == []
 
 
+def return_a_lock():
+    return threading.Lock()
+
+
+def test_a_result_that_cannot_be_pickled_is_named_as_the_cause():
+    with pytest.raises(RankFailed, match=r"LaunchError: the function of launch must return .*lock"):
+        vectorlm.launch(return_a_lock)
+
+
 def leave_a_fork_behind(began):
     if os.fork() == 0:
         time.sleep(60)

@@ -313,7 +313,7 @@ def _rank_main(payload: bytes, parent_pid: int, scratch: str, timeout_s: float, 
         with without_gc():
             fn, args = cloudpickle.loads(payload)
         with process_group(topology, timeout_s, scratch):
-            result = cloudpickle.dumps(_call_without_forks(fn, args))
+            result = _pickled(_call_without_forks(fn, args))
         results.send_bytes(result)
     except BaseException as error:
         # If the launcher was killed, another rank may have removed the folder.
@@ -326,6 +326,16 @@ def _rank_main(payload: bytes, parent_pid: int, scratch: str, timeout_s: float, 
         remove_folder(Path(scratch))
     if has_failed:
         _end_now()
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        rule = f"the function of launch must return a value that can be pickled ({type(error).__name__}: {error})."
+        raise LaunchError(
+            f"{rule} Return numbers or texts, and write a model with vectorlm.save_model."
+        ) from error
 
 
 def _first_failure(failed: Mapping[int, int], scratch: str, world_size: int) -> str:

@@ -63,8 +63,8 @@ class Topology:
         if world_size != num_nodes * local_world_size or rank % local_world_size != local_rank:
             raise LaunchError(
                 f"RANK={rank} of WORLD_SIZE={world_size} is LOCAL_RANK={local_rank} of "
-                f"LOCAL_WORLD_SIZE={local_world_size}, but every node must run equally many ranks, numbered node by "
-                "node. Start torchrun with the same --nproc_per_node on every node, or srun with --ntasks-per-node."
+                f"LOCAL_WORLD_SIZE={local_world_size}, but all nodes must run the same number of ranks, numbered node "
+                "by node. Start torchrun with the same --nproc_per_node on every node, or srun with --ntasks-per-node."
             )
         error_file = variables.get("TORCHELASTIC_ERROR_FILE")
         return cls(rank, local_rank, world_size, local_world_size, device_of(local_rank), error_file)
@@ -184,7 +184,7 @@ def srun_variables(environment: Mapping[str, str]) -> dict[str, str]:
                 f"srun started {num_tasks} tasks, but {name} is not set. Pass SLURM's variables to all tasks."
             )
     if num_tasks % num_nodes:
-        rule = "every node must run equally many. Use srun --ntasks-per-node."
+        rule = "all nodes must run the same number of tasks. Use srun --ntasks-per-node."
         raise LaunchError(f"srun started {num_tasks} tasks on {num_nodes} nodes, but {rule}")
     host = "127.0.0.1" if num_nodes == 1 else first_host(environment["SLURM_STEP_NODELIST"])
     # Each step has its own port, because another step may run on the same node.
