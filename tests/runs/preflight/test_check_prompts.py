@@ -345,7 +345,9 @@ def test_tools_that_the_policy_is_not_told_of_are_refused_or_noted(
             check(files, setting, [row], template, chosen)
     else:
         notes = check(files, setting, [row], template, chosen).config.notes
-        assert any(note.startswith(setting) and NOTED in note for note in notes) is (outcome == NOTED)
+        assert any(
+            note.startswith(setting) and NOTED in note and "`chat_template`" in note for note in notes
+        ) is (outcome == NOTED)
 
 
 def calling(call, result="{{ m.content }}"):

@@ -167,7 +167,7 @@ def tool_notes(rl: RLSettings | None, source: SourcePrompts, tokenizer: Any) -> 
             f"{source.setting} must describe the environment's tools, {', '.join(names)}. Use messages and a chat "
             "template that renders `tools`, or describe the tools in the messages."
         )
-    fix = "Describe them in the prompts, or use another one"
+    fix = "Begin the prompts with an example call and result, or set `chat_template`"
     yield f"{source.setting}: the chat template does not render the tools. {fix}"
 
 
