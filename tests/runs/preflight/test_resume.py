@@ -125,11 +125,12 @@ def test_what_the_weights_or_the_order_of_the_data_depend_on_is_refused(path, ov
     assert "with model=runs/tiny/final-model. To start over" in refused(path, override)
 
 
-def test_another_number_of_ranks_is_answered_with_the_accumulation_that_keeps_the_batch(path):
+def test_another_number_of_ranks_is_answered_with_the_ranks_or_the_accumulation_that_restore_the_batch(path):
     save(path, "train_parameters.gradient_accumulation_steps=2", world_size=2)
-    steps = "Restore it with train_parameters.gradient_accumulation_steps"
-    assert f"{steps}=4" in refused(path, "train_parameters.gradient_accumulation_steps=2")
-    assert steps not in refused(path, "dataset.train_bs=3")
+    steps = "train_parameters.gradient_accumulation_steps"
+    assert f"Restore it with world_size=2 or {steps}=4, or choose" in refused(path, f"{steps}=2")
+    assert f"Restore it with {steps}=8, or choose" in refused(path, "dataset.train_bs=2")
+    assert "Restore it, or choose" in refused(path, "dataset.train_bs=3")
 
 
 def test_other_rows_and_ranks(path):

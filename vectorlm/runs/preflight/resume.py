@@ -134,8 +134,9 @@ def find_resumption(config: Config, world_size: int, num_examples: int | None = 
         raise CheckpointError(f"{found.path} was written by an earlier version of vectorlm. Delete {path}.")
     refused, changes = _compare(found.identity, now)
     if refused:
-        final, steps = path.with_name("final-model"), _steps_for_batch(config, world_size, found.identity)
-        restore = f"Restore it with {steps}" if steps else "Restore it"
+        final = path.with_name("final-model")
+        ways = _ways_to_restore_batch(config, world_size, found.identity)
+        restore = f"Restore it with {' or '.join(ways)}" if ways else "Restore it"
         start = f": a run there may start from these weights with model={final}" if final.is_dir() else ""
         raise CheckpointError(
             f"cannot resume from {found.path}: {'; '.join(refused)}. The weights of the checkpoint and its place in "
@@ -192,13 +193,16 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[st
     return refused, changes
 
 
-def _steps_for_batch(config: Config, world_size: int, before: Mapping[str, Any]) -> str | None:
-    """Return the setting that restores a checkpoint's global batch on this number of ranks, if it has changed."""
+def _ways_to_restore_batch(config: Config, world_size: int, before: Mapping[str, Any]) -> list[str]:
+    """Return the settings that each restore a checkpoint's global batch, if it has changed."""
     old, name = before["fixed"].get("global batch"), "train_parameters.gradient_accumulation_steps"
     if old is None or config.dataset is None or old == (now := config.rows_per_step(world_size)):
-        return None
+        return []
+    num_ranks = before["settings"].get("world_size", world_size)
     rows = now // config.train_parameters.loop.gradient_accumulation_steps
-    return f"{name}={old // rows}" if old % rows == 0 else None
+    # The first way repairs a forgotten --world_size.
+    ways = [f"world_size={num_ranks}"] if config.rows_per_step(num_ranks) == old else []
+    return [*ways, f"{name}={old // rows}"] if old % rows == 0 else ways
 
 
 def _default(name: str) -> Any:
