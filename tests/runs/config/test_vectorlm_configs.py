@@ -59,6 +59,7 @@ def test_each_file_passes_the_check(here, name, capsys):
     assert main(["check", str(FOLDER / name), *settings_for(name, f"checked/{name}")]) == 0
     out = capsys.readouterr().out
     assert "which counted micro-batches, write logging_steps: 1" in out
+    assert "once converted, keep them" in out  # The next check cannot see that they were converted.
     assert ("attention is torch's own" in out) == ("use_flash_attention: true" in (FOLDER / name).read_text())
 
 

@@ -132,6 +132,7 @@ def test_the_check_notes_default_sampling_parameters_of_held_out_prompts(files, 
         if note.startswith("evaluation.sampling_params: answers")
     ]
     assert [defaults in note for note in notes] == ([True] if defaults else [])
+    assert ["keeps its seed" in note for note in notes] == ([not parameters] if defaults else [])
 
 
 # Each letter is a token; of 64 tokens, the prompt has 56 and the answer 8.

@@ -228,9 +228,10 @@ def _generation_notes(config: Config, is_evaluated: bool) -> Iterator[str]:
     # Silent: a truncated answer counts as wrong.
     if is_evaluated and "max_tokens" not in config.evaluation.sampling_params:
         temperature = "" if "temperature" in config.evaluation.sampling_params else "temperature 1 and "
+        seed = "; a prompt keeps its seed, and small updates may not change its answer" if temperature else ""
         yield (
             f"evaluation.sampling_params: answers to held-out prompts use vLLM's defaults, {temperature}max_tokens 16. "
-            "Write other values here, such as temperature 0 for greedy answers"
+            f"Write other values here, such as temperature 0 for greedy answers{seed}"
         )
 
 

@@ -102,8 +102,8 @@ def _text_rows(config: Config, world_size: int) -> dict[str, str]:
         there = ", ".join(f"{name}: {max(1, round(steps / num))}" for name, steps in every.items())
         if every:
             rows["micro-batches"] = (
-                f"{num} in an optimizer step. Intervals count optimizer steps; if yours are from VectorLM, "
-                f"which counted micro-batches, write {there}"
+                f"{num} in an optimizer step. Intervals count optimizer steps. If yours are still from VectorLM, "
+                f"which counted micro-batches, write {there}; once converted, keep them"
             )
     return rows
 
