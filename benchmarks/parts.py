@@ -37,6 +37,14 @@ class Study:
     num_parts: int = 2
     """Number of processes that share the runs."""
 
+    def config_of(self, job: Job, **train_parameters: Any) -> Any:
+        """Return the config of a run, with these further settings of ``train_parameters``."""
+        from vectorlm.runs.config.load import load_config
+
+        more = {f"train_parameters.{name}": value for name, value in train_parameters.items()}
+        overrides = [f"{name}={json.dumps(value)}" for name, value in (self.settings(job) | more).items()]
+        return load_config(ROOT / "configs" / self.config, overrides)
+
 
 def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> list[dict[str, Any]]:
     """Return the results of all runs, in order; results that an earlier call stored at this commit are reused.
@@ -78,7 +86,6 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
     import torch
 
     from vectorlm.ranks.topology import Topology
-    from vectorlm.runs.config.load import load_config
     from vectorlm.runs.reinforcement import reinforce
     from vectorlm.runs.start import open_engine
 
@@ -90,12 +97,7 @@ def _run_part(study: Study, jobs: Sequence[Job], folder: Path) -> None:
             if any(is_run(run, job) for run in done):
                 continue
             output = folder / "_".join(map(str, job.values())).replace(" ", "")
-            settings = study.settings(job) | {
-                "train_parameters.seed": job["seed"],
-                "train_parameters.output_dir": str(output),
-            }
-            overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
-            config = load_config(ROOT / "configs" / study.config, overrides)
+            config = study.config_of(job, seed=job["seed"], output_dir=str(output))
             dtype = config.engine.dtype, config.engine.quantization
             if dtype not in shared:
                 # One engine for all runs of a precision: starting one takes longer than some runs.

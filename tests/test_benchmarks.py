@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.rl import rl_problems
 from vectorlm.runs.preflight.settings import setting_problems
 
@@ -39,8 +38,7 @@ def test_a_run_accepts_every_config(name, monkeypatch):
     study, jobs = caught.value.args
     # Seeds change no rule.
     for job in {json.dumps(job | {"seed": 0}): job for job in jobs}.values():
-        overrides = [f"{key}={json.dumps(value)}" for key, value in study.settings(job).items()]
-        config = load_config(BENCHMARKS.parent / "configs" / study.config, overrides)
+        config = study.config_of(job)
         problems = [*setting_problems(config, 1), *rl_problems(config, config.rl)]
         # The files of earlier runs do not exist.
         assert [problem for problem in problems if "runs/" not in problem] == [], job
