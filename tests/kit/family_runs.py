@@ -87,8 +87,8 @@ def record(result: Result) -> None:
 TEXT = """\
 # Model families
 
-Look up whether vectorlm supports your model. You can train and export all families in this table, and update them in a
-running engine. Training packs several texts into a row{padded}.
+Look up whether vectorlm supports your model. You can train and export all families below, and update them in a
+running engine. Their training packs several texts into a row{padded}.
 
 | family | copied | gap | gap with LoRA |
 | --- | ---: | ---: | ---: |
@@ -109,11 +109,11 @@ model, and merge LoRA adapters.
 vectorlm check my.yaml --fresh_engine
 ```
 
-The command compares an updated engine with a fresh one, bit for bit. It needs disk space for a copy of the model.
+The command compares an updated engine with a fresh one, bit for bit, and needs disk space for a copy of the model.
 
 ## LoRA on experts
 
-transformers stacks the weights of a layer's experts. PEFT adapts such tensors with `target_parameters`:
+transformers stacks the weights of a layer's experts in tensors that PEFT adapts with `target_parameters`:
 
 ```yaml
 train_parameters:
@@ -146,7 +146,7 @@ Qwen3.5 works in bfloat16. To load it, vLLM needs torchvision, which `make insta
 {refused}
 | experts of Nemotron-H | vLLM computes them on GPUs only |
 | latent attention on CPUs with AMX | vLLM drops `kv_b_proj`; `VLLM_MLA_DISABLE=1` keeps it |
-| loaders that combine several weights | `update` raises `WeightMismatch`; the engine keeps its weights |
+| loaders that compute with several weights at once | `update` raises `WeightMismatch`; the engine keeps its weights |
 """
 
 
