@@ -77,8 +77,8 @@ LONG = (
 TEXT = """\
 # Model sizes and GPUs
 
-Look up which models fit on which GPUs. The tables show what `vectorlm check` predicts from the shapes of the
-models. **Nobody has measured these predictions on a GPU.** To check your own config and model folder:
+Look up which models fit on which GPUs. The tables show what `vectorlm check` predicts from the models'
+shapes. **Nobody has measured these predictions on a GPU.** To check your own config and model folder:
 
 ```bash
 {command}
@@ -86,25 +86,25 @@ models. **Nobody has measured these predictions on a GPU.** To check your own co
 
 ## Fine-tuning beside an engine
 
-Each cell names the fastest way to fit the run; `-` means that the run does not fit.
+Each cell names the fastest way that fits; `-` means that none does.
 
 | way | meaning |
 | --- | --- |
 | *awake* | the engine keeps its memory |
 | *sleep* | the engine frees its memory while the trainer works (`engine.sleep: all`) |
 | *sleep, offload* | *sleep*, and optimizer state moves to the host (`engine.offload_optimizer: true`) |
-| *sleep, 70%* | *sleep*, and `engine.gpu_memory_utilization: 0.7`; the KV cache may be small |
+| *sleep, 70%* | *sleep, offload*, and `engine.gpu_memory_utilization: 0.7`; the KV cache may be small |
 | *CPU offload* | *sleep* with `train_parameters.cpu_offload: true` and `gpu_memory_utilization: 0.85`; slow |
 
 *full* trains all weights in float32 and computes in bfloat16. *LoRA* trains adapters of rank 32 on a frozen bfloat16
-base, and *QLoRA* on a 4-bit base (`quantization: nf4`), without `cpu_offload`.
+base, and *QLoRA* on a 4-bit base (`quantization: nf4`), never with *CPU offload*.
 
 {table}
 
-All plans use sequences of 2,048 tokens, one per micro-batch, activation checkpointing, FULL_SHARD, AdamW, and a vLLM
+All cells assume one sequence of 2,048 tokens per micro-batch, activation checkpointing, FULL_SHARD, AdamW, and a vLLM
 engine in 16 bits with {share:.0%} of each device's memory, unless the way says otherwise. A GB is 1e9 bytes.
 
-[1x24gb_qlora.yaml](../configs/cuda/1x24gb_qlora.yaml) fits 7B on 24 GB with shorter sequences.
+[1x24gb_qlora.yaml](../configs/cuda/1x24gb_qlora.yaml) fits a 7B model on 24 GB with shorter sequences.
 
 ## Longest sequences
 
@@ -115,7 +115,7 @@ divides the number of heads.
 
 {long}
 
-[8x80gb_long.yaml](../configs/cuda/8x80gb_long.yaml) trains 7B beside an engine.
+[8x80gb_long.yaml](../configs/cuda/8x80gb_long.yaml) trains a 7B model beside an engine.
 """
 
 
@@ -262,7 +262,7 @@ def page(folders: Path) -> str:
         table="\n".join(table),
         command=command("Qwen2.5-7B", 2, 80, overrides("full", "sleep")),
         long=long_table(folders),
-        lengths=", ".join(f"{length:,}" for length in LENGTHS),
+        lengths="; ".join(f"{length:,}" for length in LENGTHS),
     )
 
 
