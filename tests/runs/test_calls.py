@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
+import cloudpickle
 import pandas
 import pytest
 import torch
@@ -17,7 +19,7 @@ import vectorlm
 from vectorlm.cli import main
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError, DatasetError
-from vectorlm.runs.calls import _prompts
+from vectorlm.runs.calls import _prompts, _rewards
 from vectorlm.runs.config.load import config_from_keywords, load_config
 
 ENGINE = {"max_model_len": 64, "kv_cache_memory_bytes": 16 << 20}
@@ -225,6 +227,29 @@ def test_keywords_are_the_settings_of_a_config():
     assert (rl.max_steps, rl.collect.prompts, rl.collect.sampling_params) == (4, ("a",), {"max_tokens": 3})
     assert rl.algorithm.settings.clip_high == 0.4
     assert config.engine.engine_args == {"max_model_len": 9}
+
+
+def test_the_dictionaries_of_a_call_stay_as_they_are():
+    train, engine = {"seed": 3}, {"dtype": "float32"}
+    keywords = {"model": "m", "output_dir": "o", "train_parameters": train, "engine": engine, "max_steps": 1}
+    keywords |= {"prompts": ["a"], "prompts_per_step": 2, "rewards": {"countdown": 1}, "algorithm": "grpo"}
+    config = config_from_keywords({**keywords, "max_seq_len": 64, "receiver": "packed", "lr": 1e-3}, "rl")
+    assert (config.train_parameters.max_seq_len, config.engine.receiver) == (64, "packed")
+    assert (train, engine) == ({"seed": 3}, {"dtype": "float32"})
+
+
+def test_functions_without_a_name_get_names_that_no_other_function_has(tmp_path):
+    def reward_1(completion):
+        return 1.0
+
+    def reward_3(completion):
+        return 3.0
+
+    given = [reward_1, partial(reward_1), lambda text: 0.0, reward_3, lambda text: 0.0]
+    assert len(_rewards(given, tmp_path)) == len(given)
+    functions = cloudpickle.loads((tmp_path / "functions.pkl").read_bytes())
+    assert [functions[name]("") for name in ("reward_1", "reward_3")] == [1.0, 3.0]
+    assert len(functions) == len(given)
 
 
 def test_a_name_is_that_of_the_section_that_trains():

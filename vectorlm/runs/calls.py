@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +449,7 @@ def _rewards(rewards: Any, folder: Path) -> Mapping[str, Any]:
     path = folder / "functions.pkl"
     named: dict[str, Any] = {}
     functions: dict[str, Callable[..., Any]] = {}
+    taken = {getattr(reward, "__name__", "") for reward in rewards}
     for reward, weight in rewards.items():
         name = reward
         if not isinstance(reward, str):
@@ -457,7 +459,8 @@ def _rewards(rewards: Any, folder: Path) -> Mapping[str, Any]:
                     f"rewards cannot hold a value of type {type(reward).__name__}. Use functions or names of rewards."
                 )
             if not name.isidentifier() or name in functions:
-                name = f"reward_{len(functions)}"
+                name = next(new for i in count(len(functions)) if (new := f"reward_{i}") not in taken)
+                taken.add(name)
             functions[name] = reward
             name = f"{path}:{name}"
         named[name] = weight

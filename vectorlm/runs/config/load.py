@@ -99,9 +99,11 @@ def config_from_keywords(settings: Mapping[str, Any], section: str) -> Config:
 
 
 def _merged(first: Any, second: Any) -> Any:
-    """Return two sections as one, or the `second` value."""
-    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+    """Return two sections as a new one, or the `second` value."""
+    if not isinstance(second, Mapping):
         return second
+    # The caller keeps its dictionaries: later settings are written into copies.
+    first = first if isinstance(first, Mapping) else {}
     return {**first, **{name: _merged(first.get(name), value) for name, value in second.items()}}
 
 
