@@ -1,8 +1,10 @@
 """``vectorlm replay`` of scripted runs, and the first difference of two runs; test_reinforce.py replays vLLM's."""
 
 import json
+import shutil
 
 import pytest
+import yaml
 from kit.rank_processes import save_tiny_llama
 from kit.rl_runs import config_of, lines, save_files
 
@@ -85,7 +87,7 @@ def make_run(tmp_path, monkeypatch):
     files = save_files(tmp_path)
     save_tiny_llama(files / "model", vocab_size=128)
 
-    def make(letters):
+    def make(letters, *more):
         (tmp_path / "first.py").write_text(APART.replace("LETTERS", repr(letters)))
         overrides = [
             f"rl.rewards={{'{tmp_path}/first.py:first': 1.0}}",
@@ -94,6 +96,7 @@ def make_run(tmp_path, monkeypatch):
             "rl.rollout.save_tokens=True",
             "rl.save_every=4",
             "rl.reward_workers=0",
+            *more,
         ]
         with FakeEngine(lambda prompt, version: f"{prompt}{version}") as engine:
             reinforce(config_of(files, tmp_path / "run", "reinforce", overrides), engine=engine)
@@ -118,6 +121,32 @@ def test_a_step_that_dropped_all_its_groups_is_made_again_only_on_the_way_to_oth
     for num, step in {num: step for step, num in num_kept.items()}.items():
         assert main(["replay", str(run), "--step", str(step)]) == (0 if num else 2)
         assert (f"--step {step}:" in capsys.readouterr().err) == (num == 0)
+
+
+def test_a_replay_sends_the_engine_no_adapters_and_uploads_nothing(make_run, monkeypatch, capsys):
+    run, _ = make_run(
+        "abcd", "lora_peft_config={r: 4}", "engine.dtype=float32", "train_parameters.dtype=float32"
+    )
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["rl"]["keep_adapters"] = {"every": 1, "last": 1}
+    config["train_parameters"]["share_base"] = True
+    config["push_to_hub"] = {"repo_id": "me/mine"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    # With `push_to_hub`, a run without a token is refused.
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert main(["replay", str(run), "--step", "4"]) == 0
+    assert "weights              as logged" in capsys.readouterr().out
+
+
+def test_the_weights_of_another_step_are_not_compared(make_run, capsys):
+    run, _ = make_run("abcd")
+    shutil.rmtree(run / "checkpoints")
+    assert main(["replay", str(run), "--step", "4"]) == 0
+    assert "weights              as logged" in capsys.readouterr().out
+    card = (run / "final-model" / "README.md").read_text()
+    (run / "final-model" / "README.md").write_text(card.replace("\nstep: 4\n", "\nstep: 2\n"))
+    assert main(["replay", str(run), "--step", "4"]) == 0
+    assert "not compared" in capsys.readouterr().out
 
 
 @pytest.mark.slow

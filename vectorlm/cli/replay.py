@@ -14,6 +14,7 @@ from typing import Any
 
 from vectorlm.cli.export import find_source, load_source
 from vectorlm.errors import ConfigError
+from vectorlm.report.card import noted_of
 from vectorlm.report.runs import read_lines
 from vectorlm.runs.config.load import load_config
 from vectorlm.train.checkpoint.folder import folder_of, steps_in
@@ -120,7 +121,7 @@ def _replay(run: Path, step: int) -> int:
     masks = rl.async_ is not None and rl.async_.overdue == "mask"
     max_lag = rl.async_.max_staleness if masks and rl.async_ is not None else None
     kept = folder_of(run / "checkpoints", step)
-    if not kept.is_dir() and step == max(logged) and train.keep.final_model == "last":
+    if not kept.is_dir() and noted_of(run / "final-model", "step", int) == step:
         kept = run / "final-model"
     first = max((saved for saved in steps_in(run / "checkpoints") if saved < step), default=0)
     with tempfile.TemporaryDirectory(prefix="replay-", dir=run) as folder:
@@ -132,7 +133,10 @@ def _replay(run: Path, step: int) -> int:
         keep = replace(
             train.keep, keep_best=False, final_model="last", early_stopping_patience=None, best_metric=None
         )
-        train = replace(train, output_dir=str(output), checkpointing_enabled=True, keep=keep)
+        # The scripted engine has no weights to share.
+        train = replace(
+            train, output_dir=str(output), checkpointing_enabled=True, keep=keep, share_base=False
+        )
         sources = {name: replace(source, held_out=None) for name, source in rl.collect.sources.items()}
         rl = replace(
             rl,
@@ -142,7 +146,7 @@ def _replay(run: Path, step: int) -> int:
             show_every=0,
         )
         config = replace(config, train_parameters=train, evaluation=EvaluationSettings(), rl=rl)
-        config = replace(config, trackers={}, enable_wandb_logging=False)
+        config = replace(config, trackers={}, enable_wandb_logging=False, push_to_hub=None)
         world_size = json.loads((run / "run.json").read_text())["versions"]["world_size"]
         checked = preflight(config, world_size)
         launch(_on_rank, checked, run / "rollouts.jsonl", step, max_lag, world_size=world_size)

@@ -162,7 +162,8 @@ def _build(
         demonstrations=_demonstrations(run, rl, models.policy),
         overlaps_evaluation=rl.async_ is not None and rl.async_.max_staleness > 0,
         teacher_prompt=_teacher_prompt(run, rl),
-        adapters=_adapters(run, rl, models),
+        # Recorded rollouts have asked the adapters already.
+        adapters=None if recorded is not None else _adapters(run, rl, models),
     )
 
 
