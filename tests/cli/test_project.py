@@ -78,6 +78,9 @@ def under_test(*overrides):
         (1, [f"{TRAIN}.max_seq_len=-1"]),
         (2, [f"{TRAIN}.context_parallel=2"]),
         (1, [f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false", f"{TRAIN}.dtype=bfloat16"]),
+        (1, ["lora_peft_config={r: 8}", "rl.keep_adapters={every: 1, last: 2}"]),
+        (1, ["lora_peft_config={r: 8}", "rl.environment=null", f"rl.rewards={{'judge(model=\"self\")': 1}}"]),
+        (1, ["lora_peft_config={r: 8}", f"{TRAIN}.share_base=true", "engine.dtype=float32"]),
         (1, [f"{SAMPLER}={{inference: transformers}}"]),
         (1, [f"{SAMPLER}={{inference: server, engine: {{url: 'http://a:1'}}}}", "lora_peft_config={use_dora: true}"]),
     ],
@@ -90,9 +93,13 @@ def test_a_config_that_is_accepted_is_accepted_for_two_steps_too(project, world_
 
 
 def test_two_steps_write_to_their_own_folder_alone(project):
-    mine = under_test("trackers={tensorboard: {}}", f"{SAMPLER}.output_jsonl_path=answers.jsonl")
+    mine = under_test(
+        "trackers={tensorboard: {}}",
+        f"{SAMPLER}.output_jsonl_path=answers.jsonl",
+        "push_to_hub={repo_id: me/mine}",
+    )
     config = load_config("mine.yaml", mine.overrides)
-    assert config.trackers == {}
+    assert (config.trackers, config.push_to_hub) == ({}, None)
     assert config.samples_path.is_relative_to(mine.folder)
 
 

@@ -114,6 +114,7 @@ class ProjectUnderTest:
             "evaluation.output_jsonl_path": None,
             "trackers": {},
             "enable_wandb_logging": False,
+            "push_to_hub": None,
             # Two short steps, without a profile, which would begin later.
             "rl.max_steps": 2,
             "rl.prompts_per_step": num_prompts,
@@ -132,10 +133,14 @@ class ProjectUnderTest:
             "train_parameters.use_mp": False,
             "train_parameters.use_flash_attention": False,
             "train_parameters.quantization": None,
-            # The config's adapters fit its own model, and name its layers.
+            # The config's adapters fit its own model, and name its layers. Environments and judges may need some.
             "train_parameters.adapters": None,
             "train_parameters.merge_adapters": False,
-            "train_parameters.lora_peft_config": None,
+            "train_parameters.lora_peft_config": {"r": 4} if self.config.asks_adapters else None,
+            "train_parameters.share_base": None,
+            # The tiny model has no experts.
+            "train_parameters.router_aux_loss_coef": None,
+            "rl.router_replay": "off",
             # A tiny model's answers are similar and cut off. Train on all of them, to compare them with the engine's.
             "rl.algorithm.dynamic_sampling": False,
             "rl.drop_truncated": False,
