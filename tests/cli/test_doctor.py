@@ -25,6 +25,7 @@ SOUND = {
     "shm": (32 * GIB, 32 * GIB),
     "disk": (200 * GIB, 100 * GIB),
     "cores": [0, 1, 2, 3],
+    "online": range(8),
     "shares": [3.0] * 8,
     "descriptors": 65536,
     "compiler": "/usr/bin/c++",
@@ -62,6 +63,7 @@ def verdicts_of(monkeypatch):
             patch.setattr("os.sched_getaffinity", lambda _: set(facts["cores"]))
             patch.setattr("os.access", lambda *_: facts["is_writable"])
             patch.setattr("psutil.cpu_percent", lambda **_: facts["shares"])
+            patch.setattr(doctor, "online_cores", lambda: facts["online"])
             patch.setattr("psutil.virtual_memory", lambda: machine)
             patch.setattr("resource.getrlimit", lambda _: (facts["descriptors"], facts["descriptors"]))
             patch.setattr("shutil.disk_usage", usage)
@@ -83,6 +85,12 @@ def test_a_sound_machine_has_no_problems(verdicts_of, facts):
     verdicts = verdicts_of(facts)
     assert {verdict.level for verdict in verdicts} == {OK}
     assert report(verdicts).endswith("A run starts here.")
+
+
+def test_a_cache_that_cannot_be_looked_up_counts_as_missing(verdicts_of, tmp_path):
+    """A name that is too long stands for a folder that the user may not enter."""
+    cache = tmp_path / ("a" * 300) / "huggingface"
+    assert f"cache in {cache}" in report(verdicts_of(SOUND | {"environment": {"HF_HOME": str(cache)}}))
 
 
 def test_the_lines_say_what_is_there(verdicts_of):
@@ -138,6 +146,7 @@ def torch_error(**errors):
         (SOUND, {"fails": ["os.memfd_create"]}, STOP, "unnamed memory", "not here"),
         (SOUND, {"limits": Limits(cores=1.5)}, WARN, "cores", "may use 1.5 of them"),
         (SOUND, {"shares": [0, 90, 0, 70, 99]}, WARN, "cores", "other processes keep 1, 3 busy"),
+        (SOUND, {"online": [0, 2, 4], "shares": [0, 99, 99]}, WARN, "cores", "other processes keep 2 busy"),
         (SOUND, {"descriptors": 256}, WARN, "open files", "at most 256"),
         (SOUND, {"compiler": None}, WARN, "compiler", "no C++ compiler"),
         (SOUND, {"fails": ["tempfile.TemporaryDirectory"]}, STOP, "temporary files", "not here"),

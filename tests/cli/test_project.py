@@ -79,7 +79,7 @@ def under_test(*overrides):
         (2, [f"{TRAIN}.context_parallel=2"]),
         (1, [f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false", f"{TRAIN}.dtype=bfloat16"]),
         (1, ["lora_peft_config={r: 8}", "rl.keep_adapters={every: 1, last: 2}"]),
-        (1, ["lora_peft_config={r: 8}", "rl.environment=null", f"rl.rewards={{'judge(model=\"self\")': 1}}"]),
+        (1, ["lora_peft_config={r: 8}", "rl.environment=null", "rl.rewards={'judge(model=\"self\")': 1}"]),
         (1, ["lora_peft_config={r: 8}", f"{TRAIN}.share_base=true", "engine.dtype=float32"]),
         (1, [f"{SAMPLER}={{inference: transformers}}"]),
         (1, [f"{SAMPLER}={{inference: server, engine: {{url: 'http://a:1'}}}}", "lora_peft_config={use_dora: true}"]),

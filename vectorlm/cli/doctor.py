@@ -117,7 +117,9 @@ def doctor_command(args: argparse.Namespace) -> int:
 def look() -> list[Verdict]:
     """Check this machine; this takes as long as importing vLLM."""
     # Measure before starting anything, to see only the load of other processes.
-    cores = judge_cores(sorted(os.sched_getaffinity(0)), psutil.cpu_percent(interval=LOOK_S, percpu=True))
+    loads = psutil.cpu_percent(interval=LOOK_S, percpu=True)
+    # Cores that are offline have no load.
+    cores = judge_cores(sorted(os.sched_getaffinity(0)), dict(zip(online_cores(), loads, strict=False)))
     version = next((f"{name} {found}" for name, found in versions_of(VLLM_PACKAGES).items()), None)
     torch, vllm = probe([TORCH_PROBE, VLLM_PROBE if version else "print('{}')"])
     of_vllm = judge_vllm(version, vllm, has_devices=bool(torch.get("devices")))
@@ -261,10 +263,15 @@ def judge_memory() -> Iterator[Verdict]:
         yield Verdict(STOP, "unnamed memory", f"cannot be shared between processes: {error}", fix)
 
 
-def judge_cores(cores: Sequence[int], shares: Sequence[float]) -> Verdict:
-    """Judge the cores that this process may use; `shares` are the loads of all cores by others, in per cent."""
+def online_cores() -> list[int]:
+    """Return the numbers of the cores that are online, in the order in which the system lists their loads."""
+    return [int(core) for core in re.findall(r"^cpu(\d+) ", Path("/proc/stat").read_text(), re.MULTILINE)]
+
+
+def judge_cores(cores: Sequence[int], loads: Mapping[int, float]) -> Verdict:
+    """Judge the cores that this process may use; `loads` are the loads of cores by others, in per cent."""
     limit = container_limits().cores
-    busy = [core for core in cores if shares[core] > 50]
+    busy = [core for core in cores if loads.get(core, 0.0) > 50]
     text = f"{len(cores)} ({', '.join(map(str, cores))})" if len(cores) <= 8 else f"{len(cores)}"
     if limit is not None and limit < len(cores):
         # Libraries start one thread per core; threads above the limit wait for each other.
@@ -294,7 +301,8 @@ def judge_files(environment: Mapping[str, str]) -> Iterator[Verdict]:
     fix = "Checkpoints hold weights and optimizer state: set output_dir to a folder with room."
     yield Verdict(OK if free >= MIN_DISK_BYTES else WARN, "disk", f"{_size(free)} free in this folder", fix)
     cache = Path(environment.get("HF_HOME", Path.home() / ".cache/huggingface"))
-    there = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    # `os.path.exists` is also false below folders that the user may not enter; these cannot be written.
+    there = next(folder for folder in (cache, *cache.absolute().parents) if os.path.exists(folder))
     can_write = os.access(there, os.W_OK)
     text = f"cache in {cache}" if can_write else f"the cache {cache} cannot be written"
     if offline := [name for name in OFFLINE if environment.get(name, "0").lower() not in ("", "0", "false")]:
