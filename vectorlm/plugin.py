@@ -89,7 +89,7 @@ def _load_pickle(where: str, name: str) -> Any:
 def _load_file(where: str, name: str) -> Any:
     path = Path(where).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{name!r} does not exist: {path} is not a file.")
+        raise ConfigError(f"{name!r} does not exist: {path.absolute()} is not a file.")
     # pickle reads dots in a module's name as packages, and a process pool of the user may pickle its functions.
     digest = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=8).hexdigest()
     key = f"vectorlm_plugin_{digest}"
