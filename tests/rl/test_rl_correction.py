@@ -91,6 +91,8 @@ def test_bypass_weighs_only_losses_without_a_ratio_of_their_own():
         spec = get_algorithm(name)
         correction = correction_of(settings("bypass"), spec)
         assert (correction.level is None) == spec.has_ratio
+    own = correction_of(settings("bypass", high=5.0, mode="mask"), get_algorithm("reinforce"))
+    assert (own.bypass, own.level, own.high, own.mode) == (True, "token", 5.0, "mask")
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     sampler, mask = torch.tensor([[-1.0, -4.0]]), torch.ones(1, 2, dtype=torch.bool)
     bypass = correction_of(settings("bypass"), get_algorithm("reinforce"))
@@ -114,6 +116,7 @@ def test_bypass_weighs_only_losses_without_a_ratio_of_their_own():
         ("grpo", {"level": "token", "low": 0.5, "high": 0.9}, "low"),
         ("grpo", {"gate": "k3"}, "gate_high"),
         ("grpo", {"gate": "ratio"}, "gate_low"),
+        ("grpo", {"gate": "k3", "gate_high": 0.1, "gate_low": 0.1}, "gate_low"),
         ("grpo", {"gate": "ratio", "gate_high": 2.0, "gate_level": "max"}, "gate_level"),
     ],
 )

@@ -273,8 +273,8 @@ def _weigh(
 
 def correction_of(settings: CorrectionSettings, spec: AlgorithmSpec) -> Correction:
     """Return the correction of the preset, with the values that the config sets."""
-    correction = Correction(**{**PRESETS[settings.preset or "off"], **settings.overrides})
-    if correction.bypass and not spec.has_ratio and correction.level is None:
+    fields = {**PRESETS[settings.preset or "off"], **settings.overrides}
+    if fields.get("bypass") and not spec.has_ratio and "level" not in fields:
         # Without a ratio in the loss, nothing else would account for the engine's probabilities.
-        correction = replace(correction, **PRESETS["tis"])
-    return correction
+        fields = {**PRESETS["tis"], **fields}
+    return Correction(**fields)

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 from kit.letters import letter_tokenizer
@@ -18,7 +19,7 @@ from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.runs.config.load import load_config, save_config
 from vectorlm.runs.preflight import checked
-from vectorlm.runs.preflight.checked import preflight
+from vectorlm.runs.preflight.checked import _with_steps, preflight
 from vectorlm.types import PromptRecord
 
 CHAT = [{"role": "user", "content": "abc"}]
@@ -219,6 +220,16 @@ def test_steps_follow_from_epochs_and_the_earlier_of_both_ends_the_run(
     assert (checked.rl.max_steps, checked.rl.num_steps) == (steps, steps)
     save_config(checked, files / "again.yaml")
     assert preflight(load_config(files / "again.yaml"), 1).config.rl.max_steps == steps
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.5, 8), (0.25, 6), (1.0, 4)])
+def test_prompts_of_an_epoch_are_those_that_are_sampled(files, share, steps):
+    stored = files / "rollouts.jsonl"
+    stored.write_text("")
+    config = config_of(files, files / "out", overrides=["rl.prompts_per_step=4"])
+    rollout = replace(config.rl.rollout, source="file", path=str(stored), replayed_share=share)
+    rl = replace(config.rl, max_steps=None, num_epochs_over_prompts=1, rollout=rollout)
+    assert _with_steps(rl, 16).max_steps == steps
 
 
 def test_settings_that_need_more_steps_than_the_epochs_take_are_refused(files):

@@ -131,6 +131,12 @@ def test_adapters_that_cannot_be_gone_on_with_are_refused_by_name(model, write_c
         resolve_model(load_config(write_config(MINIMAL, change), [f"train_parameters.{given}"]))
 
 
+def test_adapters_in_two_places_are_refused(model, write_config):
+    config = load_config(write_config(MINIMAL, adapters_on(model)), ["train_parameters.adapters=others"])
+    with pytest.raises(ConfigError, match=r"train_parameters.adapters='others'.*model='trained'"):
+        resolve_model(config)
+
+
 def test_what_adapters_begin_with_decides_what_may_be_done_with_them(model, write_config):
     refused = {
         "lora_peft_config.use_dora=true": ({"use_dora": True}, ["train_parameters.sampler={prompts: [abc]}"]),

@@ -20,7 +20,7 @@ from vectorlm.packages import fields_of, is_installed
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight import files, settings, summary
 from vectorlm.runs.preflight.checked import preflight
-from vectorlm.runs.preflight.settings import LORA_CONFIG
+from vectorlm.runs.preflight.settings import LORA_CONFIG, setting_problems
 from vectorlm.runs.preflight.shared_base import shares_base
 from vectorlm.sampling.arguments import require_folder
 
@@ -117,6 +117,7 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
             ["evaluation.thresholds.scor"],
         ),
         ([SAMPLER, "engine.slep=all"], {}, ["engine.slep"]),
+        ([SAMPLER, "engine.data_parallel_size=2"], {"world_size": 3}, ["engine.data_parallel_size"]),
         *(
             ([SAMPLER, f"engine.quantization={name}"], {}, ["engine.quantization"])
             for name in ("fp8_per_tensor", "awq", "gptq", "fp8", "mxfp4", "true")
@@ -178,6 +179,26 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
 )  # fmt: skip
 def test_what_would_fail_late_or_silently_is_refused(complete, overrides, more, keys):
     assert refused(complete, *overrides, **more) == keys
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ([f"{TRAIN}.context_parallel=2"], f"{TRAIN}.context_parallel"),
+        (["reward_model={}"], "model"),
+    ],
+)
+def test_what_a_vision_language_model_cannot_do_is_refused(complete, overrides, key):
+    path = Path("models/tiny/config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vision_config": {}}))
+    problems = list(setting_problems(load_config(complete, overrides), 2))
+    assert [problem.partition("=")[0] for problem in problems if "vision" in problem] == [key]
+
+
+def test_the_engine_of_transformers_has_the_trainer_s_dtype_on_cpu(complete):
+    config = load_config(complete, [SAMPLER, "engine.inference=transformers", f"{TRAIN}.dtype=bfloat16"])
+    assert config.engine_arguments(is_cuda=False)["dtype"] == "bfloat16"
+    assert "dtype" not in config.engine_arguments(is_cuda=True)
 
 
 @pytest.mark.parametrize(

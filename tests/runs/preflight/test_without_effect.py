@@ -34,13 +34,20 @@ def check(write_config):
         ("train_parameters.gradient_accumulation_steps=4", "dataset=null"),
         ("train_parameters.save_frequency=0.5", "dataset=null"),
         ("train_parameters.early_stopping_min_delta=0.5", "early_stopping_patience=null"),
+        ("train_parameters.lr_scheduler_kwargs={'num_cycles': 2}", "lr_scheduler_type=constant_with_warmup"),
     ],
 )
 def test_a_setting_without_effect_is_refused(check, override, other):
     with pytest.raises(ConfigError) as caught:
-        check(override)
+        check(override, "train_parameters.lr_scheduler_type=constant_with_warmup")
     assert override in str(caught.value)
     assert other in str(caught.value)
+
+
+def test_tasks_of_verifiers_have_an_environment(check):
+    check("rl.prompts='verifiers:wordle'", "rl.environment_timeout_s=600")
+    with pytest.raises(ConfigError, match=r"rl\.environment_timeout_s=600"):
+        check("rl.environment_timeout_s=600")
 
 
 def test_turns_of_agents_are_not_limited(check):

@@ -333,6 +333,8 @@ class Config:
                     found |= {"max_loras": 1 + num, "scheduling_policy": "priority"}
         elif engine.dtype != "auto":
             found["dtype"] = engine.dtype
+        elif engine.inference == "transformers" and not is_cuda:
+            found["dtype"] = self.engine_dtype(is_cuda)
         if self.trust_remote_code and engine.inference == "transformers":
             found["trust_remote_code"] = True
         if train.model.fp32_head and engine.inference in ("vllm", "transformers"):

@@ -173,7 +173,10 @@ def _with_steps(rl: RLSettings, num_prompts: int) -> RLSettings:
     """Return the settings with `max_steps` filled in, and limited by `num_epochs_over_prompts`."""
     if rl.num_epochs_over_prompts is None:
         return rl
-    steps = math.ceil(rl.num_epochs_over_prompts * num_prompts / rl.collect.prompts_per_step)
+    size = rl.collect.prompts_per_step
+    # Groups from a file use no prompts. If all groups are from the file, a step counts as many prompts as groups.
+    num_fresh = size if rl.rollout.path is None else size - round(size * rl.rollout.replayed_share)
+    steps = math.ceil(rl.num_epochs_over_prompts * num_prompts / (num_fresh or size))
     return replace(rl, max_steps=min(rl.max_steps or steps, max(steps, 1)))
 
 

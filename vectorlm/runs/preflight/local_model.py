@@ -57,6 +57,11 @@ def resolve_model(config: Config) -> Config:
         notes.append(f"model: {config.model} is {folder}")
         config = replace(config, model=folder)
     if is_adapter_folder(Path(config.model)):
+        if train.adapters not in (None, config.model):
+            rule = f"cannot be set, because model={show(config.model)} names adapters too"
+            raise ConfigError(
+                refuse(config, "train_parameters.adapters", rule, "Name one of the two folders.")
+            )
         train = replace(train, adapters=config.model)
         config = replace(config, model=str(base_of(Path(config.model))), train_parameters=train)
         notes.append(f"model: the LoRA adapters in {train.adapters} are on {config.model}")

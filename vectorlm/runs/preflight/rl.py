@@ -198,6 +198,9 @@ def correction_problems(
         yield "level", correction.level, rule, "Use sequence, or geometric with mode: truncate."
     if not (correction.low or 0) <= 1 <= (1 if correction.high is None else correction.high):
         yield "low", correction.low, "and high must be bounds around 1: low <= 1 <= high", "Use 0.5 and 2.0."
+    # Silent: only the ratio has a lower bound.
+    if correction.gate not in (None, "ratio") and "gate_low" in settings.overrides:
+        yield "gate_low", correction.gate_low, f"has no effect with gate: {correction.gate}", "Leave it out."
     yield from _gate_problems(correction)
 
 

@@ -96,6 +96,9 @@ def _rank_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[
         if count is not None and count % num:
             fix = f"Use {math.gcd(count, num)}, for example."
             yield refuse(config, path, f"must divide {what}, {count}", fix)
+    # Costs more than a minute: a rank would have all pixels, and only its share of their tokens.
+    if num > 1 and "vision_config" in (description_of(Path(config.model)) or {}):
+        yield refuse(config, path, "cannot be used with a vision-language model", "Use 1.")
     # Costs more than a minute: the first step comes after models are loaded and completions sampled.
     sft = None if config.rl is None else config.rl.sft
     num_shares = max(world_size // config.train_parameters.model.ranks_per_share, 1)
@@ -171,6 +174,11 @@ def _training_problems(config: Config) -> Iterator[str]:
         }
         alone |= {"train_parameters.adapters": train.adapters}
         alone |= {"preference": config.preference}
+        # Costs more than a minute: the model is loaded first.
+        if "vision_config" in (description_of(Path(config.model)) or {}):
+            yield refuse(
+                config, "model", "cannot be a vision-language model with reward_model", "Choose another."
+            )
     section = "preference" if config.reward_model is None else "reward_model"
     for name, value in alone.items() if getattr(config, section) is not None else ():
         if value is not None:
@@ -213,6 +221,11 @@ def _training_problems(config: Config) -> Iterator[str]:
     if optimizer.capturable and (train.model.cpu_offload or not has_gpu()):
         why = "but cpu_offload steps on the host" if has_gpu() else "but there is none here"
         yield refuse(config, f"{path}.capturable", f"needs a CUDA device, {why}", "Leave it out.")
+    # Silent: transformers ignores them.
+    kind, arguments = train.schedule.lr_scheduler_type, train.schedule.lr_scheduler_kwargs
+    if arguments and kind.startswith("constant"):
+        rule = f"has no effect with lr_scheduler_type={kind}"
+        yield refuse(config, "train_parameters.lr_scheduler_kwargs", rule, "Leave it out.", dict(arguments))
     yield from _optimizer_problems(config)
     yield from _evaluation_problems(config)
     yield from step_problems(config)
@@ -399,13 +412,21 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     yield from _kernel_problems(config)
     # Silent: the engine would take devices that belong to no rank of this run.
     size = engine.engine_args.get("tensor_parallel_size", 1)
+    counts = {"the number of ranks on a node": ranks_per_node}
     most, rule = ranks_per_node, f"must be at most the number of ranks on a node, {ranks_per_node}"
     fix = "Use less, or start more ranks."
     if config.overlap is not None and config.overlap.placement == "split":
         most = config.overlap.engine_devices or 1
+        counts |= {"rl.async.engine_devices": most} if has_gpu() else {}
         rule, fix = f"must be at most rl.async.engine_devices, {most}", "Use less, or give it more devices."
     if isinstance(size, int) and size > max(most, 1) and has_gpu():
         yield refuse(config, "engine.tensor_parallel_size", rule, fix)
+    # Costs more than a minute: the engine starts after models are loaded.
+    num = engine.engine_args.get("data_parallel_size", 1)
+    for what, count in counts.items() if isinstance(num, int) and num > 0 else ():
+        if count % num:
+            fix = f"Use {math.gcd(num, count)}, for example."
+            yield refuse(config, "engine.data_parallel_size", f"must divide {what}, {count}", fix, num)
     # Costs more than a minute: the engine reads them at its first prompt.
     asked = config.sampling_params
     for path, parameters in asked.items() if engine.inference in ("vllm", "server") else ():
@@ -606,6 +627,9 @@ def _secret_problems(config: Config) -> Iterator[str]:
 def _unread_settings(config: Config) -> Iterator[str]:
     """Yield settings that were changed and have no effect, by their `ReadIf`."""
     plain = to_plain(config)
+    # Some prompts bring their environment.
+    if config.rl is not None and (environment := config.rl.collect.environment_of("")) is not None:
+        plain["rl"]["environment"] = environment
     for path, setting in all_settings().items():
         value = value_at(plain, path)
         if value is None or value == setting.default:
