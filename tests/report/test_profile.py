@@ -21,6 +21,12 @@ def test_phases_add_up_and_an_evaluation_is_shown_in_parts():
         ("evaluate/score", 1.0, 0.125),
     ]
     assert times.rows(16.0)[-1] == ("other", 8.0, 0.5)
+    overlapping = PhaseTimes()
+    overlapping.add({"time/evaluate_s": 0.5, "weights/update_s": 0.125, "sampler/generate_s": 8.0})
+    assert [(name, seconds) for name, seconds, _ in overlapping.rows()] == [
+        ("evaluate/publish", 0.125),
+        ("evaluate/sample", 0.375),
+    ]
     table = times.table(16.0, num_steps=2).splitlines()
     assert table[1].split()[:4] == ["forward", "3.00", "19%", "1500.0"]
     assert table[-1].split() == ["all", "16.00", "100%", "8000.0"]

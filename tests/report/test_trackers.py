@@ -118,6 +118,7 @@ def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:
         "with open_wandb(settings, {'train_parameters': {'seed': 7}}, id_file, resumes=True) as sink:\n"
         "    sink.write(10, {'train/loss': 2.5}); sink.write(10, {'eval/accuracy': 0.5})\n"
         "    sink.write(20, {'train/loss': 2.25})\n"
+        "    sink.write(11, {'train/loss': 2.75})\n"
         "    run = wandb.run; assert run.id == id_file.read_text()\n"
         "    print(run.project, run.config['train_parameters'], dict(run.summary))\n"
     )
@@ -125,10 +126,10 @@ def test_wandb_offline_keeps_settings_config_and_values(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "countdown {'seed': 7}" in run.stdout
-    # wandb completes a row when the next step begins: the row of step 10 has the values of both calls.
-    assert "'train/loss': 2.5" in run.stdout
     assert "'eval/accuracy': 0.5" in run.stdout
-    assert "'_step': 10" in run.stdout
+    # A resumed run repeats steps.
+    assert "'train/loss': 2.75" in run.stdout
+    assert "'step': 11" in run.stdout
     (tmp_path / "id").write_text("afew0rds")
     again = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
     assert again.returncode == 0, again.stderr

@@ -393,7 +393,10 @@ def open_wandb(
         settings = {"id": id_file.read_text(), "resume": "allow", **settings}
     run = wandb.init(**settings, config=dict(run_config))
     id_file.write_text(run.id)
-    # Several calls for one step become one row.
+    # W&B ignores values of its own step if that has been higher, as before a run was killed and resumed.
+    run.define_metric("*", step_metric="step")
     return Tracker(
-        lambda values, step: run.log(values, step=step), lambda failed: run.finish(exit_code=int(failed)), say
+        lambda values, step: run.log({**values, "step": step}),
+        lambda failed: run.finish(exit_code=int(failed)),
+        say,
     )

@@ -220,9 +220,11 @@ class PhaseTimes:
         """Add the times in a line of metrics."""
         found = {phase: values.get(f"time/{phase}_s") or 0.0 for phase in PHASES}
         if whole := found.pop("evaluate"):
-            publish, sample = values.get("weights/update_s") or 0.0, values.get("sampler/generate_s") or 0.0
-            found["evaluate/publish"], found["evaluate/sample"] = publish, sample
-            found["evaluate/score"] = max(whole - publish - sample, 0.0)
+            # Sampling that overlaps with training takes longer than the evaluation that began it.
+            for part, name in (("publish", "weights/update_s"), ("sample", "sampler/generate_s")):
+                found[f"evaluate/{part}"] = min(values.get(name) or 0.0, whole)
+                whole -= found[f"evaluate/{part}"]
+            found["evaluate/score"] = whole
         for phase, seconds in found.items():
             self._seconds[phase] += seconds
 
