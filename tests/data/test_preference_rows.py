@@ -99,7 +99,7 @@ def test_a_completion_stands_beside_the_next_one_of_another_prompt():
     )
     alike, _ = rows_of(rows, "labels", max_seq_len=6)
     assert [item[1] for item in alike] == ["^abyz$", "^abyz$", "^xc$"]
-    with pytest.raises(DatasetError, match="no row of another prompt"):
+    with pytest.raises(DatasetError, match="no row with another prompt"):
         rows_of(rows[:2], "labels")
     alone, _ = rows_of([*rows, {"prompt": "ef", "completion": "", "label": True}], "labels")
     assert len(alone) == 3

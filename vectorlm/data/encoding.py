@@ -291,7 +291,7 @@ def require_whole_characters(value: Any) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"it holds half a character, {text[error.start]!a}") from None
+        raise ValueError(f"it contains half of a surrogate pair, {text[error.start]!a}") from None
 
 
 def escaped_halves(value: Any) -> Any:

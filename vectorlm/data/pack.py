@@ -279,7 +279,7 @@ def rows_of_two(
                 stranger = next((said for other, said in others if said and other != prompt), None)
                 last_prompt = prompt
             if stranger is None:
-                add_row(summary.skipped, "no row of another prompt beside it", row["name"])
+                add_row(summary.skipped, "no row with another prompt, which KTO needs", row["name"])
                 continue
             texts = [text, prompt + stranger]
         longest = max(
@@ -307,7 +307,7 @@ def rows_of_two(
         if max(map(len, framed)) > frame.max_seq_len:
             add_row(summary.skipped, f"a text longer than max_seq_len={frame.max_seq_len}", row["name"])
         elif not all(any(side.counted[1:]) for side in framed):
-            add_row(summary.skipped, "a text without tokens of its own", row["name"])
+            add_row(summary.skipped, "a text without tokens to train on", row["name"])
         else:
             yield replace(join(framed), value=row["value"])
 

@@ -75,7 +75,7 @@ def test_calls_of_every_family_are_read(text, said, calls):
         ('{"name": "add", "arguments": ' + '{"a":' * 400 + "1" + "}" * 401, "this call is not JSON"),
         (
             '{"name": "add", "arguments": {"a": "\\ud800"}}',
-            "this call is not JSON: it holds half a character",
+            "this call is not JSON: it contains half of a surrogate pair",
         ),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_tool_shows_images():
         (interrupts, "error: KeyboardInterrupt: "),
         (gives_up, "error: CancelledError: "),
         (keys, "error: TypeError: keys must be str"),
-        (half, "error: ValueError: it holds half a character"),
+        (half, "error: ValueError: it contains half of a surrogate pair"),
         (quotes_half, "error: ValueError: caf\\udce9"),
         (turns, "error: ValueError: Circular reference"),
         (large, "error: ValueError: Exceeds the limit"),

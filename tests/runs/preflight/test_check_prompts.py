@@ -288,7 +288,7 @@ def test_half_a_character_in_a_list_of_prompts_is_refused_by_its_place(files):
     (files / "plain.py").write_text("def one(completion):\n    return 1.0\n")
     reward = f"rl.rewards={{'{files / 'plain.py'}:one': 1.0}}"
     config = config_of(files, files / "out", overrides=[r'rl.prompts=["abc", "a\ud83d"]', reward])
-    with pytest.raises(ConfigError, match=r"prompt 1 of rl\.prompts .*half a character, '\\ud83d'"):
+    with pytest.raises(ConfigError, match=r"prompt 1 of rl\.prompts .*half of a surrogate pair, '\\ud83d'"):
         preflight(config, 1)
 
 
