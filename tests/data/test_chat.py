@@ -497,6 +497,16 @@ def test_a_completion_may_repeat_its_prompt_and_must_else_continue_it():
             chat_rows([{"prompt": prompt, "completion": completion}])
 
 
+def test_a_completion_that_only_repeats_its_prompt_is_skipped_and_named():
+    rows = [
+        {"prompt": say("ux"), "completion": say("ux")},
+        {"prompt": say("ux"), "completion": say("ux", "ay")},
+    ]
+    made, summary = chat_rows(rows)
+    assert [tokens for tokens, _ in made] == ["u:x$\na:y$\n"]
+    assert summary.skipped == {"an empty completion": (1, "raw.jsonl:1")}
+
+
 def space_tokenizer(template=None):
     """Return a tokenizer like SentencePiece: it puts a space before a text, and joins spaces with the next word."""
     pieces = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", *map(chr, range(33, 127)), "he", "hel", "hell", "hello"]

@@ -103,6 +103,11 @@ def test_a_completion_stands_beside_the_next_one_of_another_prompt():
         rows_of(rows[:2], "labels")
     alone, _ = rows_of([*rows, {"prompt": "ef", "completion": "", "label": True}], "labels")
     assert len(alone) == 3
+    chats = [{"prompt": say(f"u{text}"), "completion": say("ay"), "label": True} for text in "ab"]
+    repeated = {**chats[0], "completion": chats[0]["prompt"]}
+    told, summary = rows_of([*chats, repeated], "labels")
+    assert len(told) == 2
+    assert summary.skipped == {"an empty completion": (1, "raw.jsonl:3")}
 
 
 PAIR = {"prompt": "ab", "chosen": "cd", "rejected": "ce"}

@@ -283,6 +283,8 @@ class Tokeniser:
             return Tokens([], [], "a weight of 0")
         if len(parts) == 2 and self.settings.examples != "pairs":
             parts[1] = messages_behind(name, *parts)
+            if not parts[1]:
+                return Tokens([], [], "an empty completion")
         try:
             tools = tools_of(row)
         except ValueError as error:
