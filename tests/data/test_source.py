@@ -1,6 +1,7 @@
 """Sources of rows: files of every form, folders, globs, splits and the hub."""
 
 import gzip
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -261,6 +262,24 @@ def test_a_table_that_is_none_is_refused_with_its_file(name, text):
     Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DatasetError, match=re.escape(name)):
         texts_of(name)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "txt"])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda whole: whole[: len(whole) // 2], lambda whole: b"text", lambda whole: whole[:20] + b"\xff" * 20],
+    ids=["cut", "not compressed", "changed"],
+)
+def test_a_damaged_compressed_file_is_refused_by_name(ending, damage):
+    texts = [hashlib.sha256(bytes([number])).hexdigest() for number in range(50)]
+    text = {
+        "jsonl": jsonl({"text": text} for text in texts),
+        "json": json.dumps([{"text": text} for text in texts]),
+    }
+    path = Path(f"rows.{ending}.gz")
+    path.write_bytes(damage(gzip.compress(text.get(ending, "\n".join(["text", *texts])).encode())))
+    with pytest.raises(DatasetError, match=rf"rows\.{ending}\.gz"):
+        texts_of(str(path))
 
 
 def test_a_configuration_of_the_hub_is_refused_for_files():

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -238,8 +239,16 @@ def _form(name: str) -> str:
     return form
 
 
-def _open(name: str) -> Any:
-    return gzip.open(name, "rb") if name.lower().endswith(".gz") else open(name, "rb")
+@contextmanager
+def _open(name: str) -> Iterator[Any]:
+    """Open a file, decompressed; errors while it is read, such as the end of a cut `.gz`, name the file."""
+    try:
+        with gzip.open(name, "rb") if name.lower().endswith(".gz") else open(name, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
+        raise DatasetError(
+            f"{name} cannot be read ({type(error).__name__}: {error}). Make it readable, or save it again."
+        ) from error
 
 
 def _read_lines(files: Sequence[str], form: str, path: Path) -> Dataset:
