@@ -95,7 +95,11 @@ def test_a_run_that_stopped_early_is_finished_until_it_may_be_more_patient(input
     output = tmp_path / "run"
     on_ranks(1, train, config_of(inputs, output, early_stopping_patience=1))
     assert [line["step"] for line in metrics_of(output)] == [0, 1, 2, 3]
-    for changes, is_finished in (({}, True), ({"epochs": 3}, True), ({"early_stopping_patience": 3}, False)):
+    other = {"best_metric": "eval/perplexity", "best_metric_mode": "max"}
+    for changes, is_finished in (
+        *(({}, True), ({"epochs": 3}, True), (other, False)),
+        ({"early_stopping_patience": 3}, False),
+    ):
         config = config_of(inputs, output, **{"early_stopping_patience": 1, **changes})
         found = find_resumption(config, 1)
         assert (found.step, found.is_finished) == (3, is_finished), changes

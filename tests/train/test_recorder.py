@@ -185,6 +185,40 @@ def test_a_resumed_run_that_follows_another_metric_starts_over_with_it():
     assert not after.is_over
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "best_step"),
+    [
+        ({}, {"mode": "min"}, 5),
+        ({"mode": "min"}, {}, 4),
+        ({"falling": {"eval/my_error": True}}, {"mode": "max"}, 4),
+        ({"falling": {"eval/my_error": True}}, {}, 1),
+        ({}, {"mode": "max"}, 1),
+    ],
+)
+def test_a_resumed_run_that_follows_the_other_direction_starts_over_with_it(before, after, best_step):
+    first = EarlyStopping("eval/my_error", patience=2, keeps_best=True, **before)
+    observe(first, [0.7, 0.7, 0.7], "eval/my_error")
+    said = []
+    second = EarlyStopping("eval/my_error", patience=2, keeps_best=True, say=said.append, **after)
+    second.load_state_dict(first.state_dict())
+    if best_step == 1:
+        assert (second.best_step, second.is_over, said) == (1, True, [])
+        return
+    assert (second.best_step, second.is_over, len(said)) == (None, False, 1)
+    # Each of them is worse than 0.7 in the new direction.
+    observe(second, [0.9, 0.8] if best_step == 5 else [0.5, 0.4], "eval/my_error", start=4)
+    assert second.best_step == best_step
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_direction_and_is_loaded():
+    before = EarlyStopping("eval/my_error", keeps_best=True, mode="min")
+    observe(before, [0.7], "eval/my_error")
+    state = {name: value for name, value in before.state_dict().items() if name not in ("sign", "falling")}
+    after = EarlyStopping("eval/my_error", keeps_best=True, mode="min")
+    after.load_state_dict(state)
+    assert after.best_step == 1
+
+
 def test_a_metric_that_a_resumed_run_does_not_log_is_refused_unless_it_was_logged_before():
     after = EarlyStopping("eval/acuracy", is_named=True)
     after.load_state_dict(EarlyStopping().state_dict())

@@ -111,13 +111,20 @@ class EarlyStopping:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a resumed run."""
-        state = {"metric": self.metric, "best": self._best, "to_beat": self._to_beat}
-        return {**state, "num_without": self._num_without, "is_asked": self.is_asked}
+        state = {"metric": self.metric, "sign": self._sign, "falling": dict(self.falling)}
+        state |= {"best": self._best, "to_beat": self._to_beat, "num_without": self._num_without}
+        return {**state, "is_asked": self.is_asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the evaluations of `state`, unless they followed another metric."""
-        if (before := state.get("metric", self.metric)) != self.metric:
-            self.say(f"from here on {self.metric} defines the best step, instead of {before}")
+        """Continue after the evaluations of `state`, unless they followed another metric or the other direction."""
+        self.falling.update(state.get("falling", {}))
+        before = state.get("metric", self.metric), state.get("sign", self._sign)
+        if before != (self.metric, self._sign):
+            old, new = (
+                f"the {'lowest' if sign > 0 else 'highest'} {metric}"
+                for metric, sign in (before, (self.metric, self._sign))
+            )
+            self.say(f"from here on {new} defines the best step, instead of {old}")
             return
         self._best, self._to_beat = tuple(state["best"]), tuple(state["to_beat"])
         self._num_without = state["num_without"]

@@ -57,7 +57,10 @@ NUM_PIECES, PIECE_BYTES = 64, 4096
 two models differ everywhere."""
 REWARDS = re.compile(r"rl\.(sources\.[^.]*\.)?rewards\.")
 """Prefix of settings whose keys are rewards."""
-STOPS_EARLY = ("train_parameters.early_stopping_patience", "train_parameters.early_stopping_min_delta")
+STOPS_EARLY = tuple(
+    f"train_parameters.{name}"
+    for name in ("early_stopping_patience", "early_stopping_min_delta", "best_metric", "best_metric_mode")
+)
 """Settings that decide whether a run that stopped early continues."""
 
 
