@@ -95,6 +95,15 @@ def test_other_content_under_the_same_name_is_noticed(path):
     assert "the content of model has changed" in refused(path, SAMPLER, RL)
 
 
+def test_adapters_that_a_run_no_longer_starts_from_are_noticed(path):
+    merged = ("train_parameters.adapters=trained", "train_parameters.merge_adapters=True")
+    Path("trained").mkdir()
+    Path("trained/adapter_config.json").write_text("{}")
+    save(path, *merged)
+    assert found(path, *merged).changes == ()
+    assert "the content of train_parameters.adapters has changed" in refused(path)
+
+
 @pytest.mark.parametrize("num_bytes", [100, 1_000_000])
 def test_another_base_of_the_same_sizes_is_noticed(path, num_bytes):
     weights = Path("models/tiny/model.safetensors")
@@ -110,6 +119,7 @@ def test_another_base_of_the_same_sizes_is_noticed(path, num_bytes):
     ("override", "text"),
     [
         ("train_parameters.seed=4", "train_parameters.seed=4 (was 11)"),
+        ("train_parameters.freeze=[]", "train_parameters.freeze=[] (was ['vision'])"),
         ("train_parameters.lora_peft_config={r: 4}", "train_parameters.lora_peft_config.r=4 (was null)"),
         (
             "dataset.train_bs=8",

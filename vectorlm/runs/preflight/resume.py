@@ -28,6 +28,7 @@ from vectorlm.train.optimizers import OPTIMIZERS
 
 FIXED = (
     "train_parameters.seed",
+    "train_parameters.freeze",
     "train_parameters.lora_peft_config",
     "train_parameters.optimizer.amsgrad",
     "train_parameters.optimizer.arguments",
@@ -80,9 +81,8 @@ class Resumption:
 def identity_of(config: Config, world_size: int, num_examples: int | None = None) -> dict[str, Any]:
     """Return the description of a run that a checkpoint stores, as JSON values; `num_examples` counts training rows."""
     train, text, rl = config.train_parameters, config.dataset, config.rl
-    contents = {"model": _model_digest(Path(config.model))}
-    if train.adapters is not None:
-        contents["train_parameters.adapters"] = _model_digest(Path(train.adapters))
+    adapters = None if train.adapters is None else _model_digest(Path(train.adapters))
+    contents = {"model": _model_digest(Path(config.model)), "train_parameters.adapters": adapters}
     fixed: dict[str, Any] = {}
     if rl is not None:
         for name, source in rl.by_source.items():
