@@ -27,6 +27,10 @@ class Both:
         with open(run.output_dir / "saved.jsonl", "a") as file:
             file.write(json.dumps([step, (folder / "identity.json").is_file()]) + "\\n")
 
+class AtCheckpoint:
+    def on_checkpoint(self, run, step, folder):
+        run.stop()
+
 class Misspelt:
     def on_steps(self, run, step, metrics): ...
 
@@ -89,6 +93,25 @@ def test_a_stopped_run_is_finished_until_it_is_made_longer(inputs, tmp_path):
     assert (tmp_path / "run/final-model").is_dir()
     on_ranks(1, train, longer)
     assert lines(tmp_path / "run/metrics.jsonl")[-1]["step"] > 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stop_at_a_checkpoint_ends_the_run_after_the_next_step_which_is_evaluated_and_saved(
+    inputs, tmp_path, world_size
+):
+    (tmp_path / "own.py").write_text(OWN)
+    settings = {"checkpointing_enabled": True, "save_frequency": 2, "logging_steps": 100}
+    config = make_config(inputs, tmp_path / "run", **settings)
+    on_ranks(world_size, train, with_callbacks(config, f"{tmp_path}/own.py:AtCheckpoint"))
+    rows = lines(tmp_path / "run/metrics.jsonl")
+    assert [(row["step"], "eval/loss" in row) for row in rows[1:]] == [(1, False), (2, False), (3, True)]
+    # The run was killed while it wrote the final model: it does not train on.
+    (tmp_path / "run/checkpoints/step-00000003/finished").unlink()
+    shutil.rmtree(tmp_path / "run/final-model")
+    on_ranks(world_size, train, config)
+    assert lines(tmp_path / "run/metrics.jsonl") == rows
+    assert (tmp_path / "run/final-model").is_dir()
 
 
 @pytest.mark.parametrize("name", ["Misspelt", "Nothing", "Needy", "Missing"])

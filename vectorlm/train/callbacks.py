@@ -40,7 +40,7 @@ class RunControl:
         self._logged |= {name: float(value) for name, value in metrics.items()}
 
     def stop(self) -> None:
-        """End the run after this step, with an evaluation and a final model."""
+        """End the run after this step (in `on_checkpoint`: the next) with an evaluation and a final model."""
         self._stops = True
 
     def save(self) -> None:
@@ -108,18 +108,22 @@ class Callbacks:
             )
         return logged
 
-    def carry_out(self) -> bool:
-        """Set the learning rate and `saves` on all ranks as callbacks requested; return whether the run must stop."""
+    def carry_out(self, *, may_stop: bool = True) -> bool:
+        """Set the learning rate and `saves` on all ranks as callbacks requested; return whether the run must stop.
+
+        Without `may_stop`, a request to stop waits for the next call.
+        """
         if (control := self._control) is None:
             return False
-        asked = [(control._stops, control._saves, control._learning_rate)]
+        asked = [(control._stops and may_stop, control._saves, control._learning_rate)]
         if dist.is_initialized():
             dist.broadcast_object_list(asked)
         stops, saves, learning_rate = asked[0]
         self.saves |= saves
         if learning_rate is not None:
             control._schedule.hold(learning_rate)
-        control._stops, control._saves, control._learning_rate = False, False, None
+        control._stops = control._stops and not may_stop
+        control._saves, control._learning_rate = False, None
         return stops
 
 

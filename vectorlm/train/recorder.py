@@ -297,7 +297,8 @@ class Recorder:
             self.callbacks.saves = False
             self.callbacks.call("on_checkpoint", step, folder)
             self.after_save(step)
-            self._stop_if(self.callbacks.carry_out(), step)
+            # This step's evaluation and checkpoint are over: a run stops after the next step, which has both.
+            self.callbacks.carry_out(may_stop=False)
 
     def resume(self, models: Mapping[str, TrainedModel]) -> dict[str, Any] | None:
         """Load the checkpoint into the models and return the loop's state; None in a new run."""
