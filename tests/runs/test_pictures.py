@@ -9,6 +9,7 @@ from kit.sft_runs import are_equal, lines, weights_of
 from kit.vision_models import COLOURS, KINDS, picture, save_vlm
 from safetensors.torch import load_file
 
+from vectorlm.cli import main
 from vectorlm.data.images import image_tokens_of, picture_of, takes_images
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.reinforcement import reinforce
@@ -145,6 +146,9 @@ def test_a_frozen_part_keeps_its_bits(folder, tmp_path):
     assert vision
     assert vision <= equal
     assert equal < before.keys()
+    # The checkpoint does not have the frozen part.
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "exported")]) == 0
+    assert are_equal(weights_of(tmp_path / "exported"), after)
 
 
 @pytest.mark.parametrize("mode", ["merged", "adapter"])

@@ -157,9 +157,16 @@ def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
 
 
 def _load(source: Source) -> tuple[Any, Any]:
+    from vectorlm.runs.start import with_merged_start, with_trained_parts
     from vectorlm.train.checkpoint.state import load_weights
-    from vectorlm.train.load import is_scorer, load_model, load_scorer, load_tokenizer, trust_code
-    from vectorlm.train.lora import add_lora
+    from vectorlm.train.load import (
+        is_scorer,
+        load_model,
+        load_scorer,
+        load_tokenizer,
+        reads_images,
+        trust_code,
+    )
 
     if source.step is not None:
         config = load_config(source.run / "config.yaml")
@@ -172,8 +179,11 @@ def _load(source: Source) -> tuple[Any, Any]:
             model = load_model(config.model, dtype=train.model.dtype)
         else:
             model = load_scorer(config.model, tokenizer, dtype=train.model.dtype)
-        if train.lora_peft_config is not None:
-            model = add_lora(model, train.lora_peft_config)
+        if reads_images(config.model):
+            # A checkpoint has no frozen weights. Without frozen weights, the adapters' folder is not needed.
+            model = with_merged_start(model, config)
+        # The checkpoint has the adapters' values.
+        model = with_trained_parts(model, config, is_empty=True)
         load_weights(source.path, model)
         return model, tokenizer
     if not source.is_adapter:

@@ -112,11 +112,7 @@ class Run:
             dtype=settings.model.dtype,
             is_empty=is_empty,
         )
-        if settings.merge_adapters and settings.adapters is not None and not is_empty:
-            adapters = Path(settings.adapters)
-            model = merge_of_run(load_adapters(adapters, model), adapters.parent, adapters)
-            model.requires_grad_(True)
-        return model
+        return model if is_empty else with_merged_start(model, self.config)
 
     def load_model(self, *, keeps_start: bool = False) -> nn.Module:
         """Load and shard the model with its adapters, then give every rank its own random state.
@@ -130,15 +126,7 @@ class Run:
             model = self.read_model(is_empty=is_empty)
             if settings.model.quantization is not None:
                 quantize_blocks(model, self.topology.device)
-            options = settings.lora_peft_config
-            if options is not None and settings.adapters is None:
-                model = add_lora(model, options)
-            elif options is not None and settings.adapters is not None:
-                path = Path(settings.adapters)
-                model = continue_lora(model, path, options, is_empty=is_empty, keeps_start=keeps_start)
-            if self.image_tokens is not None:
-                for weight in weights_of_parts(inner_model(model), settings.model.freeze):
-                    weight.requires_grad_(False)
+            model = with_trained_parts(model, self.config, is_empty=is_empty, keeps_start=keeps_start)
             return exact(model) if settings.model.exact else model
 
         model = load_sharded(load, self.topology, settings.model, self._share_base)
@@ -239,6 +227,36 @@ def on_main(topology: Topology, work: Callable[[], Any]) -> Any:
     dist.broadcast_object_list(found)
     (result,) = results_or_first_error(found)
     return result
+
+
+def with_merged_start(model: Any, config: Config) -> Any:
+    """Return the base model with the adapters merged that a run with `merge_adapters` starts from."""
+    train = config.train_parameters
+    if train.merge_adapters and train.adapters is not None:
+        adapters = Path(train.adapters)
+        model = merge_of_run(load_adapters(adapters, model), adapters.parent, adapters)
+        model.requires_grad_(True)
+    return model
+
+
+def with_trained_parts(
+    model: Any, config: Config, *, is_empty: bool = False, keeps_start: bool = False
+) -> Any:
+    """Add the adapters of a run to the model, and freeze the parts in `train_parameters.freeze`.
+
+    `is_empty` and `keeps_start`: see `continue_lora`.
+    """
+    train = config.train_parameters
+    options = train.lora_peft_config
+    if options is not None and train.adapters is None:
+        model = add_lora(model, options)
+    elif options is not None and train.adapters is not None:
+        path = Path(train.adapters)
+        model = continue_lora(model, path, options, is_empty=is_empty, keeps_start=keeps_start)
+    if reads_images(config.model):
+        for weight in weights_of_parts(inner_model(model), train.model.freeze):
+            weight.requires_grad_(False)
+    return model
 
 
 def merge_of_run(model: Any, run: Path, adapters: Path) -> Any:
