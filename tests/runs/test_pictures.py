@@ -166,6 +166,32 @@ def test_adapters_are_trained_on_pictures(folder, tmp_path, mode):
     assert all("language_model" in name for name in found)
 
 
+def test_adapters_in_the_vision_model_are_trained_merged_and_trained_further(folder, tmp_path):
+    adapters = "{r: 4, target_modules: '.*visual.*qkv|.*language_model.*q_proj', exclude_modules: [lm_head]}"
+    given = [f"train_parameters.lora_peft_config={adapters}", "engine.lora_mode=merged", "rl.max_steps=3"]
+    given.append("train_parameters.freeze=[vision]")
+    run, more = tmp_path / "run", tmp_path / "more"
+    forked(reinforce, config_of(folder, run, *given), world_size=1)
+    assert max(gaps(run)) < 1e-5
+    found = load_file(run / "final-model/adapter_model.safetensors")
+    trained = [name for name, weight in found.items() if "lora_B" in name and weight.any()]
+    assert {"visual" in name for name in trained} == {True, False}
+    assert len(found) == 2 * len(trained)
+    merged = [tmp_path / "merged", tmp_path / "merged-checkpoint"]
+    for source, path in zip((run / "final-model", run), merged, strict=True):
+        assert main(["export", str(source), "--merge", "--output", str(path)]) == 0
+    assert are_equal(*map(weights_of, merged))
+    # A run that merges the adapters freezes the vision model with them.
+    given = [f"model={run}/final-model", "train_parameters.merge_adapters=True", "rl.max_steps=1"]
+    forked(reinforce, config_of(folder, more, *given, "train_parameters.freeze=[vision]"), world_size=1)
+    last = weights_of(more)
+    assert all(
+        weight.equal(last[name]) == ("visual" in name) for name, weight in weights_of(merged[0]).items()
+    )
+    assert main(["export", str(more), "--output", str(tmp_path / "exported")]) == 0
+    assert are_equal(weights_of(tmp_path / "exported"), last)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen2.5-vl"])
 def test_another_family_is_trained_on_two_ranks_and_resumed(tmp_path, kind):
     from transformers import AutoModelForImageTextToText, AutoProcessor

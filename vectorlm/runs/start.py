@@ -52,7 +52,6 @@ from vectorlm.train.checkpoint.folder import locked, naming_the_full_disk
 from vectorlm.train.exact import exact
 from vectorlm.train.handover import DeviceTurn, put_to_sleep
 from vectorlm.train.images import weights_of_parts
-from vectorlm.train.language_model import inner_model
 from vectorlm.train.load import (
     load_model,
     load_scorer,
@@ -248,14 +247,15 @@ def with_trained_parts(
     """
     train = config.train_parameters
     options = train.lora_peft_config
+    # Listed before the adapters are added: these are trained in every part.
+    frozen = weights_of_parts(model, train.model.freeze) if reads_images(config.model) else []
     if options is not None and train.adapters is None:
         model = add_lora(model, options)
     elif options is not None and train.adapters is not None:
         path = Path(train.adapters)
         model = continue_lora(model, path, options, is_empty=is_empty, keeps_start=keeps_start)
-    if reads_images(config.model):
-        for weight in weights_of_parts(inner_model(model), train.model.freeze):
-            weight.requires_grad_(False)
+    for weight in frozen:
+        weight.requires_grad_(False)
     return model
 
 

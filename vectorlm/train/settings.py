@@ -172,8 +172,8 @@ class ModelSettings:
     freeze: Annotated[tuple[Literal["vision", "projector", "language"], ...], Field(strict=False)] = (
         "vision",
     )
-    """Parts of a vision-language model that are not trained. The projector is the module between vision model and
-    language model; Qwen's merger is part of its vision model."""
+    """Parts of a vision-language model that are not trained, except for adapters. The projector is the module between
+    vision model and language model; Qwen's merger is part of its vision model."""
 
     def computes_in_bf16(self, is_cuda: bool) -> bool:
         """Whether the model computes in bfloat16 on this kind of device."""

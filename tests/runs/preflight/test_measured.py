@@ -159,14 +159,20 @@ def test_the_plan_is_near_what_is_allocated(tmp_path, monkeypatch, world_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("frozen", ["[vision]", "[]"])
-def test_the_plan_counts_pixels_and_the_vision_model(tmp_path, monkeypatch, kind, frozen):
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("freeze=[vision]", "freeze=[]"),
+        "lora_peft_config={target_modules: all-linear, exclude_modules: [lm_head]}",
+    ],
+)
+def test_the_plan_counts_pixels_and_the_vision_model(tmp_path, monkeypatch, kind, change):
     folder, path = save_vlm(kind, tmp_path / "model"), tmp_path / "my.yaml"
     tokens = image_tokens_of(load_tokenizer(folder))
     num = int((pictured_rows(tokens, 257, 0).input_ids == tokens.image_token).sum())
     assert num > 200
     monkeypatch.setattr(memory, "_image_tokens", lambda *_: num)
     path.write_text(CONFIG.format(model=folder))
-    config = load_config(path, [f"train_parameters.freeze={frozen}"])
+    config = load_config(path, [f"train_parameters.{change}"])
     (found,) = on_ranks(1, most_held, folder, config.train_parameters, True)
     assert found / planned(config, 1) == pytest.approx(1, abs=0.15)

@@ -5,6 +5,7 @@ import torch
 from demands import DEMAND, ENGINE, MODEL
 from kit.rank_processes import on_ranks, save_tiny_llama
 from kit.tiny_runs import build_loop
+from kit.vision_models import save_vlm
 from transformers import AutoModelForCausalLM
 
 from vectorlm.runs.preflight.memory import memory_table
@@ -23,6 +24,8 @@ from vectorlm.runs.preflight.memory_plan import (
 )
 from vectorlm.sampling.weights.model_size import ModelSize, count_adapter_parameters, read_model_size
 from vectorlm.train.language_model import LanguageModel
+from vectorlm.train.load import load_model
+from vectorlm.train.lora import add_lora
 from vectorlm.train.packing import Rows
 
 
@@ -280,11 +283,37 @@ def test_the_size_in_the_files_is_the_size_of_the_model(folder, loaded, tmp_path
 def test_adapters_are_counted_as_peft_makes_them(folder, loaded):
     from peft import LoraConfig, get_peft_model
 
-    for lora in ({"r": 2, "target_modules": ["q_proj", "down_proj"]}, {"r": 4}):
+    for lora in (
+        *({"r": 2, "target_modules": ["q_proj", "down_proj"]}, {"r": 4}),
+        *({"r": 2, "target_modules": r".*\.(q_proj|down_proj)"}, {"r": 2, "target_modules": "all-linear"}),
+    ):
         model = AutoModelForCausalLM.from_pretrained(folder)
         adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
         trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
         assert count_adapter_parameters(folder, lora) == trained
+
+
+@pytest.mark.parametrize(
+    ("targets", "excluded"),
+    [
+        (["q_proj", "qkv"], None),
+        (["q_proj", "qkv"], ["lm_head"]),
+        (["q_proj", "qkv"], []),
+        (".*(qkv|q_proj)", r".*visual\.blocks\.0\..*"),
+        (["q_proj", "qkv"], [r"blocks.1.attn.qkv"]),
+    ],
+)
+def test_adapters_of_a_vision_language_model_are_counted_by_part(tmp_path, targets, excluded):
+    folder = save_vlm("qwen2.5-vl", tmp_path / "model")
+    lora = {"r": 2, "target_modules": targets, "exclude_modules": excluded}
+    adapted = add_lora(load_model(folder, is_empty=True), lora)
+    trained = {name: weight.numel() for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert count_adapter_parameters(folder, lora) == sum(trained.values())
+    in_vision = sum(size for name, size in trained.items() if "visual" in name)
+    assert count_adapter_parameters(folder, lora, only_vision=True) == in_vision
+    assert bool(in_vision) == (excluded is not None)
+    with pytest.raises(ValueError, match="regular expression"):
+        count_adapter_parameters(folder, {"target_modules": "*q_proj"})
 
 
 def held_bytes(topology, model_dir):

@@ -90,16 +90,19 @@ def plan_of_config(
 
         frozen = weights_of_parts(empty_model(Path(config.model)), train.model.freeze)
         num_frozen = sum(weight.numel() for weight in frozen)
-    num_trainable = model.num_parameters - num_frozen
+    num_trainable, trains_vision = model.num_parameters - num_frozen, "vision" not in train.model.freeze
     if lora is not None:
         num_trainable = count_adapter_parameters(config.model, lora)
+        trains_vision = (
+            model.vision is not None and count_adapter_parameters(config.model, lora, only_vision=True) > 0
+        )
     engine = _engine_demand(config, model, device_bytes, near) if config.has_engine and is_shared else None
     demand = Demand(
         model=model,
         num_trainable=num_trainable,
         num_frozen=num_frozen,
         **({} if model.vision is None else _image_demand(config, model.vision, micro_batch_size)),
-        trains_vision=lora is None and "vision" not in train.model.freeze,
+        trains_vision=trains_vision,
         gathers_once=gathers_once(
             model.num_parameters - (model.num_in_blocks if train.model.quantization else 0),
             num_trainable,

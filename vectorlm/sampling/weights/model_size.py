@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -143,22 +143,36 @@ def names_of_vision(causal: Any) -> list[str]:
     return found
 
 
-def count_adapter_parameters(folder: str | Path, lora_config: Mapping[str, Any]) -> int:
-    """Count the parameters that LoRA trains: r rows and r columns of every adapted matrix.
+def count_adapter_parameters(
+    folder: str | Path, lora_config: Mapping[str, Any], *, only_vision: bool = False
+) -> int:
+    """Count the parameters that LoRA trains, in all parts or `only_vision`: r rows and columns of adapted matrices.
 
     Source: Hu et al. 2021, arXiv 2106.09685, section 4.2.
     """
     targets = lora_config.get("target_modules") or ("q_proj", "v_proj")
-    targets = (targets,) if isinstance(targets, str) else tuple(targets)
+    excluded = lora_config.get("exclude_modules")
     shapes, seen = _shapes(Path(folder))
     return sum(
         lora_config.get("r", 8) * sum(shape)
         for name, shape in shapes.items()
         if len(shape) == 2
-        and (name not in seen or lora_config.get("exclude_modules"))
+        and (name in seen or not only_vision)
+        and (name not in seen if excluded is None else not _names(excluded, name))
         and name != "lm_head.weight"
-        and (("all-linear" in targets and _BLOCK.search(name)) or name.split(".")[-2] in targets)
+        and (_BLOCK.search(name) if str(targets).lower() == "all-linear" else _names(targets, name))
     )
+
+
+def _names(given: str | Collection[str], weight: str) -> bool:
+    """Return whether a regular expression, or one of several endings, names the layer of a weight, as in PEFT."""
+    layer = weight.rpartition(".")[0]
+    if not isinstance(given, str):
+        return any(f".{layer}".endswith(f".{name}") for name in given)
+    try:
+        return re.fullmatch(given, layer) is not None
+    except re.error as error:
+        raise ValueError(f"{given!r} is not a regular expression ({error})") from error
 
 
 def damaged_weights(folder: Path) -> Iterator[str]:
