@@ -47,8 +47,8 @@ class Source(Protocol):
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state`."""
+    def load_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Resume from a `state` at `step`."""
 
 
 class RLLoop:
@@ -273,12 +273,12 @@ class RLLoop:
     def _load_state(self, state: dict[str, Any]) -> None:
         for schedule, saved in zip(self.models.schedules, state["schedules"], strict=True):
             schedule.load_state_dict(saved)
-        self.source.load_state(state["rollouts"])
+        self.step = self.recorder.resume_step or 0
+        self.source.load_state(state["rollouts"], self.step)
         self.meter.tokens_seen = state["tokens_seen"]
         # None if the checkpoint was written without rl.kl_target.
         if self.kl_controller is not None and state["kl"] is not None:
             self.kl_controller.load_state_dict(state["kl"])
-        self.step = self.recorder.resume_step or 0
         # Checkpoints of earlier versions do not have it; most of their steps had rewards.
         self._num_scored = state.get("num_scored", self.step)
         self._num_unscored, counts = state.get("unscored", (0, {}))

@@ -42,9 +42,8 @@ def source_of(engine, max_staleness=None, overdue="wait", reward=is_first_a, upd
     overlap = None
     if max_staleness is not None:
         overlap = AsyncSettings(max_staleness=max_staleness, overdue=overdue, update=update)
-    return make_source(
-        engine, reward, group_size=GROUP, num_groups=PROMPTS, num_prompts=23, overlap=overlap, **more
-    )
+    more = {"group_size": GROUP, "num_groups": PROMPTS, **more}
+    return make_source(engine, reward, num_prompts=23, overlap=overlap, **more)
 
 
 def prompts_of(groups):
@@ -179,7 +178,7 @@ def test_a_run_that_resumes_samples_again_what_was_not_trained_on():
     resumed_engine = Engine()
     resumed_engine.version = 1
     resumed = source_of(resumed_engine, 2, "wait")
-    resumed.load_state(state)
+    resumed.load_state(state, 1)
     assert resumed.state() == state
     for step in range(1, 6):
         resumed_engine.version = step
@@ -215,7 +214,7 @@ def test_where_updates_drain_a_run_that_resumes_is_the_same_whatever_finishes_fi
                 # Go through the file of a checkpoint, which accepts only plain values.
                 torch.save(source.state(), stream := io.BytesIO())
                 source, engine = source_and_engine(seed + 100)
-                source.load_state(torch.load(io.BytesIO(stream.getvalue()), weights_only=True))
+                source.load_state(torch.load(io.BytesIO(stream.getvalue()), weights_only=True), step)
             engine.version = step
             groups = source.collect(step, Timer())
             rewards = [(group.rewards.tolist(), group.greedy_reward) for group in groups]
@@ -240,11 +239,48 @@ def test_a_run_that_resumes_does_not_sample_again_what_had_finished():
     assert (state["pending"], len(state["finished"])) == ([], 2 * PROMPTS)
     resumed_engine = Engine()
     resumed = source_of(resumed_engine, 2, "wait")
-    resumed.load_state(state)
+    resumed.load_state(state, 1)
     waiting = prompts_of(resumed.collect(1, Timer()))
     asked = [prompt for prompt, _ in resumed_engine.calls]
     assert len(asked) == PROMPTS
     assert len({*trained, *waiting, *asked}) == 3 * PROMPTS
+
+
+class Busy(Engine):
+    """An engine that nobody waits for while it has nothing to do."""
+
+    def poll(self, timeout_s=0.0, at_least=1):
+        assert self.in_flight, "this wait would never end"
+        return super().poll(timeout_s, at_least)
+
+
+@pytest.mark.parametrize("overdue", ["wait", "drop", "correct"])
+@pytest.mark.parametrize(
+    ("max_staleness", "num_groups", "group_size"),
+    [
+        *[(limit, PROMPTS, GROUP) for limit in (1, 0, None)],
+        *[(2, PROMPTS - 1, GROUP), (1, 1, GROUP), (3, PROMPTS + 1, GROUP), (2, PROMPTS, GROUP + 1)],
+    ],
+)
+def test_a_run_may_resume_with_fewer_or_smaller_groups_in_flight(
+    overdue, max_staleness, num_groups, group_size
+):
+    source = source_of(Engine(), 2, overdue)
+    trained = prompts_of(source.collect(0, Timer()))
+    state = source.state()
+    assert len(state["finished"]) == 2 * PROMPTS
+    engine = Busy()
+    resumed = source_of(engine, max_staleness, overdue, num_groups=num_groups, group_size=group_size)
+    resumed.load_state(state, 1)
+    for step in range(1, 4):
+        engine.version = step
+        groups = resumed.collect(step, Timer())
+        trained += prompts_of(groups)
+        assert [len(group.rollouts) for group in groups] == [group_size] * num_groups
+        oldest = min(rollout.versions[0] for group in groups for rollout in group.rollouts)
+        assert oldest >= step - (max_staleness or 0)
+    order = PromptOrder([PromptRecord(f"q{index}") for index in range(23)], 0)
+    assert trained == [order.at(position).prompt for position in range(len(trained))]
 
 
 class Tool:

@@ -149,7 +149,7 @@ class RecordedGroups:
         """Return an empty state."""
         return {}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Do nothing: the step number alone determines the groups."""
 
 

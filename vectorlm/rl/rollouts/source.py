@@ -91,20 +91,39 @@ class RolloutSource:
             "curricula": {name: curriculum.state() for name, curriculum in self._curricula.items()},
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from a `state`; no group may be in flight."""
+    def load_state(self, state: Mapping[str, Any], step: int) -> None:
+        """Resume from a `state` at `step`; no group may be in flight.
+
+        Finished groups that do not fit the settings of this run are sampled again.
+        """
         self.prompts.position = state["position"]
         if self.replay is not None:
             self.replay.position = state["replay_position"]
-        self._reissued = list(state.get("pending", ()))
         # A curriculum without a saved state starts from its beginning.
         for name, saved in state.get("curricula", {}).items():
             if name in self._curricula:
                 self._curricula[name].load_state(saved)
         # Checkpoints of earlier versions have no finished groups.
-        if finished := state.get("finished"):
-            groups = [PendingGroup.restored(saved, self.prompts.at(saved["position"])) for saved in finished]
-            self._steps = [StepGroups(len(groups), self._max_rounds, fresh=groups)]
+        finished = [
+            PendingGroup.restored(saved, self.prompts.at(saved["position"]))
+            for saved in state.get("finished", ())
+        ]
+        fitting = self._fitting(finished, step)
+        again = [group.position for group in finished if group not in fitting]
+        self._reissued = sorted([*state.get("pending", ()), *again])
+        self._steps = [StepGroups(len(fitting), self._max_rounds, fresh=fitting)]
+
+    def _fitting(self, finished: Sequence[PendingGroup], step: int) -> list[PendingGroup]:
+        """Return the groups that `step` and later steps can train on before they are too old, oldest first."""
+        fitting: list[PendingGroup] = []
+        for group in sorted(finished, key=_age):
+            num_steps = self._overlap.max_staleness
+            if self._overlap.overdue in ("wait", "drop"):
+                num_steps += group.version + 1 - step
+            has_size = group.sampled is not None and len(group.sampled.rollouts) == self.group_size
+            if has_size and len(fitting) < num_steps * self._num_groups:
+                fitting.append(group)
+        return fitting
 
     def collect(self, step: int, timer: Timer) -> list[RolloutGroup]:
         """Return the scored groups of `step`, and the groups that dynamic sampling dropped.
@@ -237,14 +256,15 @@ class RolloutSource:
         if self._overlap.update != "drain":
             # A finished group does not wait for an older one.
             groups = [group for group in groups if group.sampled is not None]
-        oldest = sorted(groups, key=lambda group: (group.version, group.position))[: self._num_groups]
+        oldest = sorted(groups, key=_age)[: self._num_groups]
         return [group for group in oldest if group.sampled is not None]
 
     def _has_enough(self, step: int) -> bool:
+        if all(group.sampled is not None for group in self._pending()):
+            return True
         if self._overlap.overdue == "wait" and not self._can_postpone_others(step):
             return False
-        is_idle = all(group.sampled is not None for group in self._pending())
-        return is_idle or len(self._oldest_finished()) == self._num_groups
+        return len(self._oldest_finished()) == self._num_groups
 
     def _can_postpone_others(self, step: int) -> bool:
         """Return whether every group that this step does not take can be trained on before it is too old."""
@@ -264,3 +284,8 @@ class RolloutSource:
             late = [group for group in self._pending() if group.version + self._overlap.max_staleness <= step]
         self._cancel(late)
         self._num_late = len(late)
+
+
+def _age(group: PendingGroup) -> tuple[int, int]:
+    """Return a key that sorts groups by the version that they started with."""
+    return group.version, group.position
