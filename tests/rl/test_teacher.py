@@ -1,5 +1,6 @@
 """Learning from a teacher: advantages and loss stay the same if rows are split, packed or sharded in other ways."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -100,7 +101,8 @@ PROMPT = [7, 3, 9, 11, 30, 2, 5, 8]
 """Prompt that the policy reads as its own teacher; the policy's prompts have two to five tokens."""
 
 
-def taught_by_itself(topology, folder, kind, beta, packs):
+def taught_by_itself(topology, folder, kind, beta, packs, shared_by):
+    topology = replace(topology, context_parallel=shared_by)
     more = {"teacher": settings("self", kind, beta, 0.7), "entropy_coef": 0.0, "packs": packs}
     run = one_step(topology, folder, "on_policy_distillation", **more)
     rows = random_rows("on_policy_distillation", teacher_prompt=lambda record: PROMPT)
@@ -108,11 +110,14 @@ def taught_by_itself(topology, folder, kind, beta, packs):
     return batch.advantages, *run.descend(batch), rows
 
 
-@pytest.mark.parametrize(("world_size", "packs"), [(1, True), pytest.param(2, False, marks=pytest.mark.slow)])
-def test_the_policy_teaches_itself_by_another_prompt(folder, world_size, packs):
+@pytest.mark.parametrize(
+    ("world_size", "packs", "shared_by"),
+    [(1, True, 1), (2, True, 2), pytest.param(2, False, 1, marks=pytest.mark.slow)],
+)
+def test_the_policy_teaches_itself_by_another_prompt(folder, world_size, packs, shared_by):
     model, policy = distributions(folder)
     teacher = [logprobs.detach() for logprobs in distributions(folder, prompt=PROMPT)[1]]
-    sampled = on_ranks(world_size, taught_by_itself, folder, "sampled", 1.0, packs)
+    sampled = on_ranks(world_size, taught_by_itself, folder, "sampled", 1.0, packs, shared_by)
     for advantages, _, metrics, rows in sampled:
         places = rows.mask.nonzero().tolist()
         expected, reverse = torch.zeros(rows.mask.shape), []
@@ -124,7 +129,8 @@ def test_the_policy_teaches_itself_by_another_prompt(folder, world_size, packs):
         torch.testing.assert_close(advantages, expected, rtol=1e-3, atol=1e-5)
         assert expected.abs().max() > 0.01
         assert metrics["teacher/kl"] == pytest.approx(sum(reverse) / len(reverse), rel=1e-3, abs=1e-6)
-    for _, gradient, metrics, rows in on_ranks(world_size, taught_by_itself, folder, "full", 0.0, packs):
+    learned = on_ranks(world_size, taught_by_itself, folder, "full", 0.0, packs, shared_by)
+    for _, gradient, metrics, rows in learned:
         values = []
         for row, place in rows.mask.nonzero().tolist():
             q, p = policy[row][place - 1], teacher[row][place - 1]
@@ -136,7 +142,8 @@ def test_the_policy_teaches_itself_by_another_prompt(folder, world_size, packs):
         torch.testing.assert_close(gradient, gradients(model), rtol=2e-3, atol=5e-6, check_dtype=False)
 
 
-def taught_by_a_server(topology, folder, beta, k):
+def taught_by_a_server(topology, folder, beta, k, shared_by):
+    topology = replace(topology, context_parallel=shared_by)
     model = load_model(folder)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -160,12 +167,15 @@ def taught_by_a_server(topology, folder, beta, k):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "k", "beta"), [(1, 3, 1.0), pytest.param(2, 47, 0.5, marks=pytest.mark.slow)]
+    ("world_size", "k", "beta", "shared_by"),
+    [(1, 3, 1.0, 1), (2, 3, 1.0, 2), pytest.param(2, 47, 0.5, 1, marks=pytest.mark.slow)],
 )
-def test_the_most_probable_tokens_of_a_server_are_compared_and_the_rest_as_one(folder, world_size, k, beta):
+def test_the_most_probable_tokens_of_a_server_are_compared_and_the_rest_as_one(
+    folder, world_size, k, beta, shared_by
+):
     model, policy = distributions(folder)
     teacher = [logprobs.detach() for logprobs in distributions(folder, SCALE)[1]]
-    for gradient, metrics, mask in on_ranks(world_size, taught_by_a_server, folder, beta, k):
+    for gradient, metrics, mask in on_ranks(world_size, taught_by_a_server, folder, beta, k, shared_by):
         values, whole = [], []
         for row, place in mask.nonzero().tolist():
             q, p = policy[row][place - 1], teacher[row][place - 1]

@@ -18,7 +18,9 @@ from vectorlm.packages import is_trusted
 Head = Callable[[torch.Tensor], torch.Tensor]
 EntropyKind = Literal["none", "value", "gradient", "collision"]
 """Whether to compute entropies, and with gradient; `collision` computes sums of squared probabilities instead."""
-Comparison = Callable[[slice, torch.Tensor], torch.Tensor]
+Places = slice | torch.Tensor
+"""Indices of some tokens."""
+Comparison = Callable[[Places, torch.Tensor], torch.Tensor]
 """Maps the indices of n targets and the policy's log-probabilities [n, V] to K numbers per target, [n, K]."""
 
 

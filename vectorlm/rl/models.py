@@ -20,7 +20,13 @@ from transformers import PreTrainedConfig
 
 from vectorlm.algorithms.batch import RolloutBatch
 from vectorlm.algorithms.kl import generalised_jsd
-from vectorlm.algorithms.logprobs import Comparison, align, compute_head_in_float32, computes_in_float32
+from vectorlm.algorithms.logprobs import (
+    Comparison,
+    Places,
+    align,
+    compute_head_in_float32,
+    computes_in_float32,
+)
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.engine_ranks import capture, gather, results_or_first_error
 from vectorlm.ranks.topology import Topology
@@ -377,7 +383,7 @@ class Teacher:
         """
         scores = self._frozen.scores(rows)
 
-        def compare(places: slice, logprobs: torch.Tensor) -> torch.Tensor:
+        def compare(places: Places, logprobs: torch.Tensor) -> torch.Tensor:
             teacher = scores.logprobs(places)
             divergence = generalised_jsd(logprobs, teacher, beta)
             reverse = divergence if beta == 1 else generalised_jsd(logprobs.detach(), teacher, 1.0)
@@ -425,7 +431,7 @@ def compared_with_top(token_ids: torch.Tensor, teacher: torch.Tensor, beta: floa
         rest = torch.log1p(-logprobs.logsumexp(-1).exp().clamp(max=1 - REST))
         return torch.cat([logprobs, rest[:, None]], dim=-1)
 
-    def compare(places: slice, logprobs: torch.Tensor) -> torch.Tensor:
+    def compare(places: Places, logprobs: torch.Tensor) -> torch.Tensor:
         mine, its = with_rest(logprobs.gather(1, token_ids[places])), with_rest(teacher[places])
         divergence = generalised_jsd(mine, its, beta)
         reverse = divergence if beta == 1 else generalised_jsd(mine.detach(), its, 1.0)

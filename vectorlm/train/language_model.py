@@ -19,6 +19,7 @@ from vectorlm.algorithms.logprobs import (
     Comparison,
     EntropyKind,
     Head,
+    Places,
     TokenValues,
     computes_in_float32,
     dtype_before,
@@ -59,7 +60,7 @@ class Scores:
     temperature: float
 
     @torch.no_grad()
-    def logprobs(self, places: slice) -> torch.Tensor:
+    def logprobs(self, places: Places) -> torch.Tensor:
         """Return float32 [m, V] for the tokens at `places`."""
         scores = self.states[places] if self.head is None else self.head(self.states[places])
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -161,9 +162,9 @@ class LanguageModel:
     def scores(self, rows: Rows) -> Scores:
         """Return the distributions of the requested tokens, in the order of `rows.targets`.
 
-        Ranks that share a pass get the distributions of their own tokens, as `compare` does. If rows are padded, the
-        scores are logits. Otherwise they are hidden states with a copy of the output layer, because FSDP2 frees the
-        layer's weights after this pass.
+        Ranks that share a pass get the distributions of all its tokens, because another model or other rows may split
+        the tokens differently. If rows are padded, the scores are logits. Otherwise they are hidden states with a copy
+        of the output layer, because FSDP2 frees the layer's weights after this pass.
         """
         if not self.packs:
             logits, skipped = self._logits(rows)
@@ -177,19 +178,28 @@ class LanguageModel:
             bias = None if layer.bias is None else layer.bias.to(dtype, copy=True)
             return states, layer.weight.to(dtype, copy=True), bias
 
-        states, weight, bias = model.packed_pass(self._pack(rows), self.device, copies)
+        packing = self._pack(rows)
+        states, weight, bias = model.packed_pass(packing, self.device, copies)
 
         def layer(states: torch.Tensor) -> torch.Tensor:
             return nn.functional.linear(states.to(weight.dtype), weight, bias)
 
-        return Scores(states, _head(causal, layer), self.temperature)
+        return Scores(packing.gather(states), _head(causal, layer), self.temperature)
 
     def _packed(
-        self, rows: Rows, bitmasks: torch.Tensor | None = None, **options: Any
+        self,
+        rows: Rows,
+        bitmasks: torch.Tensor | None = None,
+        *,
+        compare: Comparison | None = None,
+        **options: Any,
     ) -> tuple[TokenValues, Packing]:
         model: Any = self.model
         causal = inner_model(model)
         packing = self._pack(rows)
+        if compare is not None:
+            own = to_device(packing.own(torch.arange(packing.num_asked)), self.device)
+            options["compare"] = partial(_compare_own, compare, own)
 
         def values(states: torch.Tensor) -> TokenValues:
             return token_values(
@@ -270,6 +280,13 @@ class LanguageModel:
         """Return int64 [M]: the places of the requested tokens in the logits of padded rows."""
         is_before = rows.is_asked.roll(-1, dims=1)[:, skipped:].flatten()
         return to_device(torch.nonzero(is_before)[:, 0], self.device)
+
+
+def _compare_own(
+    compare: Comparison, own: torch.Tensor, places: Places, logprobs: torch.Tensor
+) -> torch.Tensor:
+    """Compare this rank's tokens, which have the indices `own` among all requested tokens."""
+    return compare(own[places], logprobs)
 
 
 def require_packed(context: ContextGroup | None, why_padded: str | None) -> None:

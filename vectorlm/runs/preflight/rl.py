@@ -539,9 +539,6 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
     if teacher.top_k is not None and teacher.kind == "sampled":
         rule = "has no effect with rl.teacher.kind='sampled'"
         yield refuse(config, "rl.teacher.top_k", rule, "Use kind: full, or leave it out.", teacher.top_k)
-    if teacher.top_k is not None and config.train_parameters.model.context_parallel > 1:
-        rule = "cannot be used with rl.teacher.top_k"
-        yield refuse(config, "train_parameters.context_parallel", rule, "Use 1, or kind: sampled.")
     if teacher.kind == "sampled" and not (spec.level == "token" and spec.samples_from_policy):
         rule = f"cannot be sampled with {spec.name}, which does not learn from advantages of sampled tokens"
         yield refuse(config, "rl.teacher.kind", rule, "Use full, or another algorithm.")
