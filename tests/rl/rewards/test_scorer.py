@@ -12,11 +12,13 @@ import pytest
 from kit.batches import rollout_of
 from kit.rank_processes import on_ranks
 
+from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.errors import RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.ranks.workers.pool import WorkerPool
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.rewards.scorer import RewardScorer
+from vectorlm.rl.rollout import make_batch
 from vectorlm.rl.rollouts.sampler import SampledGroup
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.types import ENVIRONMENT, PromptRecord
@@ -83,6 +85,21 @@ def test_what_an_environment_gave_is_added_where_its_weight_counts():
     (alone,) = scorer_of({"length": length}).score([SampledGroup(played)])
     assert alone.rewards.tolist() == [1.0] * 3
     assert list(alone.rewards_by_name) == ["length"]
+
+
+def test_rewards_of_a_stored_environment_count_only_with_an_environment():
+    played = [
+        replace(rollout, num_turns=2, turn_ends=(1, 1), turn_rewards=rewards)
+        for rollout, rewards in zip(rollouts("aeb", "XYZ"), [(1.0, 0.0), (0.0, 0.5)], strict=True)
+    ]
+    spec = get_algorithm("grpo")
+    for more, counts in ({}, False), ({ENVIRONMENT: 1.0}, True):
+        weights = {"length": 1.0, **more}
+        one = scorer_of({"length": length}, weights=weights, drops_constant_groups=True)
+        (group,) = one.score([SampledGroup(played)])
+        assert group.is_dropped is not counts
+        batch = make_batch([replace(group, is_dropped=False)], spec)
+        assert spec.advantages(batch, spec.settings).any() == counts
 
 
 def test_completions_for_which_no_reward_counts_have_0():

@@ -146,8 +146,11 @@ class RewardScorer:
             for found in results.values():
                 for values, result in zip(logged, found[start:end], strict=True):
                     values.update(result.logged)
+            # Stored rollouts may have rewards of an environment that this run does not have.
             finished = RolloutGroup(
-                group.rollouts,
+                group.rollouts
+                if ENVIRONMENT in counting
+                else list(map(_without_turn_rewards, group.rollouts)),
                 sums,
                 {name: values[start:end] for name, values in rewards.items() if name in counting},
                 total[index - len(groups)] if greedy else None,
@@ -229,3 +232,7 @@ class RewardScorer:
             beyond = lengths - (settings.sampling["max_tokens"] - settings.overlong_buffer_tokens)
             penalty += settings.overlong_penalty * (beyond / settings.overlong_buffer_tokens).clamp(0.0, 1.0)
         return penalty
+
+
+def _without_turn_rewards(rollout: Rollout) -> Rollout:
+    return replace(rollout, turn_rewards=()) if rollout.turn_rewards else rollout
