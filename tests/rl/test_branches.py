@@ -317,6 +317,31 @@ def test_a_branch_has_the_return_of_its_whole_rollout_where_turns_have_rewards()
     assert advantages_by_row(rows)[4] > 0
 
 
+@pytest.mark.parametrize("algorithm", ["rloo", "grpo", "gpg"])
+@pytest.mark.parametrize("stale", [{0, 1}, {1}])
+def test_returns_of_turns_include_the_rewards_of_turns_that_are_not_trained_on(algorithm, stale):
+    """Both rollouts earn 1 in each of three turns, and one of them has turns that are too old."""
+    turns = {"num_turns": 3, "turn_ends": (1, 2, 4), "turn_rewards": (1.0,) * 3}
+    young = row(version=5, **turns)
+    old = replace(young, versions=tuple(0 if place in stale else 5 for place in range(4)))
+    spec = get_algorithm(algorithm)
+    batch = make_batch([group_of(young, old, rewards=(3.0, 3.0))], spec, oldest_version=4)
+    assert batch.mask.sum() == 8 - len(stale)
+
+    def advantages(batch):
+        return spec.advantages(batch.for_baselines(), spec.settings)
+
+    assert not advantages(batch).any()
+    # A penalty of the last turn lowers the return of all turns.
+    penalty = torch.zeros(batch.mask.shape)
+    penalty[0, -1] = 0.5
+    found = advantages(batch.penalised(penalty))
+    assert found[batch.mask].tolist() == pytest.approx(
+        [found[0, -1].item()] * 4 + [-found[0, -1].item()] * (4 - len(stale))
+    )
+    assert found[0, -1] < 0
+
+
 def gspo_ratio_step(topology, folder):
     """Make one step with a policy that has left the rollouts' policy, with rows in several micro-batches."""
     more = {"max_tokens_per_micro_batch": 16, "entropy_coef": 0.0}

@@ -61,7 +61,8 @@ class RolloutBatch:
     turns: torch.Tensor | None = None
     """int64 [B, T], the turn of every sampled token, from 0; None if no turn has its own reward."""
     turn_rewards: torch.Tensor | None = None
-    """float32 [B, T], the environment's reward for a turn, at the turn's last token; included in `rewards`."""
+    """float32 [B, T], the environment's reward for a turn, at the turn's last token, minus the KL penalty of every
+    token; included in `rewards`."""
     turn_starts: torch.Tensor | None = None
     """int64 [B, T], the position where the turn of a sampled token begins in its row; -1 for other tokens."""
     images: Sequence[Sequence[Any]] | None = None
@@ -184,6 +185,10 @@ class RolloutBatch:
         turns = torch.where(self.mask, self.turns, 0)
         return torch.where(self.mask, advantages.flatten(0, 1).gather(1, turns), 0.0)
 
+    def whole_rewards(self) -> torch.Tensor:
+        """Return `token_rewards` with every reward at its own token, even if that token is not trained on."""
+        return place_rewards(self.attention_mask.bool(), self.rewards, self.turn_rewards)
+
     def without(self, rejected: torch.Tensor) -> RolloutBatch:
         """Remove the `rejected` tokens, bool [B, T], from the mask.
 
@@ -220,7 +225,12 @@ class RolloutBatch:
             of_branches = torch.zeros_like(total).index_add(0, self.owners, total * is_branch)
             token_rewards -= place_rewards(self.for_baselines().mask, of_branches)
             total = total + of_branches
-        return replace(self, rewards=self.rewards - total.view_as(self.rewards), token_rewards=token_rewards)
+        return replace(
+            self,
+            rewards=self.rewards - total.view_as(self.rewards),
+            token_rewards=token_rewards,
+            turn_rewards=None if self.turn_rewards is None else self.turn_rewards - penalty,
+        )
 
 
 @dataclass(frozen=True, eq=False)

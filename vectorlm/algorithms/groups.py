@@ -317,7 +317,7 @@ def turn_advantages(
     the share of i is larger if fewer completions have the turn. A completion without others would learn nothing.
 
     Args:
-        token_rewards: float [B, T], the rows of a group next to each other.
+        token_rewards: float [B, T], the rows of a group next to each other; also rewards of tokens that do not count.
         turns: int64 [B, T], the turn of each token, from 0.
         mask: bool [B, T], the tokens that count.
         group_size: Rows of a group.
@@ -328,11 +328,10 @@ def turn_advantages(
 
     Source: Kool et al. 2019 (RLOO) for each turn, as in Ahmadian et al. 2024, arXiv:2402.14740, eq. 7.
     """
-    num_turns = int(torch.where(mask, turns, 0).max()) + 1
+    num_turns = int(turns.max()) + 1
     empty = token_rewards.new_zeros(len(mask), num_turns)
-    index = torch.where(mask, turns, 0)
-    rewards = empty.scatter_add(1, index, torch.where(mask, token_rewards, 0.0))
-    has_turn = empty.scatter_add(1, index, mask.to(empty.dtype)) > 0
+    rewards = empty.scatter_add(1, turns, token_rewards)
+    has_turn = empty.scatter_add(1, turns, mask.to(empty.dtype)) > 0
     shape = (-1, group_size, num_turns)
     # A completion has all turns before its last one, even if a correction has rejected their tokens.
     has_turn = has_turn.int().flip(1).cummax(1).values.flip(1).bool()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _turns(batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return pure.turn_advantages(batch.token_rewards, batch.turns, batch.mask, batch.rows_per_group)
+    return pure.turn_advantages(batch.whole_rewards(), batch.turns, batch.mask, batch.rows_per_group)
 
 
 def _group(batch: RolloutBatch, hparams: settings.ScaleSettings) -> torch.Tensor:
