@@ -16,6 +16,7 @@ from kit.rank_processes import on_ranks, save_adapters
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_rl import build
+from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
@@ -56,10 +57,10 @@ def judge(folder, tmp_path_factory):
     return path
 
 
-def score(topology, judge, *batches):
+def score(topology, judge, *batches, policy_tokenizer=None):
     """Return the scores of each batch of rollouts."""
     load = partial(load_sharded, topology=topology)
-    model = RewardModel(str(judge), load, topology, max_tokens=24, max_length=12)
+    model = RewardModel(str(judge), load, topology, policy_tokenizer, max_tokens=24, max_length=12)
     return [model(rollouts) for rollouts in batches]
 
 
@@ -133,6 +134,31 @@ def test_a_reward_model_reads_prompt_and_completion_as_one_text(judge):
         assert nothing == []
 
 
+@pytest.mark.parametrize("separator", [None, "z"])
+def test_token_ids_of_a_prompt_are_the_policys_and_not_the_reward_models(judge, tmp_path, separator):
+    policy = AutoTokenizer.from_pretrained(judge)
+    policy.backend_tokenizer.decoder = decoders.Fuse()
+    other = shutil.copytree(judge, tmp_path / "other")
+    saved = json.loads((other / "tokenizer.json").read_text())
+    vocab = saved["model"]["vocab"]
+    # The reward model's letters have other ids: a to z become the ids of z to a.
+    letters = [letter for letter in vocab if len(letter) == 1]
+    vocab |= dict(zip(letters, [vocab[letter] for letter in reversed(letters)], strict=True))
+    (other / "tokenizer.json").write_text(json.dumps(saved))
+    if separator is not None:
+        tokenizer = AutoTokenizer.from_pretrained(other)
+        tokenizer.init_kwargs[STEP_SEPARATOR] = separator
+        tokenizer.save_pretrained(other)
+        config = json.loads((other / "config.json").read_text()) | {"pad_token_id": 0}
+        (other / "config.json").write_text(json.dumps(config))
+    texts, ids = (
+        [rollout_of(prompt, "dezfz") for prompt in prompts]
+        for prompts in (("abc", "g"), map(policy.encode, ("abc", "g")))
+    )
+    ((expected, found),) = on_ranks(1, partial(score, policy_tokenizer=policy), other, texts, ids)
+    assert found == expected
+
+
 def test_what_is_no_reward_model_is_refused(folder, tmp_path):
     def load(load):
         return load(False)
@@ -141,14 +167,14 @@ def test_what_is_no_reward_model_is_refused(folder, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).save_pretrained(two)
     AutoTokenizer.from_pretrained(folder).save_pretrained(two)
     with pytest.raises(ConfigError, match="two"):
-        RewardModel(str(two), load, Topology(), max_tokens=8, max_length=8)
+        RewardModel(str(two), load, Topology(), None, max_tokens=8, max_length=8)
     description = json.loads((folder / "config.json").read_text())
     headless = shutil.copytree(folder, tmp_path / "headless")
     (headless / "config.json").write_text(json.dumps({**description, "id2label": {"0": "score"}}))
     with pytest.raises(ConfigError, match=r"score\.weight"):
-        RewardModel(str(headless), load, Topology(), max_tokens=8, max_length=8)
+        RewardModel(str(headless), load, Topology(), None, max_tokens=8, max_length=8)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        RewardModel(str(tmp_path / "nowhere"), load, Topology(), max_tokens=8, max_length=8)
+        RewardModel(str(tmp_path / "nowhere"), load, Topology(), None, max_tokens=8, max_length=8)
 
 
 def test_the_head_of_a_critic_alone_may_be_missing(folder, tmp_path, caplog):

@@ -215,7 +215,7 @@ def test_transformers_and_a_reward_of_a_run_read_the_reward_model(finished, inpu
     assert last["eval/pair_margin"] == pytest.approx((chosen - rejected).mean().item(), abs=1e-5)
     words = ["".join(chr(95 + token) for token in pair[0][:-1]) for pair in texts]
     reward = RewardModel(
-        str(output / "final-model"), lambda load: load(False), Topology(), max_tokens=64, max_length=16
+        str(output / "final-model"), lambda load: load(False), Topology(), None, max_tokens=64, max_length=16
     )
     rollouts = [rollout_of(word[:3], word[3:]) for word in words]
     assert reward(rollouts) == pytest.approx(chosen.tolist(), abs=1e-5)
@@ -229,6 +229,7 @@ def rewards_of_steps(topology, path, texts, rule):
         str(path),
         lambda load: load_sharded(load, topology),
         topology,
+        None,
         max_tokens=64,
         max_length=16,
         step_reward=rule,

@@ -393,6 +393,7 @@ def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec, judges: Mapping[str, 
                 run.load_sharded,
                 # Every rank scores its own rows.
                 replace(run.topology, context_parallel=1, model_parallel=1),
+                run.tokenizer,
                 max_tokens=rl.update.max_tokens_per_micro_batch,
                 max_length=train.max_seq_len,
                 dtype=train.model.dtype,

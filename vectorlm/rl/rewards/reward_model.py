@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from vectorlm.algorithms.batch import RolloutBatch
-from vectorlm.data.encoding import encode, render_chat
+from vectorlm.data.encoding import encode, is_messages, render_chat
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.micro_batch import map_rows
@@ -40,6 +40,7 @@ class RewardModel:
         path: str,
         load_sharded: LoadSharded,
         topology: Topology,
+        policy_tokenizer: Any,
         *,
         max_tokens: int,
         max_length: int,
@@ -47,6 +48,8 @@ class RewardModel:
         step_reward: Literal["min", "mean", "last"] = "min",
     ) -> None:
         """Load and shard a model from a folder of ``save_pretrained``, and load its tokenizer.
+
+        `policy_tokenizer` decodes prompts of token ids.
 
         One forward pass takes at most `max_tokens`, padding included. Texts longer than `max_length` tokens lose their
         beginning. `step_reward` chooses the reward from the probabilities of steps.
@@ -69,6 +72,7 @@ class RewardModel:
 
         self._model: Any = load_sharded(load)
         self._config: Any = self._model.config
+        self._policy_tokenizer = policy_tokenizer
         self._topology, self._max_tokens, self._max_length = topology, max_tokens, max_length
         self._combine = COMBINED[step_reward]
         self._separator = self._tokenizer.init_kwargs.get(STEP_SEPARATOR)
@@ -128,7 +132,10 @@ class RewardModel:
             whole = last["content"]
         *_, answer = rollout.turn_texts or (whole,)
         steps = [step for step in answer.split(self._separator) if step.strip()] or [answer]
-        ids = encode(prompt, lambda: self._tokenizer)
+        if isinstance(prompt, str) or is_messages(prompt):
+            ids = encode(prompt, lambda: self._tokenizer)
+        else:
+            ids = self._tokenizer(self._decode(prompt), add_special_tokens=False)["input_ids"]
         if before := whole.removesuffix(answer):
             ids = ids + self._tokenizer(before, add_special_tokens=False)["input_ids"]
         ends = [False] * len(ids)
@@ -146,7 +153,10 @@ class RewardModel:
         if (chat := shown(rollout).messages) is not None:
             text = str(render_chat(self._tokenizer, chat, tokenize=False))
         else:
-            text = (prompt if is_text else str(self._tokenizer.decode(list(prompt)))) + rollout.text
+            text = (prompt if is_text else self._decode(prompt)) + rollout.text
         # Templates and token ids already include their special tokens.
         limits = {"truncation": True, "max_length": self._max_length}
         return self._tokenizer(text, add_special_tokens=is_text, **limits)["input_ids"]
+
+    def _decode(self, prompt: Any) -> str:
+        return str(self._policy_tokenizer.decode(list(prompt)))
