@@ -184,6 +184,26 @@ def test_the_room_of_an_engine_bounds_what_asks_it_at_once():
         queue.close()
 
 
+def test_a_group_that_is_cancelled_before_it_starts_frees_its_place():
+    with FakeEngine(lambda prompt, version: "a") as engine:
+        queue = GroupQueue(engine, sampler_of(rollouts_per_engine=2))
+        all_of(queue, queue.submit(tasks_of(1)))
+        actor = queue._actor
+
+        async def start_and_cancel():
+            # In one round of the event loop: no group takes its first step in between.
+            actor._extend({1: tasks_of(2)[1]}, {1}, 1)
+            assert list(actor._running) == [1]
+            await actor._cancel([1])
+            return dict(actor._running), actor._num_asking, actor._num_rollouts
+
+        ended = asyncio.run_coroutine_threadsafe(start_and_cancel(), actor._loop).result(10)
+        assert ended == ({}, 0, 0)
+        queue._num_submitted = 2
+        assert all_of(queue, queue.submit(tasks_of(2))) == [["a", "a"]] * 2
+        queue.close()
+
+
 def test_rollouts_that_wait_for_their_environment_are_made_up_for_by_others():
     with FakeEngine(say_done) as engine:
         sampler = sampler_of(group_size=2, open_environment=Slow, rollouts_per_engine=4)

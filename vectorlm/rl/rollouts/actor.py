@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 import traceback
@@ -49,6 +50,8 @@ class Actor:
         """A number that was drawn before its task was submitted."""
         self._share = 0
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._reserved: dict[int, int] = {}
+        """Sequences of the running groups that have not asked the engine yet, by the groups' numbers."""
         self._num_asking = self._num_rollouts = 0
         self._most: tuple[int, ...] = (0, 0, 0)
         self._flush_is_due = False
@@ -137,17 +140,23 @@ class Actor:
                 continue
             self._num_rollouts += size
             self._count(size)
+            self._reserved[number] = size
             self._running[number] = self._loop.create_task(self._carry_out(number, task))
+            # A task that is cancelled before its first step runs no `finally`.
+            self._running[number].add_done_callback(functools.partial(self._end, number))
+
+    def _end(self, number: int, _: object = None) -> None:
+        """Free the place of a group, if it still has one."""
+        if self._running.pop(number, None) is not None:
+            self._num_asking -= self._reserved.pop(number, 0)
+            self._num_rollouts -= self._sampler.settings.group_size
+            self._start_more()
 
     async def _carry_out(self, number: int, task: Task) -> None:
-        size = reserved = self._sampler.settings.group_size
-
         async def ask(
             prompt: Prompt, params: dict[str, Any], hear: Hear | None = None
         ) -> Sequence[Completion]:
-            nonlocal reserved
-            self._count(params["n"] - reserved)
-            reserved = 0
+            self._count(params["n"] - self._reserved.pop(number, 0))
             try:
                 completions = await self._ask(prompt, params, hear)
                 num_tokens = sum(len(completion.token_ids) for completion in completions)
@@ -165,10 +174,7 @@ class Actor:
         except Exception as error:
             outcome = EngineError(f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}")
         finally:
-            del self._running[number]
-            self._num_asking -= reserved
-            self._num_rollouts -= size
-            self._start_more()
+            self._end(number)
         with self._news:
             self._outcomes[number] = outcome
             self._news.notify_all()
