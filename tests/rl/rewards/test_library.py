@@ -3,7 +3,9 @@
 import asyncio
 import json
 import pickle
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import openai
 import pytest
@@ -211,6 +213,31 @@ CODE = "Sure:\n```python\ndef double(x):\n    return 2 * x\n```"
 def test_code_runs_within_its_limits(completion, reward):
     tests = ["assert double(2) == 4", "assert double(3) == 6"]
     assert code.code(completion, tests, timeout_s=1.0) == reward
+
+
+def is_running(pid):
+    """Return whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError", "import os\nos._exit(0)", "while True: pass"])
+def test_processes_that_the_code_started_end_with_it(tmp_path, end):
+    started = tmp_path / "pids"
+    source = (
+        f"import os, subprocess\nfirst = subprocess.Popen(['sleep', '99999']).pid\n"
+        f"second = os.fork()\nif not second:\n    import time\n    time.sleep(99999)\n"
+        f"open({str(started)!r}, 'w').write(f'{{first}} {{second}}')\n{end}"
+    )
+    assert code.code(source, ["1"], timeout_s=3.0) == float(not end)
+    pids = list(map(int, started.read_text().split()))
+    assert len(pids) == 2
+    deadline_s = time.monotonic() + 5
+    while any(map(is_running, pids)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not any(map(is_running, pids))
 
 
 RIGHT, SHELL, DATA = (

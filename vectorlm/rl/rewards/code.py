@@ -63,7 +63,8 @@ def code(
     The code is the last fence tagged ``python``, ``python3`` or ``py``; else the last fence without a tag; else the
     whole text. A test is Python code, such as ``assert f(2) == 4``. Every test runs after the code in a separate
     process with an empty folder, limits of time, memory and file size, and no network. A test passes if it runs to its
-    end. A test that exits fails. Code that ends in ``sys.exit`` is tested like other code.
+    end. A test that exits fails. Code that ends in ``sys.exit`` is tested like other code. The processes that a test
+    starts end with it, except processes in a session of their own, which end with the run.
 
     This limits the damage of mistakes, but it is not a sandbox against malicious code. The process can read every file
     that its user can read. An object that equals everything passes ``assert f(2) == 4``.
@@ -90,22 +91,25 @@ def code(
         mark = secrets.token_hex()
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as passed:
             limits = [int(timeout_s) + 1, memory_mib << 20, passed.fileno(), allow_network]
-            try:
-                ended = subprocess.run(
-                    [sys.executable, "-I", "-c", BOOTSTRAP, *map(str, limits)],
-                    input=f"{mark}\0{source}\0{test}\n".encode(errors="replace"),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    cwd=folder,
-                    env={"OMP_NUM_THREADS": "1"},
-                    timeout=timeout_s,
-                    start_new_session=True,
-                    pass_fds=[passed.fileno()],
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                failure = failure or f"no end within {timeout_s:g} s"
-                continue
+            with subprocess.Popen(
+                [sys.executable, "-I", "-c", BOOTSTRAP, *map(str, limits)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env={"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+                pass_fds=[passed.fileno()],
+            ) as process:
+                try:
+                    process.communicate(f"{mark}\0{source}\0{test}\n".encode(errors="replace"), timeout_s)
+                except subprocess.TimeoutExpired:
+                    failure = failure or f"no end within {timeout_s:g} s"
+                    continue
+                finally:
+                    # Its children outlive it. The kernel does not give its pid to another process soon.
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
             passed.seek(0)
             found = passed.read()
         if found == b"no namespace":
@@ -115,7 +119,7 @@ def code(
         if found == mark.encode():
             num_passed += 1
         else:
-            failure = failure or found.decode(errors="replace") or how_it_ended(ended.returncode)
+            failure = failure or found.decode(errors="replace") or how_it_ended(process.returncode)
     if failure and log is not None:
         log("failure", failure)
     return num_passed / len(listed)
