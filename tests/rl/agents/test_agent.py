@@ -188,7 +188,10 @@ def test_without_room_for_a_further_turn_a_rollout_ends_and_not_the_run(tmp_path
         # Python's HTTP client alone would report only "Bad Request".
         ("refused", "HTTP Error 400.*its request was refused: seed=3.*Change the request"),
         ("no_room", "prompt has 4000 tokens.*length of 4000.*Shorten the prompt"),
-        ("hangs", "no request and no result within 1 s"),
+        (
+            "hangs",
+            "no request and no result within 1 s.*stack in the output of this process.*rl.environment_timeout_s",
+        ),
         ("wrong", "it returned the reward 'good', which must be a number"),
         ("ends", "its process"),
         ("goes_on_and_raises", "KeyError: 'no tool'"),

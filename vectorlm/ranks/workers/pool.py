@@ -61,7 +61,7 @@ class Worker:
             limit_s: Longest time between two values, in seconds; the first value has no limit.
 
         Raises:
-            WorkerLost: The process ended, or was ended because it was late.
+            WorkerLost: The process ended, or was ended because it was late; then its cause is a TimeoutError.
         """
         if self.loss is not None:
             raise self.loss
@@ -74,9 +74,10 @@ class Worker:
                 try:
                     async with asyncio.timeout(limit):
                         kind, value = await queue.get()
-                except TimeoutError:
+                except TimeoutError as late:
                     self._pool.end(self, f"no answer within {limit:g} s")
-                    continue
+                    assert self.loss is not None
+                    raise self.loss from late
                 is_over = kind in (END, ERROR, LOST)
                 if kind == END:
                     return
@@ -159,6 +160,11 @@ class WorkerPool:
         """Return one rank's share of the cores, from 2 to `MAX_AUTO_SIZE`."""
         return min(max(len(os.sched_getaffinity(0)) // num_ranks, 2), MAX_AUTO_SIZE)
 
+    @property
+    def output(self) -> str:
+        """The place of the workers' output, and of the stacks of late calls."""
+        return str(self._log_path or "the output of this process")
+
     def submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run a coroutine on the pool's event loop; may be called in any thread."""
         require_own_process(self._pid)
@@ -224,7 +230,7 @@ class WorkerPool:
             if self.deaths >= MAX_DEATHS:
                 raise WorkersDied(
                     f"{self.deaths} workers died without an answer in between; the last: {self._last_death}. "
-                    f"Read their output in {self._log_path or 'the output of this process'}."
+                    f"Read their output in {self.output}."
                 )
             if self._control is None:
                 self._start_supervisor()

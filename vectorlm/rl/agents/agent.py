@@ -68,13 +68,18 @@ class AgentHost:
         try:
             while not (await asyncio.wait({work}, timeout=POLL_S))[0]:
                 if session.idle_s > self._timeout_s:
-                    raise RuntimeError(f"no request and no result within {self._timeout_s:g} s")
+                    raise TimeoutError(f"no request and no result within {self._timeout_s:g} s")
             reward, measured = work.result()
-        except (WorkerLost, RuntimeError) as error:
+        except (WorkerLost, RuntimeError, TimeoutError) as error:
             # Frameworks raise if the context is full. The error ends the rollout, not the run.
             if not session.is_full:
                 refusal, fix = "", "Correct the agent, or catch the error in it and return a reward or None"
-                if session.refusal:
+                if isinstance(error, TimeoutError):
+                    fix = (
+                        f"Read the agent's stack in {self._workers.output}, or raise rl.environment_timeout_s (in your "
+                        "own loop, timeout_s of AgentRollouts)"
+                    )
+                elif session.refusal:
                     fix = "Change the request"
                     # Clients that raise for a status may not show the gateway's answer.
                     if session.refusal not in str(error):

@@ -143,6 +143,8 @@ class RemoteEnvironment:
             if what == "step" and isinstance(error, WorkerLost):
                 method = "step or a tool"  # Errors of tools go to the policy.
             fix = "Correct the environment, or catch the error in it and return a reply"
+            if isinstance(error.__cause__, TimeoutError):
+                fix = f"Read the stack of the call in {self._host.workers.output}, or raise rl.environment_timeout_s"
             raise self.failure(f"failed in {method}: {error}", fix) from error
 
     async def _ask(self, what: str, arguments: tuple[Any, ...]) -> Any:
