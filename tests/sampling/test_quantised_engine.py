@@ -14,6 +14,7 @@ def run(name, world_size, quantization, marks, **options):
     ("family", "world_size", "quantization", "options"),
     [
         run("Llama", 1, "fp8_per_channel", ()),
+        run("Llama", 1, "fp8_per_channel", (), transport="bucketed"),
         run("Gemma 3", 2, "fp8_per_channel", pytest.mark.slow),
         run("Qwen2", 2, "int8", pytest.mark.slow, transport="bucketed"),
         run("Phi-3", 1, "int8", pytest.mark.long, receiver="packed"),

@@ -313,11 +313,12 @@ def quantised_writes(
         WeightMismatch: This rank does not hold whole rows.
     """
     found, scales = dict(writes), dict[str, torch.Tensor]()
-    widths = {slot.name: slot.shape[-1] for slot in layout.slots if slot.shape}
     for slot in layout.slots:
         if (how := slot.quantised) is not None:
             boxes = writes[how.source]
-            if len(boxes) > 1 or any(box.rows.shape[1] != widths[how.source] for box in boxes):
+            # Scales come after their rows, perhaps in a later round, whose layout does not have the rows.
+            is_cut = any(not how.is_scale and box.rows.shape[1] != slot.shape[1] for box in boxes)
+            if len(boxes) > 1 or is_cut:
                 raise WeightMismatch(
                     f"{how.source!r} cannot be quantised, because ranks hold parts of its rows. Train without "
                     "tensor_parallel and expert_parallel, or sample without quantization."
