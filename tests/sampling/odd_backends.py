@@ -1,9 +1,10 @@
-"""Scripted backends for a sampler process to import: one streams a letter in each step, the other never answers."""
+"""Scripted backends for a sampler process to import, which stream, never answer, or use types that ranks lack."""
 
 import time
 from typing import ClassVar
 
-from vectorlm.sampling.backends.scripted import Scripted
+from vectorlm.errors import EngineError, WeightMismatch
+from vectorlm.sampling.backends.scripted import Characters, Scripted
 from vectorlm.sampling.contract import RequestOutput
 from vectorlm.types import Completion
 
@@ -31,3 +32,45 @@ class NeverAnswers(Scripted):
     def poll(self):
         time.sleep(0.01)
         return []
+
+
+class Shouted(Characters):
+    """A tokenizer of this file."""
+
+    def encode(self, text):
+        return super().encode(text.upper())
+
+
+class Refusal(EngineError):
+    """An error of this file."""
+
+
+class OtherModel(WeightMismatch):
+    """A more exact error of this file."""
+
+
+class Seconds(float):
+    """A number of this file."""
+
+
+class Foreign(Scripted):
+    """A backend whose tokenizer, errors and times have types that only this file has."""
+
+    tokenizer = Shouted()
+
+    def submit(self, name, prompt, sampling_params):
+        if prompt == [ord("?")]:
+            raise Refusal("no questions")
+        super().submit(name, prompt, sampling_params)
+
+    def connect(self, manifest, arena_path, weight_set):
+        if len(manifest) == 1:
+            raise OtherModel("one tensor")
+        return super().connect(manifest, arena_path, weight_set)
+
+    def load(self, version, checksums, weight_sets, recompute):
+        load_s = super().load(version, checksums, weight_sets, recompute)
+        return Seconds(load_s) if version == 1 else (load_s for _ in "this cannot be pickled")
+
+    def sleep(self, parts, asleep):
+        raise EngineError(letter for letter in "this cannot be pickled")

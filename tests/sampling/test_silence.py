@@ -16,7 +16,7 @@ from child_processes import sampler_pid
 from kit.rank_processes import on_ranks
 
 import vectorlm
-from vectorlm.errors import EngineDied, EngineError, EngineTimeout
+from vectorlm.errors import EngineDied, EngineError, EngineTimeout, WeightMismatch
 from vectorlm.sampling.weights.module_source import ModuleSource
 
 ENDLESS = {"answers": "{0}".format, "num_steps": 10**9, "step_s": 0.02}
@@ -125,6 +125,40 @@ def test_prompts_may_have_types_of_a_script_and_other_arguments_are_refused_by_n
             engine.sample([[97]], {"seed": Count(3)})
         assert engine.sample([[97]])[0][0].text == "a"
         assert engine.sample(["a"])[0][0].text == "a"
+
+
+FOREIGN = f"{Path(__file__).parent}/odd_backends.py:Foreign"
+
+
+def meet_types_of_a_backends_file(topology, channel):
+    """Return the errors of calls whose answers have types of the backend's file; the engine samples after each."""
+    seen = []
+    with scripted(topology, inference=FOREIGN, answers="{0}".format, channel=channel) as engine:
+        calls = [
+            lambda: engine.sample(["?"]),
+            lambda: engine.update(torch.nn.Linear(2, 2, bias=False), 1),
+            engine.sleep,
+            lambda: engine.update(torch.nn.Linear(2, 2), 1),
+            lambda: engine.update(torch.nn.Linear(2, 2), 2),
+        ]
+        # Without a sampler process, nothing is sent to the rank.
+        for call in calls if channel == "process" else calls[:3]:
+            with pytest.raises((EngineError, WeightMismatch)) as caught:
+                call()
+            seen.append((caught.type, str(caught.value)))
+            assert [row[0].text for row in engine.sample(["ab", [99]])] == ["AB", "c"]
+    return seen
+
+
+@pytest.mark.parametrize(("channel", "world_size"), [("process", 1), ("process", 2), ("inline", 2)])
+def test_types_of_a_backends_file_reach_the_ranks_or_fail_one_call(channel, world_size):
+    texts = ["Refusal: no questions", "OtherModel: one tensor", "EngineError: <generator"]
+    texts += ["cannot read the engine's answer", "cannot pickle"]
+    for seen in on_ranks(world_size, meet_types_of_a_backends_file, channel):
+        assert [kind for kind, _ in seen[:2]] == [EngineError, WeightMismatch]
+        assert len(seen) == (5 if channel == "process" else 3)
+        for (_, found), expected in zip(seen, texts, strict=False):
+            assert expected in found
 
 
 STOPPED = """

@@ -103,12 +103,18 @@ def gather(topology: Topology, value: Any) -> list[Any]:
 
 
 def portable(error: BaseException, where: str = "") -> VectorLMError:
-    """Return an error that every process can unpickle: this library's own, or one with the traceback in its text."""
-    if isinstance(error, VectorLMError):
+    """Return an error that every process can unpickle: this library's own, or one with the traceback in its text.
+
+    An error class of the user's code becomes its nearest base class of this library, which all processes can import.
+    """
+    kinds = (kind for kind in type(error).__mro__ if issubclass(kind, VectorLMError))
+    known = next((kind for kind in kinds if kind.__module__.startswith("vectorlm.")), EngineError)
+    is_text = all(isinstance(argument, str) for argument in error.args)
+    if isinstance(error, VectorLMError) and known is type(error) and is_text:
         return error
     heading = f"In {where}:\n" if where else ""
     trace = "".join(traceback.format_exception(error))
-    return EngineError(f"{type(error).__name__}: {error}\n\n{heading}{trace}")
+    return known(f"{type(error).__name__}: {error}\n\n{heading}{trace}").of_rank(getattr(error, "rank", None))
 
 
 def capture(work: Callable[[], Any], where: str = "") -> CallResult:

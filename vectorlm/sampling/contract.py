@@ -58,7 +58,8 @@ class Backend(Protocol):
     An implementation is built as ``Class(model, receiver=…, **engine_args)`` in the process that samples: the sampler
     process or, on the inline channel, rank 0's.
 
-    Errors that are not of `vectorlm.errors` reach the ranks as `EngineError`, with their traceback.
+    An error whose class is not in `vectorlm.errors` reaches the ranks as its nearest base class there or as
+    `EngineError`, with its traceback. The ranks must be able to import the types of other results.
 
     `AnswerRules` checks the answers before the ranks get them. An answer that breaks a rule ends its batch with an
     `EngineError`, and the engine continues. The rules:
@@ -178,9 +179,10 @@ class Backend(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """Optional: the tokenizer for texts and chats, with ``encode`` and ``apply_chat_template``; it is pickled.
+        """Optional: the tokenizer for texts and chats, with ``encode`` and ``apply_chat_template``.
 
-        Without it the ranks use the tokenizer of the model's folder.
+        It is pickled by value, so its class may be in the backend's file. Without it the ranks use the tokenizer of
+        the model's folder.
         """
 
     @property

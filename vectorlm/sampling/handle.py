@@ -393,7 +393,10 @@ def _settle(future: Future[list[Completion]], result: CallResult) -> None:
     if not future.set_running_or_notify_cancel():
         return
     value, error = result
+    if error is None:
+        # The thread that receives answers must survive an unreadable one.
+        value, error = capture(lambda: unpack(result[0])[0])
     if error is not None:
         future.set_exception(error)
     else:
-        future.set_result(unpack(value)[0])
+        future.set_result(value)

@@ -1,7 +1,7 @@
 """Messages between a rank and its engine, and the channel that carries them.
 
 Commands are numbered, and an answer has the number of its command. Therefore the late answer to an interrupted command
-is never taken for the answer to a later one. While the engine works, it sends an empty message without a number about
+is never taken for the answer to a later one. While the engine works, it sends an empty message with the number -1 about
 once a second.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import cloudpickle
 import numpy as np
 
 from vectorlm.data.images import Picture
@@ -56,6 +57,13 @@ class Ready:
     """The inference library with its version, and the part of it that runs the model; empty if unknown."""
     keeps_base: bool = False
     """Whether its base cannot be replaced; updates must then send adapters alone."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # By value, because other processes cannot import the file of a backend.
+        return {**vars(self), "tokenizer": cloudpickle.dumps(self.tokenizer)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state, tokenizer=pickle.loads(state["tokenizer"]))
 
 
 @dataclass(frozen=True)
@@ -238,6 +246,21 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """End the engine; safe to call twice."""
+
+
+def read_answer(received: bytes) -> tuple[int, CallResult | Part]:
+    """Return the number and the content of a message from the sampler; unreadable content becomes an `EngineError`."""
+    stream = io.BytesIO(received)
+    number: int = pickle.load(stream)
+    try:
+        content: CallResult | Part = pickle.load(stream)
+    except Exception as error:
+        text = (
+            f"this rank cannot read the engine's answer: {type(error).__name__}: {error}. A backend must answer with "
+            "types that every process can import."
+        )
+        content = None, EngineError(text)
+    return number, content
 
 
 def pack(outputs: Sequence[RequestOutput], as_request_outputs: bool) -> np.ndarray:

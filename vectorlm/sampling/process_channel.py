@@ -245,7 +245,7 @@ class ProcessChannel:
                     self._ticked_at = time.monotonic()
                 if not has_news:
                     continue
-                number, message = self._connection.recv()
+                number, message = messages.read_answer(self._connection.recv_bytes())
                 with self._news:
                     self._heard_at = time.monotonic()
                     if isinstance(message, messages.Part):

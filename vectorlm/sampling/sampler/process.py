@@ -56,13 +56,13 @@ def serve(connection: Connection, scratch: str) -> None:
             call_hook(start.inference, "prepare_process", scratch)
             backend = open_backend(start)
     except Exception as error:
-        connection.send((number, (None, portable(error, SAMPLER))))
+        _tell(connection, number, (None, portable(error, SAMPLER)))
         # Stay until `Stop`: rank 0 might see the end of this process before the answer.
         while not _is_stop(connection.recv()):
             pass
         return
     scheduler, pictures = Scheduler(backend, start.model), messages.KeptPictures()
-    connection.send((number, (ready(backend, time.perf_counter() - began), None)))
+    _tell(connection, number, (ready(backend, time.perf_counter() - began), None))
     last_sign = time.monotonic()
     while True:
         while not scheduler.busy or connection.poll():
@@ -75,18 +75,28 @@ def serve(connection: Connection, scratch: str) -> None:
                         f"the sampler process cannot read this call: {type(error).__name__}: {error}. It imports no "
                         "script or notebook: use no types from there in prompts and sampling parameters."
                     )
-                    connection.send((number, (None, EngineError(text))))
+                    _tell(connection, number, (None, EngineError(text)))
                     continue
                 if isinstance(command, messages.Stop):
                     scheduler.close()
                     return
                 for numbered in scheduler.carry_out(number, command):
-                    connection.send(numbered)
+                    _tell(connection, *numbered)
         for told in scheduler.step():
-            connection.send(told)
+            _tell(connection, *told)
         if scheduler.has_progressed and time.monotonic() - last_sign > ALIVE_EVERY_S:
-            connection.send((None, None))  # A sign of life.
+            _tell(connection, -1, (None, None))  # A sign of life.
             last_sign, scheduler.has_progressed = time.monotonic(), False
+
+
+def _tell(connection: Connection, number: int, content: Any) -> None:
+    """Send the rank an answer, or the error of an answer that cannot be pickled; see `messages.read_answer`."""
+    try:
+        pickled = pickle.dumps(content)
+    except Exception as error:
+        pickled = pickle.dumps((None, portable(error, SAMPLER)))
+    # Two pickles: the rank must learn the number of an answer that it cannot read.
+    connection.send_bytes(pickle.dumps(number) + pickled)
 
 
 def _is_stop(received: Any) -> bool:
