@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import threading
 import weakref
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import vectorlm
-from vectorlm.errors import EngineDied, EngineError
+from vectorlm.errors import EngineDied, EngineError, EngineTimeout
 
 
 def scripted(**script):
@@ -111,3 +112,50 @@ def test_a_refused_request_fails_alone():
         with pytest.raises(EngineError):
             text_of(refused)
         assert text_of(good) == "a at -1"
+
+
+class Dropping:
+    """A number that drops a batch and collects it while it is pickled."""
+
+    def __init__(self, kept):
+        self.kept = kept
+
+    def __reduce__(self):
+        self.kept.clear()
+        gc.collect()
+        return int, (1,)
+
+
+@pytest.mark.filterwarnings("ignore:the batch")
+def test_a_batch_that_is_garbage_collected_while_another_is_sent_is_cancelled():
+    with scripted(num_steps=10**9, step_s=0.02) as engine:
+        handle = engine.submit([[1]])
+        with pytest.raises(EngineTimeout):
+            handle.result(timeout_s=0.1)
+        # The frames of the error above refer to the batch, too.
+        handle.itself = handle
+        kept, others = [handle], []
+        del handle
+        drop = threading.Thread(
+            target=lambda: others.append(engine.submit([[2]], {"max_tokens": Dropping(kept)})), daemon=True
+        )
+        drop.start()
+        drop.join(30)
+        assert others, "the send waits for itself"
+        others[0].cancel()
+        # `sleep` would refuse if requests were in flight.
+        engine.sleep()
+        assert engine._channel._awaited == {}
+
+
+def test_an_engine_that_is_dropped_in_the_receiving_thread_is_closed():
+    streaming = f"{Path(__file__).parent}/odd_backends.py:Streaming"
+    engine = scripted(inference=streaming, num_steps=4, step_s=0.1, answers=["streamed"])
+    engine.wait_until_ready()
+    channel, kept = engine._channel, [engine]
+    engine.local.ask([1], {"max_tokens": 20, "n": 1}, lambda part: kept.clear())
+    engine.local.flush()
+    del engine
+    channel._receiver.join(30)
+    assert (kept, channel._connection.closed) == ([], True)
+    assert not Path(channel._scratch).exists()

@@ -202,22 +202,22 @@ class ProcessChannel:
             self._answers.pop(number, None)
             self._tell.pop(number, None)
         if not self._is_cut:
-            # An `Abort` gets no answer.
-            self._awaited.pop(self.send(messages.Abort(number)), None)
+            self._send_unanswered(messages.Abort(number))
 
     def close(self) -> None:
         """End the sampler process and remove its files."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self._outbox.put(pickle.dumps((None, pickle.dumps(messages.Stop()))))
+        self._send_unanswered(messages.Stop())
         self._outbox.put(None)
         try:
             self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for thread in (self._reader, self._receiver, self._sender):
+        # An engine may be garbage-collected in one of these threads.
+        for thread in {self._reader, self._receiver, self._sender} - {threading.current_thread()}:
             thread.join(timeout=1.0)
         self._connection.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -226,6 +226,10 @@ class ProcessChannel:
         thread = threading.Thread(target=work, args=args, name=name, daemon=True)
         thread.start()
         return thread
+
+    def _send_unanswered(self, command: messages.Abort | messages.Stop) -> None:
+        """Send without a lock: a handle may be garbage-collected in the middle of `send`, and `put` is reentrant."""
+        self._outbox.put(pickle.dumps((-1, pickle.dumps(command))))
 
     def _send_all(self) -> None:
         # The receiving thread notices a cut connection.
