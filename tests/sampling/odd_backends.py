@@ -1,5 +1,6 @@
 """Scripted backends for a sampler process to import, which stream, never answer, or use types that ranks lack."""
 
+import hashlib
 import time
 from typing import ClassVar
 
@@ -32,6 +33,17 @@ class NeverAnswers(Scripted):
     def poll(self):
         time.sleep(0.01)
         return []
+
+
+class Seeing(Scripted):
+    """A backend that answers with the digest of its prompt's picture."""
+
+    takes_images = True
+
+    def submit(self, name, prompt, sampling_params):
+        super().submit(name, prompt, sampling_params)
+        (picture,) = prompt.pictures
+        self._answer = lambda *_: hashlib.sha256(picture.data).hexdigest()
 
 
 class Shouted(Characters):

@@ -300,10 +300,19 @@ def _plain(completions: Sequence[Completion]) -> list[Completion]:
     ]
 
 
+Pickled = tuple[dict[bytes, bytes], bytes]
+"""The pictures of a command by the hash of their content, and the pickled command without them."""
 Encoded = bytes | tuple[list[tuple[bytes, bytes | None]], bytes]
 """A pickled command, with the hashes and contents of its pictures if it has any."""
 KEPT_PICTURE_BYTES = 256 << 20
 """Largest sum of the pictures that both ends of a connection keep."""
+
+
+def pickled(command: Any) -> Pickled:
+    """Pickle a command; raises what pickle raises."""
+    buffer, shown = io.BytesIO(), dict[bytes, bytes]()
+    _Pickler(buffer, shown).dump(command)
+    return shown, buffer.getvalue()
 
 
 class KeptPictures:
@@ -318,23 +327,15 @@ class KeptPictures:
         self._contents: dict[bytes, bytes] = {}
         self._num_bytes = 0
 
-    def encode(self, commands: Sequence[Any]) -> list[Encoded]:
-        """Pickle commands, which must then be sent; pictures are separate, by the hash of their content.
+    def encode(self, pickled: Pickled) -> Encoded:
+        """Return the message of a pickled command, which must then be sent; note its pictures.
 
         If the other end keeps a picture, only the hash is sent.
         """
-        pickled = []
-        for command in commands:
-            buffer, shown = io.BytesIO(), dict[bytes, bytes]()
-            _Pickler(buffer, shown).dump(command)
-            pickled.append((shown, buffer.getvalue()))
-        # Only now, because a command that cannot be pickled must not be noted.
-        found: list[Encoded] = []
-        for shown, data in pickled:
-            sent = [(digest, None if digest in self._sizes else content) for digest, content in shown.items()]
-            self._note(shown)
-            found.append((sent, data) if sent else data)
-        return found
+        shown, data = pickled
+        sent = [(digest, None if digest in self._sizes else content) for digest, content in shown.items()]
+        self._note(shown)
+        return (sent, data) if sent else data
 
     def decode(self, message: Encoded) -> Any:
         """Return the command that was encoded; note its pictures even if it cannot be read."""

@@ -80,9 +80,7 @@ class ProcessChannel:
         self._count = itertools.count()
         self._closing = threading.Event()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._pictures, self._sending = messages.KeptPictures(), threading.Lock()
-        """The lock keeps messages in the order in which they are encoded."""
+        self._outbox: queue.SimpleQueue[list[tuple[int, messages.Pickled]] | None] = queue.SimpleQueue()
         self._news = threading.Condition()
         self._answers: dict[int, CallResult] = {}
         self._awaited: dict[int, float] = {}
@@ -130,19 +128,18 @@ class ProcessChannel:
         number = next(self._count)
         # Pickled here, because the caller must get the error, and apart from the number, because the sampler answers
         # even a command that it cannot unpickle.
-        with self._sending:
-            message = pickle.dumps((number, *self._pictures.encode([command])))
-            self._awaited[number] = time.monotonic()
-            self._outbox.put(message)
+        pickled = messages.pickled(command)
+        self._awaited[number] = time.monotonic()
+        self._outbox.put([(number, pickled)])
         return number
 
     def ask(self, commands: Sequence[messages.Generate], tell: messages.TakeAnswer) -> list[int]:
         """Send commands as one message; the receiving thread passes their answers to `tell`."""
         require_own_process(self._pid)
         numbers = [next(self._count) for _ in commands]
-        with self._sending, self._news:
+        message = list(zip(numbers, map(messages.pickled, commands), strict=True))
+        with self._news:
             if not self._is_cut:
-                message = pickle.dumps(list(zip(numbers, self._pictures.encode(commands), strict=True)))
                 self._awaited |= dict.fromkeys(numbers, time.monotonic())
                 self._tell |= dict.fromkeys(numbers, tell)
                 self._outbox.put(message)
@@ -228,14 +225,17 @@ class ProcessChannel:
         return thread
 
     def _send_unanswered(self, command: messages.Abort | messages.Stop) -> None:
-        """Send without a lock: a handle may be garbage-collected in the middle of `send`, and `put` is reentrant."""
-        self._outbox.put(pickle.dumps((-1, pickle.dumps(command))))
+        # A handle may be garbage-collected in the middle of `send`: that is safe, because `put` is reentrant.
+        self._outbox.put([(-1, messages.pickled(command))])
 
     def _send_all(self) -> None:
+        # Noted here, where no Ctrl-C can come between the note of a picture and the picture itself.
+        pictures = messages.KeptPictures()
         # The receiving thread notices a cut connection.
         with contextlib.suppress(OSError):
-            while (message := self._outbox.get()) is not None:
-                self._connection.send_bytes(message)
+            while (commands := self._outbox.get()) is not None:
+                encoded = [(number, pictures.encode(pickled)) for number, pickled in commands]
+                self._connection.send_bytes(pickle.dumps(encoded))
 
     def _receive_all(self) -> None:
         """Store the answers that somebody waits for."""

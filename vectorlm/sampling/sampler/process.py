@@ -48,7 +48,7 @@ def call_hook(inference: str, name: str, *args: Any) -> None:
 def serve(connection: Connection, scratch: str) -> None:
     """Answer commands until `Stop` or the end of the connection."""
     began = time.perf_counter()
-    number, message = connection.recv()
+    [(number, message)] = connection.recv()
     try:
         start = pickle.loads(message)
         os.environ[BACKEND_VARIABLE] = start.inference
@@ -66,8 +66,7 @@ def serve(connection: Connection, scratch: str) -> None:
     last_sign = time.monotonic()
     while True:
         while not scheduler.busy or connection.poll():
-            received = connection.recv()
-            for number, message in received if isinstance(received, list) else [received]:
+            for number, message in connection.recv():
                 try:
                     command = pictures.decode(message)
                 except Exception as error:
@@ -101,8 +100,8 @@ def _tell(connection: Connection, number: int, content: Any) -> None:
 
 def _is_stop(received: Any) -> bool:
     """Return whether a message is `Stop`, which is sent alone and without pictures."""
-    is_plain = isinstance(received, tuple) and isinstance(received[1], bytes)
-    return is_plain and isinstance(pickle.loads(received[1]), messages.Stop)
+    _, message = received[0]
+    return isinstance(message, bytes) and isinstance(pickle.loads(message), messages.Stop)
 
 
 def run(arguments: list[str]) -> None:
