@@ -129,9 +129,7 @@ class BatchHandle:
         self._queue: WorkQueue | None = None
         self._failure: Exception | None = None
         self._result: tuple[Answers, Exception | None] | None = None
-        if not num_prompts:
-            self._result = ({}, None)
-        elif channel is not None:
+        if num_prompts and channel is not None:
             prompts, params = command.prompts, command.sampling_params
             has_own = isinstance(params, Sequence) and len(params) == num_prompts
             pieces = [

@@ -132,8 +132,9 @@ def done_becomes_true_by_asking(subject: EngineUnderTest) -> None:
 
 
 def poll_returns_each_finished_handle_once_in_order(subject: EngineUnderTest) -> None:
-    """`poll` returns the handles of `submit_many`, with and without waiting."""
-    handles = subject.engine.submit_many([([prompt], GREEDY) for prompt in PROMPTS])
+    """`poll` returns the handles of `submit_many`, with and without waiting, also of a batch without prompts."""
+    requests = [[], *([prompt] for prompt in PROMPTS)]
+    handles = subject.engine.submit_many([(prompts, GREEDY) for prompts in requests])
     found: list[object] = []
 
     def all_are_there() -> bool:
@@ -141,13 +142,13 @@ def poll_returns_each_finished_handle_once_in_order(subject: EngineUnderTest) ->
         places = [handles.index(handle) for handle in batch]
         assert places == sorted(places), "one poll must return handles in the order of their submission"
         found.extend(batch)
-        return len(found) >= 3
+        return len(found) >= len(handles)
 
     _until(all_are_there, "poll() did not return every handle")
     assert sorted(map(id, found)) == sorted(map(id, handles))
     assert subject.engine.poll() == []
-    for prompt, handle in zip(PROMPTS, handles, strict=True):
-        assert handle.result()[0][0].prompt_token_ids == tuple(prompt)
+    for prompts, handle in zip(requests, handles, strict=True):
+        assert [row[0].prompt_token_ids for row in handle.result()] == [*map(tuple, prompts)]
 
 
 def results_may_be_fetched_in_any_order(subject: EngineUnderTest) -> None:
