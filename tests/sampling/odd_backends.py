@@ -27,6 +27,14 @@ class Streaming(Scripted):
         return outputs
 
 
+class Slow(Scripted):
+    """A backend that takes three seconds to load."""
+
+    def __init__(self, *args, **options):
+        time.sleep(3)
+        super().__init__(*args, **options)
+
+
 class NeverAnswers(Scripted):
     """A backend that never finishes a request."""
 

@@ -127,6 +127,16 @@ def test_prompts_may_have_types_of_a_script_and_other_arguments_are_refused_by_n
         assert engine.sample(["a"])[0][0].text == "a"
 
 
+def load_slowly(topology, channel):
+    slow = f"{Path(__file__).parent}/odd_backends.py:Slow"
+    with scripted(topology, inference=slow, answers="{0}".format, timeout_s=1, channel=channel) as engine:
+        return engine.sample([[97]])[0][0].text
+
+
+def test_a_backend_may_load_in_the_rank_for_longer_than_a_rank_may_be_silent():
+    assert on_ranks(2, load_slowly, "inline") == ["a", "a"]
+
+
 FOREIGN = f"{Path(__file__).parent}/odd_backends.py:Foreign"
 
 

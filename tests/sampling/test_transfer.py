@@ -334,6 +334,17 @@ def test_a_place_among_ranks_is_that_of_the_process_group(monkeypatch):
         Topology.of_process_group("cpu")
 
 
+def connect_in_vain(topology):
+    with pytest.raises(EngineDied) as caught:
+        WeightTransfer(torch.nn.Linear(2, 2), "http://127.0.0.1:9", timeout_s=1, start_timeout_s=4)
+    return str(caught.value)
+
+
+def test_every_rank_waits_for_a_starting_server_for_longer_than_for_a_silent_rank():
+    for text in on_ranks(2, connect_in_vain):
+        assert "127.0.0.1:9 does not answer" in text
+
+
 def test_wrong_input_is_told_before_anything_is_sent(folder):
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="url="):

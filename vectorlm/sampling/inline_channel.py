@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,29 +14,21 @@ from vectorlm.ranks.wait import report_wait
 from vectorlm.sampling import messages
 from vectorlm.sampling.sampler.scheduler import SAMPLER, Scheduler, open_backend, ready
 
+SHOW_LIFE_EVERY_S = 0.5
+
 
 class InlineChannel:
     """A `messages.Channel` to an engine in the calling process, which samples only inside `advance` and `answer`."""
 
     def __init__(self, start: messages.Start, while_waiting: Callable[[], None] = lambda: None) -> None:
-        """Build the backend; an error is the answer to command 0. `while_waiting` is called between two steps."""
-        self._while_waiting = while_waiting
-        self._count = itertools.count()
+        """Prepare; `answer` to command 0 builds the backend. `while_waiting` is called between two steps."""
+        self._start, self._while_waiting = start, while_waiting
+        self._count = itertools.count(1)
         self._answers: dict[int, CallResult] = {}
         self._tell: dict[int, messages.TakeAnswer] = {}
         self._taken_back: list[int] = []
         self._moved_at = time.monotonic()
         self._scheduler: Scheduler | None = None
-        began = time.perf_counter()
-        number = next(self._count)
-
-        def build() -> messages.Ready:
-            with report_wait("waiting for the engine"):
-                backend = open_backend(start)
-            self._scheduler = Scheduler(backend, start.model)
-            return ready(backend, time.perf_counter() - began)
-
-        self._answers[number] = capture(build, SAMPLER)
 
     def send(self, command: Any) -> int:
         """Carry out a command; queue a `Generate`."""
@@ -78,13 +71,35 @@ class InlineChannel:
         return number in self._answers
 
     def answer(self, number: int, silence_s: float, waiting_for: str, deadline_s: float | None = None) -> Any:
-        """Sample until the answer is there."""
+        """Sample until the answer is there; for number 0, build the backend."""
+        if number == 0:
+            # Not in the constructor: here the other ranks wait for this call, and notice its signs of life.
+            self._answers[0] = capture(lambda: self._build(silence_s), SAMPLER)
         while number not in self._answers:
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise EngineTimeout(f"the engine is still {waiting_for}.")
             self._require_progress(waiting_for, silence_s)
             self.advance()
         return results_or_first_error([self._answers.pop(number)])[0]
+
+    def _build(self, limit_s: float) -> messages.Ready:
+        """Build the backend; for `limit_s` seconds a thread shows the other ranks that this one is alive."""
+        began, is_built = time.monotonic(), threading.Event()
+
+        def show_life() -> None:
+            while not is_built.wait(SHOW_LIFE_EVERY_S) and time.monotonic() - began < limit_s:
+                self._while_waiting()
+
+        showing = threading.Thread(target=show_life, daemon=True)
+        showing.start()
+        try:
+            with report_wait("waiting for the engine"):
+                backend = open_backend(self._start)
+        finally:
+            is_built.set()
+            showing.join()
+        self._scheduler = Scheduler(backend, self._start.model)
+        return ready(backend, time.monotonic() - began)
 
     def _require_progress(self, waiting_for: str, silence_s: float) -> None:
         if self._scheduler is None:

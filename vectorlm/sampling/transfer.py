@@ -86,16 +86,16 @@ class WeightTransfer:
                     arguments = {"url": engine, "token": token, "samples": False, **limits}
                 start = messages.Start("", arguments, receiver, "server" if is_served else USERS_LLM)
                 self._channel = InlineChannel(start, self._collectives.show_life)
-            self._ready: messages.Ready = self._ask_engines()
+            self._ready: messages.Ready = self._ask_engines(start_timeout_s)
         except BaseException:
             self.close()
             raise
         self._swap = HotSwap(self._engine_ranks, self._channel, settings)
 
-    def _ask_engines(self) -> messages.Ready:
+    def _ask_engines(self, start_timeout_s: float) -> messages.Ready:
         channel: Any = self._channel
         answers = self._engine_ranks.on_engine_ranks(
-            "connect to the engine", lambda: channel.answer(0, 0.0, "connecting")
+            "connect to the engine", lambda: channel.answer(0, start_timeout_s, "connecting")
         )
         return answers[0]
 
