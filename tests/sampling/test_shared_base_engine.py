@@ -6,10 +6,12 @@ import signal
 
 import pytest
 import torch
+from kit.tiny_engine import TINY_ENGINE
 from lora_cases import WITH_LORA, adapted, move
 from swap_cases import FP32_GAP, GREEDY, compare
 
-from vectorlm.errors import EngineDied, EngineError, WeightMismatch
+from vectorlm import SamplingEngine
+from vectorlm.errors import EngineDied, EngineError, HandleRefused, WeightMismatch
 
 TINY_LLAMA = {"tied": True, "hidden_size": 64}
 ENGINE_ARGS = {**WITH_LORA, "receiver": "packed", "sampling_params": GREEDY}
@@ -67,3 +69,23 @@ def test_a_shared_base_trains_samples_and_is_guarded(engine, folder):
         engine.sample([[1, 2]])
     with pytest.raises(EngineDied, match="share_base"):
         model(IDS)
+
+
+def test_updates_go_on_after_a_refused_share(folder):
+    # The engine rounds the weights of the trainer, so no rank can read them in place.
+    options = {**TINY_ENGINE, **ENGINE_ARGS, "dtype": "bfloat16"}
+    with SamplingEngine(str(folder), **options) as engine:
+        model = adapted(folder)
+        expected = copy.deepcopy(model)
+        engine.update(model, 0)
+        with pytest.raises((HandleRefused, WeightMismatch)):
+            engine.share_base(model)
+        for step in (1, 2):
+            move([model, expected], seed=step)
+            engine.update(model, step)
+            before = engine.sample([[3, 4, 5]], GREEDY)
+            # The same step with equal weights sends nothing.
+            assert engine.update(model, step).skipped
+        engine.update(expected, 3)
+        after = engine.sample([[3, 4, 5]], GREEDY)
+        assert after[0][0].sampler_logprobs == before[0][0].sampler_logprobs

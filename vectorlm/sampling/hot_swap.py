@@ -466,7 +466,8 @@ class HotSwap:
         name = weight_set.name
         # The base is the same for all adapters, and an adapter is always sent.
         held = next((sent.fingerprints.get(name) for sent in self._sent.values()), None)
-        if held is not None and held == weight_set.fingerprint:
+        # A refused `share` and a change of the transport leave no layout: the engines must be connected again.
+        if held is not None and held == weight_set.fingerprint and name in self._layouts:
             return SetState(name, is_held=True, fits=True, is_open=True)
         fits = self._fits(weight_set)
         is_open = fits and name in self._opened and self._chosen_transport.is_current(weight_set)
