@@ -2,6 +2,7 @@
 
 import pytest
 from kit.rank_processes import forked
+from kit.tiny_engine import TINY_ENGINE
 from lora_cases import WITH_LORA, adapted, move
 from swap_cases import FP32_GAP, GREEDY, PROMPTS, largest_gap
 
@@ -201,3 +202,26 @@ def test_two_ranks_send_adapters_by_name_and_a_sleep_loses_all_but_the_policy(fo
         assert max(gaps) < EXACT_GAP
         assert left.keys() == {"base", "policy"}
         assert after < EXACT_GAP
+
+
+def remove_while_prompts_wait(folder):
+    """Remove the adapter of a batch whose prompts two engines draw one after the other; return the batch's size."""
+    options = {**TINY_ENGINE, **WITH_LORA, "max_loras": 2, "max_num_seqs": 1, "data_parallel_size": 2}
+    with SamplingEngine(folder, **options) as engine:
+        model = adapted(folder)
+        for step, name in enumerate(("policy", "judge")):
+            engine.update(model, step, name=name)
+        empty, handle = (
+            engine.submit([]),
+            engine.submit([[3, 4, place] for place in range(6)], GREEDY, "judge"),
+        )
+        engine.remove_adapter("judge")
+        assert "judge" not in engine.adapters
+        num_answers = len(handle.result())
+        assert engine.poll() == [empty]
+        return num_answers
+
+
+@pytest.mark.slow
+def test_an_adapter_leaves_after_the_prompts_that_no_engine_has_drawn_yet(folder):
+    assert forked(remove_while_prompts_wait, str(folder), world_size=2) == [6, 6]

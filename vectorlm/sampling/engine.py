@@ -424,6 +424,9 @@ class SamplingEngine:
         self.wait_until_ready()
         self.engine_ranks.check_same_args("remove an adapter", name, repr(name))
         command = messages.RemoveAdapter(name)
+        # Several engines draw the prompts of a batch one after the other, and would refuse those not drawn yet.
+        while name != POLICY and not self._is_drained(name):
+            pass
         # The requests may end one after the other on several engines.
         busy = self.engine_ranks.ranks
         while busy:
@@ -621,12 +624,13 @@ class SamplingEngine:
 
         return sum(self.engine_ranks.on_all_ranks("count the requests in flight", count_here))
 
-    def _is_drained(self) -> bool:
-        """Wait a moment; return whether no request is in flight on any rank."""
+    def _is_drained(self, adapter: str | None = None) -> bool:
+        """Wait a moment; return whether no request is in flight on any rank, or no batch of this adapter."""
 
         def ended() -> bool:
-            is_idle = self.local is None or not self.local.num_in_flight
-            return is_idle and all(batch.look() for batch in self._open.values())
+            is_idle = adapter is not None or self.local is None or not self.local.num_in_flight
+            batches = (batch for batch in self._open.values() if adapter in (None, batch.adapter))
+            return is_idle and all(batch.look() for batch in batches)
 
         def look() -> bool:
             if self.local is not None:

@@ -116,6 +116,8 @@ class BatchHandle:
         """Queue the same prompts on every rank; the result holds the prompts in the range `places`."""
         self.name = name
         """Name of the batch, the same on all ranks."""
+        self.adapter = command.adapter
+        """The adapter that samples it."""
         self._pid = os.getpid()
         self._places = places
         self._as_request_outputs = command.as_request_outputs
