@@ -120,11 +120,10 @@ def same_on_ranks(settings: EngineSettings, engine_args: Mapping[str, Any]) -> d
     }
 
 
-def with_deadlines(
-    engine_args: Mapping[str, Any], timeout_s: float, start_timeout_s: float
-) -> dict[str, Any]:
+def with_deadlines(engine_args: Mapping[str, Any], settings: EngineSettings) -> dict[str, Any]:
     """Give a server's client shorter time-outs than the ranks; its error, which names the server, then comes first."""
-    limits = {"silence_s": 0.9 * timeout_s, "start_timeout_s": min(600.0, start_timeout_s / 2)}
+    start_timeout_s = min(600.0, settings.start_timeout_s / 2)
+    limits = {"silence_s": 0.9 * settings.timeout_s, "start_timeout_s": start_timeout_s}
     return {**limits, **engine_args}
 
 

@@ -67,7 +67,6 @@ class SamplingEngine:
             The ranks' own devices when omitted.
         channel: `process`: the engine samples in a separate process, while the ranks do something else. `inline`: it
             samples in the process of the rank that owns it, inside the calls that ask for results (not with vLLM).
-        start_timeout_s: Longest time that the engine may take to load, in seconds.
         log_path: A file for the sampler process's output.
         **engine_args: Fields of `settings`; vLLM's ``EngineArgs`` (``dtype``, ``max_model_len``,
             ``tensor_parallel_size`` …), or arguments of another `inference`; ``fp32_head=True`` computes logits in
@@ -88,7 +87,6 @@ class SamplingEngine:
         data_parallel_size: int | None = None,
         devices: Sequence[int] | None = None,
         channel: Channels = "process",
-        start_timeout_s: float = 1800.0,
         log_path: str | Path | None = None,
         **engine_args: Any,
     ) -> None:
@@ -102,12 +100,11 @@ class SamplingEngine:
         if settings.inference == "vllm" and data_parallel_size is None and devices is None:
             engine_args |= arguments.parallel_sizes(engine_args, topology, model)
         elif settings.inference == "server":
-            engine_args = arguments.with_deadlines(engine_args, settings.timeout_s, start_timeout_s)
+            engine_args = arguments.with_deadlines(engine_args, settings)
         data_parallel_size = engine_args.pop("data_parallel_size", data_parallel_size or 1)
         devices = arguments.share_of_engine(devices, data_parallel_size, engine_args, topology)
         self._model = str(model)
         self._settings = settings
-        self._start_timeout_s = start_timeout_s
         self._collectives = Collectives(topology, settings.timeout_s)
         self.engine_ranks = EngineRanks(topology, self._collectives, data_parallel_size)
         """The ranks that own an engine, and their exchanges with the other ranks."""
@@ -223,7 +220,7 @@ class SamplingEngine:
             try:
                 self._ready = self.engine_ranks.on_engine_ranks(
                     "load the engine",
-                    lambda: self._channel.answer(0, self._start_timeout_s, "loading the model"),
+                    lambda: self._channel.answer(0, self._settings.start_timeout_s, "loading the model"),
                 )[0]
             except EngineError as error:
                 # The sampler sends it once, but every later call must raise it. A silent engine may answer later.
@@ -415,7 +412,7 @@ class SamplingEngine:
                 )
 
     def remove_adapter(self, name: str) -> None:
-        """Free the slot of an adapter, after its last request; new requests for it are refused immediately.
+        """Free the slot of an adapter after its last request; new ones are refused once its batches have ended.
 
         Raises:
             UnknownAdapter: The engine has no such adapter.

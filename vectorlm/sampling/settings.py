@@ -122,6 +122,8 @@ class EngineSettings:
     timeout_s: PositiveFloat = 300.0
     """Longest silence tolerated from the engine or from a rank, and longest call of a reward in evaluations, in
     seconds."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """Seconds that the engine may take to load; a server gets half as long, at most 600."""
     turn: HandoverSettings = inline(HandoverSettings)
     exact: bool = field(default=False, metadata={"is_setting": False})
     """Whether `vectorlm.exact` reproduces the bits of vLLM's log-probabilities (CPU, float32, `live`); a config has it

@@ -19,6 +19,7 @@ from vectorlm.sampling.arguments import with_deadlines
 from vectorlm.sampling.backends.server import backend as server_backend
 from vectorlm.sampling.backends.server.backend import VLLMServer
 from vectorlm.sampling.backends.server.client import ROWS_PER_REQUEST, ScoringServer
+from vectorlm.sampling.settings import EngineSettings
 from vectorlm.sampling.weights.wire import append_answer
 
 TOKEN = "a token for this test"
@@ -382,8 +383,9 @@ def test_no_scoring_server_is_an_error_with_the_address():
 
 
 def test_the_server_gets_less_patience_than_the_sampler_process_so_that_the_error_names_it():
-    assert with_deadlines({"url": "u"}, 10.0, 60.0) == {"url": "u", "silence_s": 9.0, "start_timeout_s": 30.0}
-    assert with_deadlines({"silence_s": 3.0}, 10.0, 1800.0)["silence_s"] == 3.0
+    settings = EngineSettings(timeout_s=10.0, start_timeout_s=60.0)
+    assert with_deadlines({"url": "u"}, settings) == {"url": "u", "silence_s": 9.0, "start_timeout_s": 30.0}
+    assert with_deadlines({"silence_s": 3.0}, settings)["silence_s"] == 3.0
 
 
 def test_vllm_is_imported_before_the_first_request(server, monkeypatch):

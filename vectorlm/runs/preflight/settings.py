@@ -362,12 +362,6 @@ def _argument_problems(config: Config) -> Iterator[str]:
     engine = config.engine
     known = fields_of("engine/arg_utils.py", "EngineArgs") if engine.inference == "vllm" else ()
     for name, value in engine.engine_args.items():
-        # An argument of `SamplingEngine`.
-        if name == "start_timeout_s":
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                fix = "Set the number of seconds that the engine may take to load."
-                yield refuse(config, f"engine.{name}", "must be a finite number above 0", fix, value)
-            continue
         # Silent: it overrides the other setting.
         if (place := _ENGINE_SETTINGS_ELSEWHERE.get(name)) and (
             known or name in ("model", "sampling_params")

@@ -135,7 +135,10 @@ class ScoringServer:
             # The server adds the row's own token.
             found = sorted((-float(value["logprob"]), int(name)) for name, value in entry.items())[:k]
             if len(found) < k:
-                raise EngineError(f"the server shows {len(found)} tokens of a place, and {k} were asked for.")
+                raise EngineError(
+                    f"the server returned {len(found)} of the {k} most probable tokens at a position. Start it with "
+                    f"`--max-logprobs {k}` or more."
+                )
             return [(name, -value) for value, name in found]
 
         return self._scored(rows, k, highest)
