@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vectorlm.data.chat import Chat
-from vectorlm.data.encoding import encode
+from vectorlm.data.encoding import encode, encode_behind
 from vectorlm.data.tokenise import NO_END
 from vectorlm.errors import ConfigError, DatasetError
 
@@ -518,6 +518,13 @@ def space_tokenizer(template=None):
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     made.chat_template = template
     return made
+
+
+@pytest.mark.parametrize("before", ["x=4", "x=", "hell", ""])
+def test_a_text_behind_another_begins_without_a_space(before):
+    tokenizer = space_tokenizer()
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("hello", add_special_tokens=False)) == ["▁hello"]
+    assert tokenizer.convert_ids_to_tokens(encode_behind(tokenizer, before, "hello")) == ["hello"]
 
 
 def pieces_of(tokenizer, row, **options):

@@ -400,6 +400,8 @@ def _of_chat(
     return shown
 
 
+ANCHORS = "\na."
+"""Characters that may precede a text that is tokenised as a continuation; one of them does not merge with it."""
 MAX_EXPANSION = 12
 """Largest number of tokens per byte of a text that is not ASCII: normalisation (NFKC) turns 3 bytes into 33."""
 NUM_SPECIAL = 8
@@ -480,6 +482,15 @@ def encode_all(prompts: Sequence[Prompt], tokenizer: Callable[[], Any]) -> list[
     return found
 
 
+def encode_behind(tokenizer: Any, before: str, text: str) -> list[int]:
+    """Return the token ids of a text that continues `before`: SentencePiece puts no space before it."""
+    for anchor in filter(None, (before, *ANCHORS)):
+        start, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (anchor, anchor + text))
+        if whole[: len(start)] == start:
+            return list(whole[len(start) :])
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 def encode_apart(tokenizer: Any, texts: Sequence[Sequence[str]]) -> Iterator[list[list[int]]]:
     """Yield the token ids of the pieces of each text; no token crosses the border of a piece.
 
@@ -493,7 +504,7 @@ def encode_apart(tokenizer: Any, texts: Sequence[Sequence[str]]) -> Iterator[lis
         if whole[: len(start)] == start:
             return whole[len(start) :]
         # A token crosses the border: encode the piece after a character that does not merge with it.
-        for anchor in "\na.":
+        for anchor in ANCHORS:
             start, whole = ids_of([anchor, anchor + piece])
             if whole[: len(start)] == start:
                 return whole[len(start) :]

@@ -80,6 +80,17 @@ def test_a_tool_is_called_and_its_result_continues_the_rollout(is_streamed):
     assert found.branches == ()
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_call_with_a_number_that_json_does_not_have_is_text(number):
+    said = CALL.replace('"Oslo"', number)
+
+    async def work(client, session, gateway):
+        return await ask(client, USER, tools=[WEATHER])
+
+    answer, _ = with_client(work, lambda text, index: said)
+    assert [block.type for block in answer.content] == ["text"]
+
+
 def test_text_is_streamed_as_it_is_sampled_and_adds_up_to_the_answer():
     async def work(client, session, gateway):
         texts = []

@@ -16,6 +16,7 @@ from kit.letters import Letters
 from vectorlm.errors import EngineError, RolloutError
 from vectorlm.rl.agents import gateway as gateways
 from vectorlm.rl.agents.gateway import Gateway
+from vectorlm.rl.agents.session import RequestError
 from vectorlm.types import PromptRecord
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -513,6 +514,16 @@ def test_a_session_that_has_ended_answers_no_more():
         return (await client.post("/chat/completions", json={"messages": USER})).status_code
 
     assert with_session(work) == 401
+
+
+def test_a_prompt_that_is_too_long_for_another_model_fills_the_session_too():
+    async def work(gateway, session, client):
+        other = session.beside(Scripted(lambda text, index: "ok").ask)
+        with pytest.raises(RequestError, match="maximum context length"):
+            await other.chat([{"role": "user", "content": "x" * 5000}], None, {})
+        return session.is_full
+
+    assert with_session(work)
 
 
 def test_it_listens_on_loopback_alone():

@@ -215,6 +215,15 @@ def test_code_runs_within_its_limits(completion, reward):
     assert code.code(completion, tests, timeout_s=1.0) == reward
 
 
+def test_a_loop_without_end_costs_the_time_of_one_test(monkeypatch):
+    started, of_library = [], code.subprocess.Popen
+    monkeypatch.setattr(
+        code.subprocess, "Popen", lambda *a, **how: started.append(a) or of_library(*a, **how)
+    )
+    assert code.code("while True: pass", ["1"] * 40, timeout_s=0.5) == 0.0
+    assert len(started) == 1
+
+
 def is_running(pid):
     """Return whether a process exists and has not ended."""
     try:
@@ -352,6 +361,14 @@ def test_a_judge_is_asked_again_after_an_error_and_gives_none_where_it_gives_no_
     assert ask.server.asked[0].endswith("Question:\n{completion}?\n\nAnswer:\n{answer}")
     assert ask(500, "10") == 1.0
     assert ask("very good") is None
+
+
+def test_the_run_s_own_judge_is_reached_without_a_proxy(ask, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    ask.server.answers[:] = ["Score: 5"]
+    own = judge.OwnJudge({"retries": 0}, "base", f"http://127.0.0.1:{ask.server.server_port}/v1", "key", True)
+    assert asyncio.run(own("{answer}", "?")) == 0.5
 
 
 def test_a_judge_that_is_busy_or_not_reached_gives_none(ask):

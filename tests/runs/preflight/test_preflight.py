@@ -172,6 +172,14 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
             {},
             ["engine.max_lora_rank"],
         ),
+        *(
+            (
+                [RL, "rl.group_size=4", f"rl.rewards={{'judge(url=\"u\", model=\"j\", pattern=\"{pattern}\")': 1}}"],
+                {},
+                ["rl.rewards.judge(url"],
+            )
+            for pattern in ("(score|rating) ([0-9])", "[0-9")
+        ),
         (["dataset.train_ds=data"], {}, ["dataset.train_ds"]),
         (["model=gone", "dataset.train_ds=gone"], {}, ["model", "dataset.train_ds"]),
         (["dataset.train_ds=/dev/null", "dataset.eval_ds=gone"], {}, ["dataset.train_ds", "dataset.eval_ds"]),

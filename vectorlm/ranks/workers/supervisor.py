@@ -221,6 +221,9 @@ def serve(connection: socket.socket) -> None:
     signal.signal(STACK_SIGNAL, lambda *_: None)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # Gateways and servers of a run are on this machine, where no proxy is needed.
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
     pid, loop = os.getpid(), asyncio.new_event_loop()
     loop.add_reader(connection, loop.stop)
     tasks: dict[int, asyncio.Task[None]] = {}
@@ -269,9 +272,9 @@ def serve(connection: socket.socket) -> None:
         return data
 
     while True:
-        if tasks:
-            # The loop stops at each request, because synchronous functions may run their own loop.
-            loop.run_forever()
+        # The loop stops at each request, because synchronous functions may run their own loop. It also runs without
+        # tasks, to answer the pings of connections that a function has opened.
+        loop.run_forever()
         if not (header := read(HEADER.size)):
             return
         number, name, arguments = pickle.loads(read(*HEADER.unpack(header)))

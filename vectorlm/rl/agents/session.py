@@ -13,7 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vectorlm.data.encoding import chat_of, encode, encode_reply, end_tokens, escaped_halves, plain_message
+from vectorlm.data.encoding import (
+    chat_of,
+    encode,
+    encode_behind,
+    encode_reply,
+    end_tokens,
+    escaped_halves,
+    plain_message,
+)
 from vectorlm.data.images import Picture, PicturedIds, image_tokens_of, images_of, with_content
 from vectorlm.errors import RolloutError, VectorLMError
 from vectorlm.rl.environments.tools import message_of, parse_calls
@@ -211,7 +219,7 @@ class Session:
         decode, text = self._tokenizer.decode, before.completion.text
         there = decode(before.token_ids)[len(decode(before.completion.prompt_token_ids)) :]
         unread = rest.removeprefix(there[len(text) :]) if there.startswith(text) else rest
-        ids = self._tokenizer.encode(unread, add_special_tokens=False)
+        ids = encode_behind(self._tokenizer, text or before.said, unread)
         return await self._continue(before, ids, rest, params, grown, hear=hear)
 
     def rollout(self, record: PromptRecord) -> Rollout:
@@ -269,17 +277,17 @@ class Session:
                 num_tokens = tokens.length(prompt, shown)
             if any(not tokens.reserved.isdisjoint(turn.completion.token_ids) for turn in path):
                 # The engine would put a picture in the place of the token.
-                self.is_full, self._num_refused = True, num_tokens
+                self._parent.is_full, self._parent._num_refused = True, num_tokens
                 raise RequestError(
                     "messages: an earlier answer has a token of images. Begin a new conversation."
                 )
         if num_tokens >= self.max_model_len:
-            self.is_full, self._num_refused = True, num_tokens
+            self._parent.is_full, self._parent._num_refused = True, num_tokens
             raise RequestError(
                 f"This model's maximum context length is {self.max_model_len} tokens; the prompt has {num_tokens}.",
                 code="context_length_exceeded",
             )
-        goes_on = self.is_full
+        goes_on = self._parent.is_full
         asked = self._params(params)
         number = self._count_request()
         if self._seed_of is not None:
@@ -291,10 +299,10 @@ class Session:
         try:
             answered = await asyncio.wrap_future(sampled)
             completions = [replace(answer, text=escaped_halves(answer.text)) for answer in answered]
-            self.refusal = ""
+            self._parent.refusal = ""
             # Reset only after an answer: of several concurrent requests, a refused one may end the agent.
             if goes_on:
-                self.is_full = False
+                self._parent.is_full = False
         finally:
             self._in_flight.discard(sampled)
             self._parent._idle_since = time.monotonic()

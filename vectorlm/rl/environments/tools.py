@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,13 +74,16 @@ def require_plain(value: Any, depth: int = 0) -> Any:
     """Return a JSON value from the policy's text unchanged.
 
     Raises:
-        ValueError: It is nested too deeply, or has lone surrogates, which templates and other processes cannot read.
+        ValueError: It is nested too deeply, or has NaN, infinity or lone surrogates, which templates and other
+            processes cannot read.
     """
     inner = value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else []
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     for part in inner:
         require_plain(part, depth + 1)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"it contains {value}, which is not a number in JSON")
     if isinstance(value, str):
         require_whole_characters(value)
     return value

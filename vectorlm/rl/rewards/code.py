@@ -63,8 +63,9 @@ def code(
     The code is the last fence tagged ``python``, ``python3`` or ``py``; else the last fence without a tag; else the
     whole text. A test is Python code, such as ``assert f(2) == 4``. Every test runs after the code in a separate
     process with an empty folder, limits of time, memory and file size, and no network. A test passes if it runs to its
-    end. A test that exits fails. Code that ends in ``sys.exit`` is tested like other code. The processes that a test
-    starts end with it, except processes in a session of their own, which end with the run.
+    end. A test that exits fails. After a test that exceeds the time limit, the others fail without being run. Code that
+    ends in ``sys.exit`` is tested like other code. The processes that a test starts end with it, except processes in a
+    session of their own, which end with the run.
 
     This limits the damage of mistakes, but it is not a sandbox against malicious code. The process can read every file
     that its user can read. An object that equals everything passes ``assert f(2) == 4``.
@@ -104,8 +105,9 @@ def code(
                 try:
                     process.communicate(f"{mark}\0{source}\0{test}\n".encode(errors="replace"), timeout_s)
                 except subprocess.TimeoutExpired:
+                    # The other tests would probably not end either.
                     failure = failure or f"no end within {timeout_s:g} s"
-                    continue
+                    break
                 finally:
                     # Its children outlive it. The kernel does not give its pid to another process soon.
                     with suppress(ProcessLookupError):

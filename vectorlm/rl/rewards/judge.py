@@ -91,6 +91,8 @@ class Server:
     max_tokens: int | None
     is_chat: bool = True
     """Whether the question is sent as chat messages; otherwise the model continues its text."""
+    uses_proxy: bool = True
+    """Whether the variables of proxies apply."""
 
     async def score(
         self, completion: str, prompt: Any, template: str, pattern: str | None, scale: float
@@ -115,8 +117,10 @@ class Server:
             # A lone surrogate cannot be sent.
             return await self._answer(client, asked.encode(errors="replace").decode())
 
+        http = openai.DefaultAsyncHttpxClient(trust_env=self.uses_proxy)
+        limits = {"max_retries": self.retries, "timeout": self.timeout_s}
         async with openai.AsyncOpenAI(
-            base_url=self.url, api_key=self.key, max_retries=self.retries, timeout=self.timeout_s
+            base_url=self.url, api_key=self.key, http_client=http, **limits
         ) as client:
             try:
                 said = await ask(completion)
@@ -164,6 +168,6 @@ class OwnJudge:
         """Return the score, or None, as `judge` does."""
         given = {"retries": 2, "timeout_s": 60.0, "max_tokens": OWN_MAX_TOKENS, **self.given}
         limits = given["retries"], given["timeout_s"], given["max_tokens"]
-        server = Server(self.url, self.key, self.adapter, *limits, self.is_chat)
+        server = Server(self.url, self.key, self.adapter, *limits, self.is_chat, uses_proxy=False)
         template, pattern = given.get("template", ASKED), given.get("pattern")
         return await server.score(completion, prompt, template, pattern, given.get("scale", 10.0))

@@ -13,7 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vectorlm.data.encoding import asked, encode, encode_reply, is_messages, split_unfinished
+from vectorlm.data.encoding import (
+    asked,
+    encode,
+    encode_behind,
+    encode_reply,
+    is_messages,
+    split_unfinished,
+)
 from vectorlm.data.images import ImageTokens, Picture, PicturedIds, image_tokens_of, images_of, picture_of
 from vectorlm.errors import EngineError, RolloutError
 from vectorlm.ranks.workers.pool import together
@@ -182,7 +189,7 @@ class GroupSampler:
                 break
             pictures = tuple(images_of(reply.messages))
             if isinstance(reply.messages, str):
-                ids, text = self.tokenizer.encode(reply.messages, add_special_tokens=False), reply.messages
+                ids, text = encode_behind(self.tokenizer, completion.text, reply.messages), reply.messages
             elif is_chat:
                 with environment.naming("the chat template cannot render its reply"):
                     ids = encode_reply(chat, reply.messages, completion.token_ids, self.tokenizer, tools)

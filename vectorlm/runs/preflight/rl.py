@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -424,6 +425,14 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
             yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
 
 
+def _finds_score(pattern: str | None) -> bool:
+    """Return whether a judge's pattern can be compiled and has at most one group."""
+    try:
+        return re.compile(pattern or "").groups < 2
+    except re.error:
+        return False
+
+
 def _adapter_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     # All of these cost more than a minute: models are loaded, and an engine is started, first.
     needs = "needs an engine with LoRA adapters"
@@ -439,6 +448,9 @@ def _adapter_problems(config: Config, rl: RLSettings) -> Iterator[str]:
         if given and (given.get("model") == SELF) == ("url" in given):
             rule = "needs either the url of a server or model='self'"
             yield refuse(config, f"rl.rewards.{name}", rule, "Add the url.", "…")
+        elif not _finds_score(given.get("pattern")):
+            rule = "must have a regular expression with at most one group, which is the score, as pattern"
+            yield refuse(config, f"rl.rewards.{name}", rule, "Write other groups as (?:…).", "…")
         elif given.get("adapter") and given.get("model") != SELF:
             rule = "takes an adapter only with model='self'"
             yield refuse(config, f"rl.rewards.{name}", rule, "Use model='self'.", "…")

@@ -162,13 +162,13 @@ class VLLM:
         if pictures := pictures_of(prompt):
             request["multi_modal_data"] = {"image": [picture.open() for picture in pictures]}
             self._pictured[name] = tuple(prompt)
-        # With ``scheduling_policy="priority"`` other adapters, such as a judge, wait for the policy's requests.
+        # With ``scheduling_policy="priority"`` requests to other adapters come first: rollouts wait for their answers.
         self._engine.add_request(
             name,
             request,
             params,
             lora_request=self._adapters.requests.get(adapter),
-            priority=int(adapter != POLICY),
+            priority=int(adapter == POLICY),
         )
         if self._captures_routes:
             self._requests[name] = tuple(self._engine.output_processor.external_req_ids[name])
