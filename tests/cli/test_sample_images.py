@@ -1,9 +1,13 @@
 """``vectorlm sample --image``."""
 
 import pytest
+import torch
 from kit.vision_models import picture, save_vlm
 
 from vectorlm.cli import main
+from vectorlm.train.checkpoint.export import export_model
+from vectorlm.train.load import load_model, load_tokenizer
+from vectorlm.train.lora import add_lora
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +57,24 @@ def test_answers_are_about_the_images(folder, capsys):
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[3]
     assert answers[0].startswith("> which?\n")
+
+
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_adapters_of_a_vision_language_model_are_sampled_from_on_their_base(folder, tmp_path, capsys, engine):
+    model = add_lora(load_model(folder / "model"), {"r": 2, "target_modules": ["q_proj", "up_proj"]})
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    export_model(model, load_tokenizer(folder / "model"), tmp_path / "adapters")
+    merged = str(tmp_path / "merged")
+    assert main(["export", str(tmp_path / "adapters"), "--merge", "--output", merged]) == 0
+    printed = []
+    for path in (tmp_path / "adapters", merged, folder / "model"):
+        capsys.readouterr()
+        assert sample(folder, "--engine", engine, "--model", str(path)) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
+    card = (tmp_path / "merged/README.md").read_text()
+    assert "AutoModelForImageTextToText" in card

@@ -54,6 +54,19 @@ def test_a_card_says_what_the_model_is_and_how_to_use_it(tmp_path):
     assert yaml.safe_load(fold.split("````yaml\n")[1].split("````")[0]) == config
 
 
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_the_card_of_a_vision_language_model_names_classes_that_read_it(tmp_path, is_adapter):
+    run = save_run(tmp_path / "run", {"model": "example/seer"})
+    card = card_of(run, 3, is_adapter=is_adapter, auto="AutoModelForImageTextToText")
+    assert head_of(card)["pipeline_tag"] == "image-text-to-text"
+    code = card.split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert "AutoModelForImageTextToText" in code
+    assert "processor = AutoProcessor" in code
+    assert "CausalLM" not in code
+    assert ('"example/seer"' in code) == is_adapter
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "mine.py:grpo", {"name": "grpo", "kl_coef": 0.1}])
 def test_a_card_names_the_algorithm(tmp_path, algorithm):
     run = save_run(tmp_path / "run", {"model": "llama", "rl": {"algorithm": algorithm}})

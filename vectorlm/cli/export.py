@@ -132,6 +132,7 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
         ConfigError: The base model is missing, or its adapters cannot be merged.
     """
     from vectorlm.report.card import card_of, noted_of
+    from vectorlm.sampling.weights.model_size import auto_class
     from vectorlm.sampling.weights.plan import dtype_of
     from vectorlm.train.checkpoint.export import export_model
 
@@ -139,7 +140,8 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
     if dtype is not None:
         model = model.to(dtype_of(dtype))
     step = noted_of(source.path, "step", int) if source.step is None else source.step
-    card = card_of(source.run, step, is_adapter=source.is_adapter and not merges)
+    is_adapter, auto = source.is_adapter and not merges, auto_class(model.config).__name__
+    card = card_of(source.run, step, is_adapter=is_adapter, auto=auto)
     export_model(model, tokenizer, path, card)
 
 

@@ -247,8 +247,9 @@ def open_engine(
             opened = HFEngine(model, chat=chat, **given)
         with opened as engine:
             if adapter is not None:
-                from transformers import AutoModelForCausalLM
+                from transformers import AutoConfig
 
+                from vectorlm.sampling.weights.model_size import auto_class
                 from vectorlm.train.load import load_model
                 from vectorlm.train.lora import load_adapters
 
@@ -256,7 +257,7 @@ def open_engine(
                 if in_4_bits:
                     base: Any = load_model(model, dtype="bfloat16")
                 else:
-                    base = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+                    base = auto_class(AutoConfig.from_pretrained(model)).from_pretrained(model, dtype="auto")
                 engine.update(load_adapters(Path(adapter), base), 0)
             yield engine
     except EngineError as error:

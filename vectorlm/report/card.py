@@ -23,10 +23,10 @@ SHOWN = (
 """Metrics whose newest values are in the card."""
 
 _FULL = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, {reader}
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this-folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this-folder")
+model = {auto}.from_pretrained("path/to/this-folder")
+{name} = {reader}.from_pretrained("path/to/this-folder")
 ```
 
     vectorlm sample --model path/to/this-folder --prompt "..."
@@ -44,11 +44,12 @@ In a config of vectorlm, its score is a reward: `rl.reward_models: {path/to/this
 _ADAPTER = """This folder holds LoRA adapters, without the base model.
 
 ```python
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
+from peft import PeftModel
+from transformers import {auto}, {reader}
 
-model = AutoPeftModelForCausalLM.from_pretrained("path/to/this-folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this-folder")
+base = {auto}.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "path/to/this-folder")
+{name} = {reader}.from_pretrained("path/to/this-folder")
 ```
 
     vectorlm sample --model path/to/this-folder --prompt "..."
@@ -66,22 +67,25 @@ In a config of vectorlm, its score is a reward then: `rl.reward_models: {path/to
 """
 
 
-def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
+def card_of(run: Path, step: int | None, *, is_adapter: bool, auto: str = "AutoModelForCausalLM") -> str:
     """Return the card of a model that a run trained.
 
     Args:
         run: The run's folder, with ``config.yaml`` and ``metrics.jsonl``; missing files are left out.
         step: The step of the model's weights; None if unknown.
         is_adapter: Whether the model is LoRA adapters without their base.
+        auto: The class of transformers that reads the model; see `auto_class`. Reward models have another one.
     """
     config_text = _read(run / "config.yaml")
     config = yaml.safe_load(config_text) or {}
     train, rl = config.get("train_parameters"), config.get("rl")
     is_scorer = config.get("reward_model") is not None
     has_lora = isinstance(train, dict) and train.get("lora_peft_config") is not None
+    reads_images = auto == "AutoModelForImageTextToText"
+    task = "image-text-to-text" if reads_images else "text-generation"
     head: dict[str, Any] = {
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-classification" if is_scorer else "text-generation",
+        "pipeline_tag": "text-classification" if is_scorer else task,
         "tags": ["vectorlm", *(["lora"] if has_lora else [])],
     }
     # The Hub cannot link to a path of this machine.
@@ -120,6 +124,10 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool) -> str:
     versions = ", ".join(f"{name} {found[name]}" for name in PACKAGES if name in found)
     of_adapter, whole = (_SCORER_ADAPTER, _REWARD_MODEL) if is_scorer else (_ADAPTER, _FULL)
     use = of_adapter if is_adapter else whole
+    if not is_scorer:
+        reader = "AutoProcessor" if reads_images else "AutoTokenizer"
+        name = reader.removeprefix("Auto").lower()
+        use = use.format(auto=auto, reader=reader, name=name, base=base or "path/to/its-base")
     sections += [f"## Use it\n\n{use}", f"## Versions\n\n{versions}\n"]
     if config_text:
         fold = "<details>\n<summary>config.yaml</summary>\n\n"

@@ -33,12 +33,14 @@ from vectorlm.runs.config.load import save_config
 from vectorlm.runs.config.setting import to_plain
 from vectorlm.runs.preflight.resume import Resumption, find_resumption, identity_of
 from vectorlm.runs.start import Run, on_main
+from vectorlm.sampling.weights.model_size import auto_class
 from vectorlm.train.callbacks import Callbacks, RunControl
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.checkpoint.folder import folder_of, mark_finished, require_shared
 from vectorlm.train.checkpoint.hub import HubUploads
 from vectorlm.train.checkpoint.state import CheckpointStore, load_weights
 from vectorlm.train.handover import DeviceTurn
+from vectorlm.train.language_model import inner_model
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.recorder import EarlyStopping, Recorder, Timer
 
@@ -232,7 +234,8 @@ def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
 def export(run: Run, model: nn.Module, name: str, step: int) -> None:
     """Write the model of `step` to the folder `name` of the run. Call it on all ranks."""
     is_adapter = run.config.train_parameters.lora_peft_config is not None
-    card = card_of(run.output, step, is_adapter=is_adapter) if run.topology.is_main else None
+    auto = auto_class(inner_model(model).config).__name__
+    card = card_of(run.output, step, is_adapter=is_adapter, auto=auto) if run.topology.is_main else None
     export_model(model, run.tokenizer, run.output / name, card)
 
 
