@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ import vectorlm.runs.start
 from vectorlm.cli import main
 from vectorlm.cli.export import find_source, load_source
 from vectorlm.report.card import card_of
+from vectorlm.runs.preflight.local_model import resolve_model
+from vectorlm.runs.start import Run
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.load import load_model
-from vectorlm.train.lora import add_lora
+from vectorlm.train.lora import add_lora, load_adapters
 
 LORA = {
     "r": 2,
@@ -341,19 +344,53 @@ def test_plain_vllm_serves_exports_as_transformers_computes_them(inputs, full, a
             assert [x for _, x in found] == pytest.approx([x for _, x in expected], abs=1e-4)
 
 
-@pytest.mark.parametrize(("quantization", "num_rounded"), [("nf4", 1), (None, 0)])
+@pytest.mark.parametrize(("quantization", "rounded_in"), [("nf4", [torch.bfloat16]), (None, [])])
 def test_adapters_apart_from_their_run_are_merged_into_the_base_they_were_trained_on(
-    tmp_path, monkeypatch, quantization, num_rounded
+    tmp_path, monkeypatch, quantization, rounded_in
 ):
     """The rounding is patched, because it needs bitsandbytes."""
     rounded = []
-    monkeypatch.setattr(vectorlm.runs.start, "round_blocks", rounded.append)
-    save_tiny_llama(tmp_path / "base")
-    train_parameters = {"lora_peft_config": {"r": 2}, "quantization": quantization}
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").write_text(json.dumps({"train_parameters": train_parameters}))
-    card = card_of(tmp_path / "run", 1, is_adapter=True)
-    adapted = add_lora(load_model(tmp_path / "base"), {"r": 2, "target_modules": ["q_proj"]})
-    export_model(adapted, letter_tokenizer(), tmp_path / "apart/adapters", card)
-    load_source(find_source(tmp_path / "apart/adapters"), merges=True)
-    assert len(rounded) == num_rounded
+    monkeypatch.setattr(vectorlm.runs.start, "round_blocks", lambda model: rounded.append(model.dtype))
+    path, base = adapters_of(tmp_path, "bfloat16", quantization)
+    model, _ = load_source(find_source(path), merges=True)
+    assert rounded == rounded_in
+    expected = load_adapters(path, load_model(base, dtype="bfloat16")).merge_and_unload()
+    assert are_equal(model.state_dict(), expected.state_dict())
+
+
+def adapters_of(path, dtype, quantization):
+    """Write a base in float32, and adapters that say how a run loaded it; return their folder and the base's."""
+    base = save_tiny_llama(path / "base")
+    train_parameters = {"lora_peft_config": {"r": 2}, "dtype": dtype, "quantization": quantization}
+    (path / "run").mkdir()
+    (path / "run/config.yaml").write_text(json.dumps({"train_parameters": train_parameters}))
+    card = card_of(path / "run", 1, is_adapter=True)
+    adapted = add_lora(load_model(base), {"r": 2, "target_modules": ["q_proj"]})
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.fill_(0.01)
+    export_model(adapted, letter_tokenizer(), path / "apart/adapters", card)
+    return path / "apart/adapters", base
+
+
+@pytest.mark.parametrize(("before", "now"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_run_merges_adapters_into_the_base_they_were_trained_on(inputs, tmp_path, monkeypatch, before, now):
+    def coarsely(model):
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "proj" in name and "lora_" not in name:
+                    weight.copy_((weight * 1024).round() / 1024)
+
+    monkeypatch.setattr(vectorlm.runs.start, "round_blocks", coarsely)
+    path, base = adapters_of(tmp_path, before, "nf4")
+    text = WITH_CHECKPOINTS.replace("{inputs}/model", str(path))
+    config = resolve_model(make_config(inputs, tmp_path / "more", text, merge_adapters=True, dtype=now))
+    found = Run.read_model(SimpleNamespace(config=config), is_empty=False)
+    start = load_model(base, dtype=before)
+    coarsely(start)
+    expected = load_adapters(path, start.to(getattr(torch, now))).merge_and_unload()
+    assert are_equal(found.state_dict(), expected.state_dict())
+    other = load_model(base, dtype=now)
+    coarsely(other)
+    assert not are_equal(load_adapters(path, other).merge_and_unload().state_dict(), found.state_dict())

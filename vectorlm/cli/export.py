@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.runs.config.load import load_config
 from vectorlm.sampling.weights.lora_factors import SCORES
 from vectorlm.train.checkpoint import folder
-from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, load_adapters
+from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, load_adapters, merged
 
 
 @dataclass(frozen=True)
@@ -152,14 +154,15 @@ def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
     disable_progress_bar()
     model, tokenizer = _load(source)
     if merges and source.is_adapter:
-        from vectorlm.runs.start import merge_of_run
+        from vectorlm.runs.start import round_base
 
-        model = merge_of_run(model, source.run, source.path)
+        round_base(model, source.run, source.path)
+        model = merged(model)
     return model, tokenizer
 
 
 def _load(source: Source) -> tuple[Any, Any]:
-    from vectorlm.runs.start import with_merged_start, with_trained_parts
+    from vectorlm.runs.start import base_settings_of, read_start, with_trained_parts
     from vectorlm.train.checkpoint.state import load_weights
     from vectorlm.train.load import (
         is_scorer,
@@ -176,14 +179,12 @@ def _load(source: Source) -> tuple[Any, Any]:
         if config.trust_remote_code:
             trust_code(config.model)
         tokenizer = load_tokenizer(config.model, config.chat, config.step_separator)
-        model: Any
-        if config.reward_model is None:
-            model = load_model(config.model, dtype=train.model.dtype)
-        else:
-            model = load_scorer(config.model, tokenizer, dtype=train.model.dtype)
-        if reads_images(config.model):
-            # A checkpoint has no frozen weights. Without frozen weights, the adapters' folder is not needed.
-            model = with_merged_start(model, config)
+        read: Callable[..., Any] = partial(load_model, config.model)
+        if config.reward_model is not None:
+            read = partial(load_scorer, config.model, tokenizer)
+        # A checkpoint has no frozen weights. Without frozen weights, the adapters' folder is not needed.
+        has_frozen = reads_images(config.model)
+        model = read_start(read, config) if has_frozen else read(dtype=train.model.dtype)
         # The checkpoint has the adapters' values.
         model = with_trained_parts(model, config, is_empty=True)
         load_weights(source.path, model)
@@ -197,7 +198,9 @@ def _load(source: Source) -> tuple[Any, Any]:
     base, has_tokenizer = base_of(source.path), (source.path / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(source.path) if has_tokenizer else load_tokenizer(base)
     described = json.loads((source.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    model = load_scorer(base, tokenizer) if described.get("task_type") == SCORES else load_model(base)
+    is_reward_model = described.get("task_type") == SCORES
+    dtype = base_settings_of(source.run, source.path).dtype
+    model = load_scorer(base, tokenizer, dtype=dtype) if is_reward_model else load_model(base, dtype=dtype)
     return load_adapters(source.path, model), tokenizer
 
 

@@ -95,8 +95,9 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool, auto: str = "AutoM
         head["base_model"] = base
     if step is not None:
         head["step"] = step
-    if is_adapter and isinstance(train, dict) and train.get("quantization") is not None:
-        head["quantization"] = train["quantization"]
+    if is_adapter and isinstance(train, dict):
+        names = ("dtype", "quantization")
+        head |= {name: train[name] for name in names if train.get(name) is not None}
     if "model" in config:
         name = base or f"{Path(config['model']).name} (a folder on the machine that trained it)"
         kind = "a reward model" if is_scorer else "supervised fine-tuning"
@@ -138,7 +139,7 @@ def card_of(run: Path, step: int | None, *, is_adapter: bool, auto: str = "AutoM
 def noted_of(model: Path, name: str, kind: type) -> Any:
     """Return the value of type `kind` under `name` in the card of an exported model; None if the card has none.
 
-    `step` is the step of the weights, and `quantization` the quantization of the base of adapters.
+    `step` is the step of the weights. `dtype` and `quantization` describe the base that adapters were trained on.
     """
     parts = _read(model / "README.md").split("---\n")
     try:

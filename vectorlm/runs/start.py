@@ -65,6 +65,7 @@ from vectorlm.train.lora import add_lora, continue_lora, load_adapters, merged
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.optimizers import make_optimizer
 from vectorlm.train.packing import ContextGroup
+from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded
 
 
@@ -105,13 +106,12 @@ class Run:
         read = partial(load_model, fp32_head=settings.model.fp32_head)
         if self.config.reward_model is not None:
             read = partial(load_scorer, tokenizer=self.tokenizer)
-        model = read(
-            self.config.model,
-            flash_attention=settings.model.use_flash_attention,
-            dtype=settings.model.dtype,
-            is_empty=is_empty,
+        read = partial(
+            read, self.config.model, flash_attention=settings.model.use_flash_attention, is_empty=is_empty
         )
-        return model if is_empty else with_merged_start(model, self.config)
+        if is_empty:
+            return read(dtype=settings.model.dtype)
+        return read_start(read, self.config)
 
     def load_model(self, *, keeps_start: bool = False) -> nn.Module:
         """Load and shard the model with its adapters, then give every rank its own random state.
@@ -228,12 +228,23 @@ def on_main(topology: Topology, work: Callable[[], Any]) -> Any:
     return result
 
 
-def with_merged_start(model: Any, config: Config) -> Any:
-    """Return the base model with the adapters merged that a run with `merge_adapters` starts from."""
+def read_start(read: Callable[..., Any], config: Config) -> Any:
+    """Read the model with ``read(dtype=…)``, and merge the adapters that `merge_adapters` names into it.
+
+    The base has the dtype and the rounding of the adapters' training; the merged model has the dtype of `config`.
+    """
     train = config.train_parameters
+    model = read(dtype=train.model.dtype)
     if train.merge_adapters and train.adapters is not None:
         adapters = Path(train.adapters)
-        model = merge_of_run(load_adapters(adapters, model), adapters.parent, adapters)
+        dtype = base_settings_of(adapters.parent, adapters).dtype
+        base = model if dtype == train.model.dtype else read(dtype=dtype)
+        round_base(base, adapters.parent, adapters)
+        if base is not model:
+            with torch.no_grad():
+                for mine, rounded in zip(model.parameters(), base.parameters(), strict=True):
+                    mine.copy_(rounded)
+        model = merged(load_adapters(adapters, model))
         model.requires_grad_(True)
     return model
 
@@ -259,21 +270,22 @@ def with_trained_parts(
     return model
 
 
-def merge_of_run(model: Any, run: Path, adapters: Path) -> Any:
-    """Merge the adapters of `model` into it; they come from the folder `adapters`, perhaps of the run in `run`.
+def base_settings_of(run: Path, adapters: Path) -> ModelSettings:
+    """Return the settings with which the base of the folder `adapters`, perhaps of the run in `run`, was loaded.
 
-    Raises:
-        ConfigError: As `vectorlm.train.lora.merged`.
+    The model card has them too, for adapters that were copied out of their run.
     """
     settings = run / "config.yaml"
-    # The model card has it too, for adapters that were copied out of their run.
-    quantization = noted_of(adapters, "quantization", str)
-    if settings.is_file():
-        quantization = quantization or load_config(settings).train_parameters.model.quantization
-    if quantization is not None:
-        # The adapters were trained on the rounded weights.
+    found = load_config(settings).train_parameters.model if settings.is_file() else ModelSettings()
+    names: Any = ("dtype", "quantization")
+    noted = {name: noted_of(adapters, name, str) for name in names}
+    return replace(found, **{name: value for name, value in noted.items() if value is not None})
+
+
+def round_base(model: Any, run: Path, adapters: Path) -> None:
+    """Round the base of adapters as in their training; `model` has its dtype. See `base_settings_of`."""
+    if base_settings_of(run, adapters).quantization is not None:
         round_blocks(model)
-    return merged(model)
 
 
 @contextmanager
