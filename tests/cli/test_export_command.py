@@ -13,6 +13,7 @@ import torch
 from kit.letters import letter_tokenizer
 from kit.rank_processes import on_ranks, save_tiny_llama
 from kit.sft_runs import WITH_CHECKPOINTS, are_equal, lines, make_config, train
+from kit.vision_models import save_vlm
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -23,7 +24,7 @@ from vectorlm.report.card import card_of
 from vectorlm.runs.preflight.local_model import resolve_model
 from vectorlm.runs.start import Run
 from vectorlm.train.checkpoint.export import export_model
-from vectorlm.train.load import load_model
+from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.lora import add_lora, load_adapters
 
 LORA = {
@@ -143,6 +144,21 @@ def test_a_run_goes_on_from_adapters(inputs, adapters, tmp_path, capsys, merges)
         for folder in (of_run, run)
     ]
     assert are_equal(*(load_file(folder / "model.safetensors") for folder in merged))
+
+
+def test_a_checkpoint_of_continued_adapters_has_the_adapters_of_a_vision_model(inputs, tmp_path, capsys):
+    base = save_vlm("qwen2.5-vl", tmp_path / "model")
+    options = {"r": 2, "target_modules": ["qkv", "q_proj"], "exclude_modules": []}
+    start = tmp_path / "adapters"
+    export_model(add_lora(load_model(base), options), load_tokenizer(base), start)
+    text = WITH_CHECKPOINTS.replace("{inputs}/model", str(start))
+    config = make_config(inputs, tmp_path / "run", text, save_frequency=9, freeze=[])
+    on_ranks(1, train, config)
+    paths = (start, tmp_path / "run/final-model", export_of(capsys, tmp_path / "run"))
+    before, final, exported = (load_file(path / "adapter_model.safetensors") for path in paths)
+    assert any("visual" in name for name in before)
+    assert before.keys() == final.keys()
+    assert are_equal(final, exported)
 
 
 def test_an_embedding_that_the_head_shares_cannot_be_merged(tmp_path, capsys):

@@ -13,7 +13,9 @@ import transformers
 from kit.batches import rollout_of
 from kit.families import RECURRENT, save_family
 from kit.rank_processes import on_ranks, save_adapters
-from peft import PeftModel
+from kit.tensors import full
+from kit.vision_models import save_vlm
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_rl import build
 from tokenizers import decoders
@@ -26,6 +28,7 @@ from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic, require_quiet
 from vectorlm.rl.rewards.reward_model import RewardModel
+from vectorlm.sampling.weights.lora_factors import is_lora_layer
 from vectorlm.sampling.weights.model_tensors import reshard
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.language_model import LanguageModel
@@ -416,6 +419,47 @@ def test_the_reference_of_continued_adapters_is_what_they_were(folder, adapters,
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before)
     assert not (output / STARTING).exists()
+
+
+def continued_weights(topology, folder, path):
+    options = options_of(path)
+
+    def load(is_empty):
+        model = load_model(folder, is_empty=is_empty)
+        return continue_lora(model, path, options, is_empty=is_empty, keeps_start=False)
+
+    return {name: full(weight) for name, weight in load_sharded(load, topology).named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers_to_transform": 0},
+        {"lora_alpha": 0},
+        {"target_modules": ["qkv", "q_proj"], "exclude_modules": None},
+        {"target_modules": ["qkv", "q_proj"], "exclude_modules": []},
+    ],
+)
+def test_all_ranks_continue_the_adapters_of_the_folder(folder, tmp_path, options):
+    sees = "exclude_modules" in options
+    base = save_vlm("qwen2.5-vl", tmp_path / "model") if sees else folder
+    config = LoraConfig(**{"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj"], **options})
+    model = get_peft_model(load_model(base), config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.normal_()
+    model.save_pretrained(tmp_path / "adapters")
+    assert any("visual" in name and "lora_" in name for name, _ in model.named_parameters()) == sees
+    expected = dict(model.named_parameters())
+    for found in on_ranks(2, continued_weights, base, tmp_path / "adapters"):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+    rebuilt = add_lora(load_model(base), options_of(tmp_path / "adapters"))
+    assert [layer.scaling for layer in filter(is_lora_layer, rebuilt.modules())] == [
+        layer.scaling for layer in filter(is_lora_layer, model.modules())
+    ]
 
 
 def adapters_after_a_reference_pass(topology, folder):

@@ -136,7 +136,9 @@ def base_of(path: Path) -> Path:
 
 
 def options_of(path: Path) -> dict[str, Any]:
-    """Return the options of the adapters in `path` as arguments of ``peft.LoraConfig``, without empty ones.
+    """Return the options of the adapters in `path` as arguments of ``peft.LoraConfig``, without unset ones.
+
+    `exclude_modules` is always there, because `add_lora` has a default for new adapters.
 
     Raises:
         ConfigError: The adapters are not LoRA.
@@ -147,8 +149,15 @@ def options_of(path: Path) -> dict[str, Any]:
     if options.get("init_lora_weights") in STARTS:
         # It describes how the adapters were initialised; trained adapters must not be initialised again.
         del options["init_lora_weights"]
-    empty: tuple[Any, ...] = (None, False, "none", [], {})
-    return {name: value for name, value in options.items() if name not in _NOT_OPTIONS and value not in empty}
+    kept = {
+        name: value for name, value in options.items() if name not in _NOT_OPTIONS and not is_unset(value)
+    }
+    return {**kept, "exclude_modules": kept.get("exclude_modules", [])}
+
+
+def is_unset(value: Any) -> bool:
+    """Return whether an option of adapters has PEFT's value for "not used"; 0 and [] are settings."""
+    return value is None or value is False or value in ("none", {})
 
 
 def continue_lora(

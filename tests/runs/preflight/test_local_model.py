@@ -96,7 +96,8 @@ def test_adapters_are_their_base_and_their_options(model, write_config):
     config = resolve_model(load_config(write_config(MINIMAL, adapters_on(model, lora_dropout=0.0))))
     train = config.train_parameters
     assert (config.model, train.adapters) == (str(model), "trained")
-    assert train.lora_peft_config == {"r": 8, "target_modules": ["v_proj", "q_proj"]}
+    options = {"r": 8, "target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.0, "exclude_modules": []}
+    assert train.lora_peft_config == options
     assert resolve_model(config) == config
     assert config.notes == (f"model: the LoRA adapters in trained are on {model}",)
     given = "train_parameters.lora_peft_config={r: 8, target_modules: [q_proj, v_proj], lora_dropout: 0.0}"
@@ -114,6 +115,7 @@ def test_adapters_are_their_base_and_their_options(model, write_config):
         ({}, "lora_peft_config={r: 4}", "lora_peft_config.r=4 must be 8"),
         ({}, "lora_peft_config={target_modules: all-linear}", "target_modules='all-linear' must be ["),
         ({}, "lora_peft_config={use_dora: True}", "use_dora=true must be null"),
+        ({}, "lora_peft_config={layers_to_transform: 0}", "layers_to_transform=0 must be null"),
         ({"peft_type": "IA3"}, "seed=1", "the adapters in trained are IA3"),
         (
             {"base_model_name_or_path": "no/such"},
@@ -272,7 +274,8 @@ def test_adapters_and_their_base_come_from_the_hub(
     config = with_download(load_config(write_config(), overrides))
     assert config.model == str(cache / "models--acme--tiny/snapshots/5f1c")
     assert config.train_parameters.adapters == str(cache / "models--acme--lora/snapshots/1a")
-    assert config.train_parameters.lora_peft_config == {"r": 8, "target_modules": ["v_proj", "q_proj"]}
+    options = {"r": 8, "target_modules": ["v_proj", "q_proj"], "exclude_modules": []}
+    assert config.train_parameters.lora_peft_config == options
     assert sorted(asked) == [("acme/lora", None), (NAME, "5f1c")]
 
 

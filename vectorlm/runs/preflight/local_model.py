@@ -21,7 +21,7 @@ from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.config.value import show
 from vectorlm.sampling.weights.model_size import files_of_index
 from vectorlm.train.four_bit import four_bit_method
-from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, options_of
+from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, is_unset, options_of
 
 HUB_NAME = re.compile(r"(?!\.)([\w.-]+(?:/[\w.-]+)?)(?:@([\w./-]+))?")
 """A possible name of a model on the Hub, `owner/name` or `owner/name@revision`; short relative paths match too."""
@@ -96,7 +96,8 @@ def _with_options_of(config: Config, adapters: Path) -> Config:
         return config
     for name, value in (train.lora_peft_config or {}).items():
         given, theirs = (
-            set(x) if isinstance(x, list | tuple) else x or None for x in (value, options.get(name))
+            (set(x) or None) if isinstance(x, list | tuple) else None if is_unset(x) else x
+            for x in (value, options.get(name))
         )
         if given != theirs and name not in ("init_lora_weights", "task_type"):
             rule = f"must be {show(options.get(name))}, as in the adapters {adapters}"
