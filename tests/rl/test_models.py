@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from kit.batches import rollout_of
-from kit.families import RECURRENT, save_family
+from kit.families import FAMILIES, RECURRENT, save_family
 from kit.rank_processes import on_ranks, save_adapters
 from kit.tensors import full
 from kit.vision_models import save_vlm
@@ -37,7 +37,7 @@ from vectorlm.train.lora import STARTING, add_lora, continue_lora, options_of, s
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings
-from vectorlm.train.shard import load_sharded, shard_model
+from vectorlm.train.shard import DEFAULTS, load_sharded, shard_model
 
 CHAT = [{"role": "user", "content": "ab"}]
 IDS, ATTENTION = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -331,8 +331,8 @@ def test_no_logits_are_made_before_the_first_token_that_matters(folder, packs):
     torch.testing.assert_close(policy.logprobs(rows_of(3)), later_logprobs)
 
 
-def sync(topology, folder):
-    models = build(topology, folder, "copg").models
+def sync(topology, folder, split=DEFAULTS):
+    models = build(topology, folder, "copg", split=split).models
     reference, policy = models.reference, models.policy
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -341,13 +341,34 @@ def sync(topology, folder):
         reference.sync()
         after = reference(ROWS)
         target = policy.logprobs(ROWS)
-    return before, after, target
+    weights = [[full(x) for x in model.model.parameters()] for model in (reference, policy)]
+    return before, after, target, all(map(torch.equal, *weights))
 
 
 def test_a_synced_reference_is_the_policy(folder):
-    for before, after, target in on_ranks(2, sync, folder):
+    for before, after, target, are_equal in on_ranks(2, sync, folder):
         assert not torch.equal(before, target)
         assert torch.equal(after, target)
+        assert are_equal
+
+
+@pytest.mark.parametrize(
+    ("split", "family", "world_size"),
+    [
+        (ModelSettings(tensor_parallel=2), "Llama", 2),
+        pytest.param(ModelSettings(expert_parallel=2), "Qwen3-MoE", 2, marks=pytest.mark.slow),
+        pytest.param(
+            ModelSettings(tensor_parallel=2, expert_parallel=2), "Qwen3-MoE", 4, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_reference_is_synced_with_a_split_policy(tmp_path, split, family, world_size):
+    settings = {**FAMILIES[family].settings, "num_key_value_heads": 2}
+    save_family(replace(FAMILIES[family], settings=settings), tmp_path)
+    for before, after, target, are_equal in on_ranks(world_size, sync, tmp_path, split):
+        assert not torch.allclose(before, target, atol=1e-3)
+        torch.testing.assert_close(after, target)
+        assert are_equal
 
 
 def test_the_reference_of_a_policy_with_adapters_is_the_base_and_of_all_tokens(folder):

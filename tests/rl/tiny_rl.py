@@ -40,7 +40,7 @@ from vectorlm.train.load import load_model
 from vectorlm.train.lora import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import ContextGroup
-from vectorlm.train.shard import load_sharded
+from vectorlm.train.shard import DEFAULTS, load_sharded
 from vectorlm.types import PromptRecord
 
 NUM_GROUPS, GROUP_SIZE = 5, 4
@@ -144,13 +144,15 @@ def build(
     teacher_scale=2.0,
     teacher_top=None,
     adapters=None,
+    split=DEFAULTS,
     **update,
 ):
     """Return a tiny run with plain gradient descent; `update` changes single update settings.
 
     The teacher's weights are multiplied by `teacher_scale`, which lets one folder serve as policy and teacher.
-    `teacher_top` replaces a teacher server.
+    `teacher_top` replaces a teacher server. `split` may split the policy over the ranks.
     """
+    topology = replace(topology, model_parallel=split.model_parallel)
     spec = get_algorithm(algorithm)
     if spec.needs_teacher and teacher is None:
         teacher = TeacherSettings(model=str(folder))
@@ -181,7 +183,7 @@ def build(
         model = load_model(folder, is_empty=is_empty)
         return disable_dropout(model if adapters is None else add_lora(model, adapters))
 
-    model = load(load_policy)
+    model = load_sharded(load_policy, topology, split)
     policy = LanguageModel(model, support=support, packs=packs, context=ContextGroup.of(topology))
     has_reference = has_reference or spec.needs_reference
     reference = (

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
@@ -79,12 +80,19 @@ class Reference:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Copy the weights of the policy, shard by shard."""
+        """Copy the weights of the policy, shard by shard; from a policy that ranks split, tensor by tensor."""
         assert self.model is not None, "with LoRA the reference does not move"
         reshard(self._policy.model)
         reshard(self.model)
-        for mine, theirs in zip(self.model.parameters(), self._policy.model.parameters(), strict=True):
-            mine.copy_(theirs)
+        pairs: Any = zip(self.model.parameters(), self._policy.model.parameters(), strict=True)
+        for mine, theirs in pairs:
+            layouts = [(x.device_mesh, x.placements) for x in (mine, theirs) if isinstance(x, DTensor)]
+            if len({*layouts}) < 2:
+                mine.copy_(theirs)
+                continue
+            # torch copies only within a mesh.
+            whole = distribute_tensor(theirs.full_tensor(), *layouts[0], src_data_rank=None)
+            mine.to_local().copy_(whole.to_local())
 
     @contextmanager
     def _with_first_adapters(self) -> Iterator[None]:
