@@ -8,7 +8,18 @@ import pytest
 import torch
 from kit.allocated import most_allocated
 from kit.rank_processes import on_ranks, save_tiny_llama
-from tiny_rl import assert_alike, build, distributions, gradients, one_step, random_rows
+from kit.tensors import local
+from tiny_rl import (
+    assert_alike,
+    build,
+    distributions,
+    gradients,
+    one_step,
+    random_groups,
+    random_rewards,
+    random_rows,
+    scored,
+)
 from transformers import AutoModelForCausalLM
 
 import vectorlm.train.language_model
@@ -16,9 +27,11 @@ from vectorlm.algorithms.logprobs import token_values
 from vectorlm.errors import EngineTimeout
 from vectorlm.rl.micro_batch import map_rows
 from vectorlm.rl.models import ServerTeacher, Teacher, load_reference, num_logits
+from vectorlm.rl.rollout import make_batch
 from vectorlm.rl.settings import TeacherSettings
 from vectorlm.train.language_model import LanguageModel, Scores
 from vectorlm.train.load import load_model
+from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import load_sharded
 
 SCALE = 2.0
@@ -140,6 +153,52 @@ def test_the_policy_teaches_itself_by_another_prompt(folder, world_size, packs, 
         (0.7 * loss).backward(retain_graph=True)
         assert metrics["teacher/loss"] == pytest.approx(loss.item(), rel=1e-3)
         torch.testing.assert_close(gradient, gradients(model), rtol=2e-3, atol=5e-6, check_dtype=False)
+
+
+def taught_with_the_same_prompt(topology, folder, options):
+    more = {"teacher": settings("self", "full", 1.0), "entropy_coef": 0.0, **options}
+    run = one_step(topology, folder, "on_policy_distillation", **more)
+    with torch.no_grad():
+        for name, weight in run.models.policy.model.named_parameters():
+            if "lora_B" in name or "magnitude" in name or "modules_to_save" in name:
+                # A shift by a constant would not change the distributions.
+                shard = local(weight)
+                shard += torch.linspace(-0.3, 0.3, len(shard)).view(-1, *[1] * (shard.ndim - 1))
+    assert run.models.why_padded is None
+    groups = [[replace(x, prompt_token_ids=tuple(PROMPT)) for x in group] for group in random_groups()]
+    batch = make_batch(scored(groups, random_rewards()), run.spec, teacher_prompt=lambda record: PROMPT)
+    return run.update(run.prepare(batch))
+
+
+HEADS = {
+    "adapted": {"adapters": {"r": 2, "target_modules": ["q_proj", "lm_head"]}},
+    "dora": {"adapters": {"r": 2, "target_modules": ["q_proj", "lm_head"], "use_dora": True}},
+    "saved": {"adapters": {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}},
+    "split": {"split": ModelSettings(tensor_parallel=2)},
+    "split adapted": {
+        "split": ModelSettings(tensor_parallel=2),
+        "adapters": {"r": 2, "target_modules": ["q_proj", "lm_head"]},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("head", "world_size"),
+    [
+        ("adapted", 1),
+        ("split", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("adapted", 2), ("dora", 1), ("saved", 2))
+        ),
+        pytest.param("split adapted", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_policy_with_its_own_prompt_is_its_own_distribution(tmp_path, head, world_size):
+    folder = save_tiny_llama(tmp_path, num_key_value_heads=2)
+    for metrics in on_ranks(world_size, taught_with_the_same_prompt, folder, HEADS[head]):
+        assert abs(metrics["teacher/kl"]) < 1e-6
+        assert abs(metrics["teacher/loss"]) < 1e-6
 
 
 def taught_by_a_server(topology, folder, beta, k, shared_by):

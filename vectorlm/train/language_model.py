@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.func import functional_call
 
 from vectorlm.algorithms.logprobs import (
     Comparison,
@@ -21,7 +22,6 @@ from vectorlm.algorithms.logprobs import (
     Head,
     Places,
     TokenValues,
-    computes_in_float32,
     dtype_before,
     token_values,
 )
@@ -163,8 +163,8 @@ class LanguageModel:
         """Return the distributions of the requested tokens, in the order of `rows.targets`.
 
         Ranks that share a pass get the distributions of all its tokens, because another model or other rows may split
-        the tokens differently. If rows are padded, the scores are logits. Otherwise they are hidden states with a copy
-        of the output layer, because FSDP2 frees the layer's weights after this pass.
+        the tokens differently. If rows are padded, the scores are logits. Otherwise they are hidden states with copies
+        of the output layer's weights, because FSDP2 frees these weights after this pass.
         """
         if not self.packs:
             logits, skipped = self._logits(rows)
@@ -172,18 +172,14 @@ class LanguageModel:
         model: Any = self.model
         causal = inner_model(model)
 
-        def copies(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-            layer = causal.get_output_embeddings()
-            dtype = torch.float32 if computes_in_float32(layer) else layer.weight.dtype
-            bias = None if layer.bias is None else layer.bias.to(dtype, copy=True)
-            return states, layer.weight.to(dtype, copy=True), bias
+        def copies(states: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            weights = causal.get_output_embeddings().named_parameters()
+            return states, {name: weight.detach().clone() for name, weight in weights}
 
         packing = self._pack(rows)
-        states, weight, bias = model.packed_pass(packing, self.device, copies)
-
-        def layer(states: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(states.to(weight.dtype), weight, bias)
-
+        states, weights = model.packed_pass(packing, self.device, copies)
+        # The layer itself computes, because it may have adapters, or be split over ranks.
+        layer = partial(functional_call, causal.get_output_embeddings(), weights)
         return Scores(packing.gather(states), _head(causal, layer), self.temperature)
 
     def _packed(
