@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import vectorlm.train.language_model
 from vectorlm.algorithms.logprobs import token_values
+from vectorlm.algorithms.support import Support
 from vectorlm.errors import EngineTimeout
 from vectorlm.rl.micro_batch import map_rows
 from vectorlm.rl.models import ServerTeacher, Teacher, load_reference, num_logits
@@ -199,6 +200,22 @@ def test_the_policy_with_its_own_prompt_is_its_own_distribution(tmp_path, head, 
     for metrics in on_ranks(world_size, taught_with_the_same_prompt, folder, HEADS[head]):
         assert abs(metrics["teacher/kl"]) < 1e-6
         assert abs(metrics["teacher/loss"]) < 1e-6
+
+
+def taught_by_a_truncated_policy(topology, folder):
+    more = {"teacher": settings("self", "sampled"), "entropy_coef": 0.0, "support": Support(top_p=0.5)}
+    run = one_step(topology, folder, "on_policy_distillation", **more)
+    rows = random_rows("on_policy_distillation", teacher_prompt=lambda record: PROMPT)
+    batch = run.prepare(rows)
+    return batch.advantages, batch.old_logprobs, rows
+
+
+def test_the_policy_is_not_truncated_as_its_own_teacher(folder):
+    teacher = distributions(folder, prompt=PROMPT)[1]
+    for advantages, old, rows in on_ranks(1, taught_by_a_truncated_policy, folder):
+        for row, place in rows.mask.nonzero().tolist():
+            gap = teacher[row][place - 1, rows.input_ids[row, place]] - old[row, place]
+            assert advantages[row, place].item() == pytest.approx(gap.item(), rel=1e-3, abs=1e-4)
 
 
 def taught_by_a_server(topology, folder, beta, k, shared_by):

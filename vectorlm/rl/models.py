@@ -408,7 +408,8 @@ class SelfTeacher(Teacher):
 
     def __init__(self, policy: LanguageModel) -> None:
         """Use the policy as the teacher."""
-        self.model, self._frozen, self.why_padded = None, policy, policy.why_padded
+        # Not truncated, because the tokens that it would remove depend on the prompt.
+        self.model, self._frozen, self.why_padded = None, policy.untruncated(), policy.why_padded
 
     def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
         """Return the log-probability of every token that the policy chose, float32 [B, T] on the CPU."""
