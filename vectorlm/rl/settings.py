@@ -355,7 +355,8 @@ class CorrectionSettings:
         | None
     ) = None
     """A preset from the table in correction.md; the keys below replace single values of the preset. null means `off`,
-    or `tis` if `engine.quantization` is set and none of these keys is."""
+    or `tis` if `engine.quantization` is set and none of these keys is. `on_policy_distillation` with
+    `teacher.kind: full` has no losses to weigh, and takes `off`."""
     overrides: Mapping[str, Any] = partial(Correction, null="the preset's value")
     mismatch: MismatchSettings = inline(MismatchSettings)
 

@@ -100,6 +100,42 @@ def test_what_cannot_be_taught_is_refused(here, overrides, words):
     assert words in refusal(*overrides)
 
 
+UNREAD = {
+    "rl.top_entropy_quantile": 0.2,
+    "rl.off_policy_mask": 0.5,
+    "rl.algorithm.clip_low": 0.1,
+    "rl.algorithm.clip_high": 0.3,
+    "rl.algorithm.dual_clip": 3.0,
+    "rl.algorithm.importance_sampling_level": "sequence",
+    "rl.correction.preset": "tis",
+    "rl.correction.level": "sequence",
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_settings_of_a_loss_that_is_always_0_are_refused(here, name):
+    def problems(*overrides):
+        config = load_config("my.yaml", overrides)
+        return list(rl_problems(config, config.rl))
+
+    given = f"{name}={UNREAD[name]}"
+    (text,) = problems("rl.teacher.kind=full", given)
+    assert text.startswith(f"{name}=")
+    assert problems(given) == []
+    of_rewards = ["rl.algorithm.name=grpo", "rl.group_size=2", "rl.rewards={countdown: 1}"]
+    assert problems("rl.teacher.kind=full", *of_rewards, given) == []
+    if name == "rl.top_entropy_quantile":
+        assert problems("rl.teacher.kind=full", "rl.entropy_coef=0.1", given) == []
+
+
+def test_what_only_rejects_tokens_has_an_effect_on_a_teacher(here):
+    for preset in ("mis", "icepop"):
+        config = load_config("my.yaml", ["rl.teacher.kind=full", f"rl.correction.preset={preset}"])
+        assert list(rl_problems(config, config.rl)) == []
+    quantised = load_config("my.yaml", ["rl.teacher.kind=full", "engine.quantization=int8"])
+    assert quantised.rl.correction.preset == "off"
+
+
 def test_a_teacher_that_reads_less_is_refused(here):
     description = json.loads(Path("teacher/config.json").read_text())
     Path("teacher/config.json").write_text(json.dumps(description | {"max_position_embeddings": 32}))

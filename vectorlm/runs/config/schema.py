@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from vectorlm.algorithms.registry import SETTINGS, get_algorithm
-from vectorlm.algorithms.settings import AlgorithmSettings, PreferenceSettings
+from vectorlm.algorithms.settings import AlgorithmSettings, DistillationSettings, PreferenceSettings
 from vectorlm.data.settings import ChatSettings, DatasetSettings, PreprocessSettings
 from vectorlm.errors import ConfigError
 from vectorlm.rl.rewards.registry import adapter_of_judge, short_name
@@ -196,6 +196,12 @@ class RLSettings:
         """Whether training needs a reference: the algorithm's loss reads it, or there is a KL penalty."""
         return self.kl.kl_coef > 0 or get_algorithm(self.algorithm.name).needs_reference
 
+    @property
+    def learns_from_teacher_alone(self) -> bool:
+        """Whether all advantages are 0, and the divergence from the teacher's distributions is the only loss."""
+        is_full = self.teacher is not None and self.teacher.kind == "full"
+        return is_full and isinstance(self.algorithm.settings, DistillationSettings)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -253,6 +259,7 @@ class Config:
         if self.rl is not None and self.rl.correction.preset is None:
             given, quantization = self.rl.correction, self.engine.quantization
             is_default = quantization is not None and not given.overrides
+            is_default = is_default and not self.rl.learns_from_teacher_alone
             correction = replace(given, preset="tis" if is_default else "off")
             object.__setattr__(self, "rl", replace(self.rl, correction=correction))
             if is_default:

@@ -14,6 +14,7 @@ from vectorlm.algorithms.settings import (
     ClipCovSettings,
     OnlineDPOSettings,
     PassAtKSettings,
+    SurrogateSettings,
     WhiteningSettings,
 )
 from vectorlm.algorithms.spec import AlgorithmSpec
@@ -345,6 +346,14 @@ def _unread_settings(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
     if rl.update.steps_per_batch == 1:
         unread["max_kl"] = ("one optimizer step per batch", "")
     correction = correction_of(rl.correction, spec)
+    if rl.learns_from_teacher_alone:
+        idle = ["off_policy_mask", "correction.normalise"]
+        hparams, of_ratio = rl.algorithm.settings, {*settings_of(SurrogateSettings)} - {"dynamic_sampling"}
+        changed = (name for name in of_ratio if getattr(hparams, name) != getattr(type(hparams)(), name))
+        idle += [f"algorithm.{name}" for name in sorted(changed)]
+        # The entropy bonus is for the chosen tokens too.
+        idle += ["top_entropy_quantile"] if rl.update.entropy_coef == 0 else []
+        unread |= dict.fromkeys(idle, ("rl.teacher.kind='full', whose divergence is the only loss", ""))
     for kind, names in (
         ("level", ("mode", "low", "high", "normalise")),
         ("gate", ("gate_level", "gate_low", "gate_high")),
@@ -554,6 +563,13 @@ def teacher_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Ite
     if teacher.kind == "sampled" and not (spec.level == "token" and spec.samples_from_policy):
         rule = f"cannot be sampled with {spec.name}, which does not learn from advantages of sampled tokens"
         yield refuse(config, "rl.teacher.kind", rule, "Use full, or another algorithm.")
+    correction = correction_of(rl.correction, spec)
+    if rl.learns_from_teacher_alone and correction.level is not None and correction.mode == "truncate":
+        rule = "weighs losses, and with rl.teacher.kind='full' the teacher's divergence is the only loss"
+        name = "level" if "level" in rl.correction.overrides else "preset"
+        value = correction.level if name == "level" else rl.correction.preset
+        fix = "Use off, or a preset that only rejects, such as mis."
+        yield refuse(config, f"rl.correction.{name}", rule, fix, value)
     sampling = rl.collect.sampling
     cuts = not Support.of(sampling).is_whole or sampling.get("structured_outputs")
     if teacher.kind == "full" and teacher.beta == 0 and cuts:
