@@ -171,6 +171,18 @@ def test_a_resumed_run_counts_on_and_more_patience_lets_it_go_on():
     assert not patient.is_over
 
 
+def test_a_resumed_run_with_another_margin_counts_evaluations_anew():
+    before = EarlyStopping(patience=3, min_delta=0.5, keeps_best=True, say=[].append)
+    observe(before, [1.0, 0.9, 0.8, 0.7])
+    assert before.is_over
+    after = EarlyStopping(patience=3, min_delta=0.0, keeps_best=True, say=[].append)
+    after.load_state_dict(before.state_dict())
+    assert not after.is_over
+    assert after.best_step == 4
+    observe(after, [1.1, 1.1, 1.1], start=5)
+    assert after.is_over
+
+
 def test_a_resumed_run_that_follows_another_metric_starts_over_with_it():
     before = EarlyStopping("eval/accuracy", patience=3, keeps_best=True)
     observe(before, [0.7, 0.6], "eval/accuracy")

@@ -113,7 +113,7 @@ class EarlyStopping:
         """Return the state for a resumed run."""
         state = {"metric": self.metric, "sign": self._sign, "falling": dict(self.falling)}
         state |= {"best": self._best, "to_beat": self._to_beat, "num_without": self._num_without}
-        return {**state, "is_asked": self.is_asked}
+        return {**state, "min_delta": self.min_delta, "is_asked": self.is_asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the evaluations of `state`, unless they followed another metric or the other direction."""
@@ -127,7 +127,9 @@ class EarlyStopping:
             self.say(f"from here on {new} defines the best step, instead of {old}")
             return
         self._best, self._to_beat = tuple(state["best"]), tuple(state["to_beat"])
-        self._num_without = state["num_without"]
+        # Evaluations that did not improve by the old margin do not count for a new one.
+        is_same = state.get("min_delta", self.min_delta) == self.min_delta
+        self._num_without = state["num_without"] if is_same else 0
 
 
 Span = tuple[str, float, float]

@@ -11,7 +11,7 @@ from vectorlm.cli import main
 from vectorlm.errors import CheckpointError
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight.resume import find_resumption, identity_of, settings_of_rank
-from vectorlm.train.checkpoint.folder import locked
+from vectorlm.train.checkpoint.folder import locked, mark_finished
 
 ROOT = Path(__file__).parents[3]
 WITH = "train_parameters.checkpointing_enabled=True"
@@ -64,6 +64,21 @@ def test_a_finished_run_of_epochs_is_known_before_its_prompts_are_counted(path):
     assert not found(path, *unknown, "rl.num_epochs_over_prompts=3").is_finished
     Path("p.jsonl").write_text('{"prompt": "a", "numbers": [1], "target": 1}\n' * 2)
     assert not found(path, *unknown).is_finished
+
+
+@pytest.mark.parametrize(
+    ("override", "is_finished"),
+    [
+        *(("early_stopping_patience=2", True), ("early_stopping_patience=1", True)),
+        *(("early_stopping_patience=3", False), ("early_stopping_patience=null", False)),
+        ("early_stopping_min_delta=0.5", False),
+    ],
+)
+def test_a_run_that_stopped_early_continues_only_if_it_may_train_longer(path, override, is_finished):
+    patient = "train_parameters.early_stopping_patience=2"
+    save(path, patient)
+    mark_finished(Path("runs/tiny/checkpoints"), stopped_early=True)
+    assert found(path, patient, f"train_parameters.{override}").is_finished == is_finished
 
 
 def test_a_folder_that_was_moved_is_the_same_run(path):

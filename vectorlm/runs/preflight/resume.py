@@ -146,15 +146,18 @@ def find_resumption(config: Config, world_size: int, num_examples: int | None = 
             f"the data depend on this. {restore}, or choose another output_dir{start}. To start over, delete {path}."
         )
     length = _length_setting(config)
-    # A longer run would stop again at its next evaluation.
-    decisive = STOPS_EARLY if found.stopped_early else ()
     before = found.identity["settings"]
     num_steps = now["settings"][length]
     if num_steps is None:  # The steps of epochs are not known before the prompts are read.
         is_same = all(change.startswith(f"{length}=") for change in changes)
         num_steps = before[length] if is_same else math.inf
-    is_over = found.stopped_early or num_steps <= before[length]
-    is_over &= all(now["settings"].get(name) == before.get(name) for name in decisive)
+    is_over = num_steps <= before[length]
+    if found.stopped_early:
+        # A longer run would stop again at its next evaluation.
+        patience, old = (of["settings"].get(STOPS_EARLY[0]) or math.inf for of in (now, found.identity))
+        is_over = patience <= old and all(
+            now["settings"].get(key) == before.get(key) for key in STOPS_EARLY[1:]
+        )
     return Resumption(found.step, tuple(changes), found.is_finished and is_over, found.stopped_early)
 
 
