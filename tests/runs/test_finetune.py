@@ -118,11 +118,13 @@ def test_what_saves_memory_changes_no_number(inputs, whole, tmp_path):
 
 def test_the_same_command_again_goes_on_and_other_settings_are_refused(inputs, whole, tmp_path):
     output = tmp_path / "run"
-    config = copy_of(whole, output, inputs)
+    # Two steps are left, which a profile skips.
+    config = copy_of(whole, output, inputs, profile_steps=2)
     checkpoints = output / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000004", "step-00000006"]
     (checkpoints / "step-00000006").rename(checkpoints / ".step-00000006.unfinished")
-    on_ranks(2, train, config)
+    assert any("profile_steps has no effect" in text for text in on_ranks(2, train_and_listen, config))
+    assert not (output / "profile.txt").exists()
     assert are_equal(weights_of(output), weights_of(whole))
     assert lines(output / "metrics.jsonl")[:5] == lines(whole / "metrics.jsonl")[:5]
     assert losses_of(output) == losses_of(whole)

@@ -74,7 +74,7 @@ def open_recorder(
     )
     resume_step = None if resumption is None else resumption.step
     profile_steps = settings.profile.profile_steps
-    if (problem := short_run(profile_steps, num_steps - (resume_step or 0))) is not None:
+    if resumption is None and (problem := short_run(profile_steps, num_steps)) is not None:
         rule, fix = problem
         raise ConfigError(f"train_parameters.profile_steps={profile_steps} {rule}. {fix}")
     timer = Timer(_synchronised_clock) if profile_steps and run.topology.is_cuda else Timer()
@@ -260,7 +260,9 @@ def _open_sinks(
         is_resumed = resumption is not None
         sinks.append(open_wandb(run.config.wandb_config, plain, id_file, is_resumed, progress.say))
     sinks += open_trackers(run.config.trackers, run.output, plain, resume_step, progress.say)
-    if num_traced := run.config.train_parameters.profile.profile_steps:
+    num_traced = run.config.train_parameters.profile.profile_steps
+    is_too_late = short_run(num_traced, num_steps - first_step) is not None
+    if num_traced and not is_too_late:
         sinks.append(
             ProfileSink(run.output, num_traced, timer=timer, initial_step=first_step, say=progress.say)
         )
@@ -270,6 +272,8 @@ def _open_sinks(
             progress.say(f"  from here on {change}")
         if first_step >= num_steps:
             progress.say(f"  all {num_steps} steps are done; exporting the weights of step {first_step}")
+        if is_too_late:
+            progress.say("  train_parameters.profile_steps has no effect: too few steps are left to record")
     for sink in sinks:
         # The stack closes every sink, with the run's error, even if another one fails to close.
         run.stack.enter_context(sink)
