@@ -24,6 +24,9 @@ class Checkpoints:
     def load(self, step, models):
         return self.saved[step]
 
+    def is_finished(self, step):
+        return step == 5
+
 
 def test_evaluations_are_due_every_n_steps_before_training_and_at_the_end():
     recorder = Recorder(num_steps=7, sink=None, evaluation=Evaluation(), evaluate_every=3)
@@ -39,8 +42,13 @@ def test_checkpoints_are_due_every_n_steps_and_a_run_resumes_from_one():
     seen = {step: loop["seen"] for step, loop in checkpoints.saved.items()}
     assert seen == {2: 2, 4: 4, 5: 5}, "the last step is due too"
     assert recorder.resume({}) is None
-    resumed = Recorder(num_steps=5, sink=None, checkpoints=checkpoints, resume_step=2)
-    assert resumed.resume({})["seen"] == 2
+    repeated = []
+    for step in (2, 5):
+        resumed = Recorder(
+            num_steps=5, sink=None, checkpoints=checkpoints, resume_step=step, after_save=repeated.append
+        )
+        assert resumed.resume({})["seen"] == step
+    assert repeated == [2], "the run may have been killed after it saved step 2, but has finished step 5"
 
 
 def test_the_best_evaluation_and_the_end_of_a_run_that_stops_early_are_saved():

@@ -44,6 +44,9 @@ from vectorlm.train.language_model import inner_model
 from vectorlm.train.optimizer_step import Schedule
 from vectorlm.train.recorder import EarlyStopping, Recorder, Timer
 
+MODEL_OF_STEP = "step-{}-model"
+"""Folder of a checkpoint's model until it is uploaded. Folders of `vectorlm export` have leading zeros."""
+
 
 def open_recorder(
     run: Run,
@@ -101,9 +104,7 @@ def open_recorder(
             settings.keep.keep_checkpoints,
             best_step=lambda: stopping.best_step,
         )
-    uploads = None
-    if run.config.push_to_hub is not None and run.topology.is_main:
-        uploads = run.stack.enter_context(HubUploads(run.config.push_to_hub, say))
+    uploads = _open_uploads(run, resume_step, say)
     recorder = Recorder(
         num_steps=num_steps,
         sink=sink,
@@ -125,6 +126,22 @@ def open_recorder(
     )
     run.stack.callback(recorder.close)
     return recorder
+
+
+def _open_uploads(run: Run, resume_step: int | None, say: Callable[[str], None]) -> HubUploads | None:
+    """Open the uploads on rank 0, and queue the checkpoints' models that a killed run did not upload."""
+    push = run.config.push_to_hub
+    if push is None or not run.topology.is_main:
+        return None
+    uploads = run.stack.enter_context(HubUploads(push, say))
+    if push.checkpoints and resume_step is not None:
+        steps = (path.name.split("-")[1] for path in run.output.glob(MODEL_OF_STEP.format("[1-9]*")))
+        for step in sorted({int(step) for step in steps if step.isdecimal()}):
+            folder = run.output / MODEL_OF_STEP.format(step)
+            # The model of `resume_step` is written again.
+            if step < resume_step and folder.is_dir():
+                uploads.push(folder, f"step-{step}", deletes_folder=True)
+    return uploads
 
 
 def _synchronised_clock() -> float:
@@ -202,7 +219,7 @@ def _push_checkpoint(run: Run, model: nn.Module, uploads: HubUploads | None, ste
     """Upload the model of a checkpoint; called on all ranks, of which only rank 0 has `uploads`."""
     push = run.config.push_to_hub
     if push is not None and push.checkpoints:
-        export(run, model, name := f"step-{step}-model", step)
+        export(run, model, name := MODEL_OF_STEP.format(step), step)
         if uploads is not None:
             uploads.push(run.output / name, f"step-{step}", deletes_folder=True)
 
@@ -226,6 +243,8 @@ def finish(run: Run, model: nn.Module, recorder: Recorder, step: int) -> None:
     export(run, model, "final-model", step)
     if recorder.uploads is not None:
         recorder.uploads.push(run.output / "final-model")
+        # The same command repeats an upload that was interrupted, until the run is finished.
+        recorder.uploads.wait()
     if run.topology.is_main and settings.checkpointing_enabled:
         # A run that a callback stopped continues if its length is raised.
         mark_finished(checkpoints, recorder.stopping.is_over and not recorder.stopping.is_asked)

@@ -194,7 +194,7 @@ class Recorder:
     stopping: EarlyStopping = field(default_factory=EarlyStopping)
     """Tracks the best evaluation, and decides when to stop early."""
     after_save: Callable[[int], None] = lambda step: None
-    """Called on all ranks after the checkpoint of a step."""
+    """Called on all ranks after the checkpoint of a step, and again if an unfinished run resumes from it."""
     end_epoch: Callable[[int], None] = lambda epoch: None
     """Called at the end of an epoch with its number, from 1."""
     callbacks: Callbacks = field(default_factory=Callbacks)
@@ -307,12 +307,16 @@ class Recorder:
         if self.resume_step is None or self.checkpoints is None:
             return None
         saved = self.checkpoints.load(self.resume_step, models)
+        is_finished = self.checkpoints.is_finished(self.resume_step)
         if "watch" in saved:
             self.stopping.load_state_dict(saved["watch"])
             # A run that a callback stopped stays stopped if it was killed before it wrote its final model. A finished
             # run is resumed to train longer.
             was_asked = saved["watch"].get("is_asked", False)
-            self.stopping.is_asked = was_asked and not self.checkpoints.is_finished(self.resume_step)
+            self.stopping.is_asked = was_asked and not is_finished
+        if not is_finished:
+            # The run may have been killed right after it saved this checkpoint.
+            self.after_save(self.resume_step)
         return saved
 
 

@@ -2,7 +2,9 @@
 
 import base64
 import json
+import os
 import threading
+import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
@@ -12,8 +14,10 @@ from kit.sft_runs import WITH_CHECKPOINTS, are_equal, make_config, weights_of
 from safetensors.torch import load
 
 import vectorlm
+from vectorlm.errors import RankFailed
 from vectorlm.runs.fine_tuning import finetune
 from vectorlm.runs.preflight.files import package_problems
+from vectorlm.train.checkpoint.hub import HubUploads
 from vectorlm.train.settings import PushSettings
 
 
@@ -86,13 +90,13 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_): ...
 
 
-def run_with(inputs, tmp_path, monkeypatch, hub, world_size, **push):
+def run_with(inputs, tmp_path, monkeypatch, hub, world_size, train=finetune, **push):
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     config = make_config(inputs, tmp_path / "run", text=WITH_CHECKPOINTS)
     config = replace(config, push_to_hub=PushSettings(repo_id="me/mine", **push))
-    vectorlm.launch(finetune, config, world_size=world_size)
+    vectorlm.launch(train, config, world_size=world_size)
     return tmp_path / "run"
 
 
@@ -111,6 +115,42 @@ def test_main_gets_the_final_model_and_revisions_get_checkpoints(inputs, tmp_pat
     assert len(steps) > 1
     assert not are_equal(load(hub.files[steps[0]]["model.safetensors"]), weights_of(run))
     assert not list(run.glob("step-*-model"))
+
+
+def killed_in(revision, until):
+    """Return a `finetune` whose process dies in the upload of `revision`, after the file `until` exists or 2 s."""
+
+    def train(config):
+        upload = HubUploads._upload
+
+        def upload_or_die(self, folder, name, deletes_folder):
+            if name == revision:
+                deadline = time.monotonic() + 2
+                while not until.exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                os._exit(1)
+            upload(self, folder, name, deletes_folder)
+
+        HubUploads._upload = upload_or_die
+        finetune(config)
+
+    return train
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_in_an_upload_uploads_the_rest_when_it_resumes(inputs, tmp_path, monkeypatch):
+    hub, last = Hub(), tmp_path / "run/checkpoints/step-00000003"
+    for revision, until in (("step-2", last), ("main", last / "finished")):
+        with pytest.raises(RankFailed):
+            run_with(inputs, tmp_path, monkeypatch, hub, 2, killed_in(revision, until), checkpoints=True)
+        assert last.is_dir()
+        assert not (last / "finished").exists()
+    assert hub.files.keys() == {"main", "step-2", "step-3"}
+    assert hub.files["main"].keys() == {"model-00001-of-00002.safetensors"}, "nothing is uploaded yet"
+    run = run_with(inputs, tmp_path, monkeypatch, hub, 2, checkpoints=True)
+    assert are_equal(load(hub.files["main"]["model.safetensors"]), weights_of(run))
+    assert (last / "finished").exists()
+    assert not list(run.glob("*step-*-model*"))
 
 
 @pytest.mark.slow

@@ -25,31 +25,32 @@ class HubUploads:
     def __init__(self, settings: PushSettings, say: Callable[[str], None] = print) -> None:
         self._settings, self._say = settings, say
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hub")
-        self._pending: dict[Future[None], Path] = {}
+        self._pending: list[Future[None]] = []
 
     def push(self, folder: Path, revision: str = "main", *, deletes_folder: bool = False) -> None:
         """Queue the upload of a model's folder to a revision of the repository.
 
         With `deletes_folder` the folder is deleted afterwards, and not uploaded if `MAX_PENDING` uploads already wait.
         """
-        self._pending = {future: path for future, path in self._pending.items() if not future.done()}
+        self._pending = [future for future in self._pending if not future.done()]
         if deletes_folder and len(self._pending) >= MAX_PENDING:
             self._say(f"warning: revision {revision} is not uploaded: earlier uploads are still running")
             shutil.rmtree(folder, ignore_errors=True)
             return
         future = self._pool.submit(self._upload, folder, revision, deletes_folder)
         if deletes_folder:
-            self._pending[future] = folder
+            self._pending.append(future)
 
     def __enter__(self) -> HubUploads:
         return self
 
     def __exit__(self, kind: Any, *error: object) -> None:
-        """Wait for the uploads; if the run failed, only for the current one."""
+        """Wait for the uploads; if the run failed, only for the current one. A resumed run uploads the other models."""
         self._pool.shutdown(cancel_futures=kind is not None)
-        for future, folder in self._pending.items():
-            if future.cancelled():
-                shutil.rmtree(folder, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Wait for all uploads; no further one can follow."""
+        self._pool.shutdown()
 
     def _upload(self, folder: Path, revision: str, deletes_folder: bool) -> None:
         from huggingface_hub import HfApi
