@@ -495,6 +495,58 @@ def test_an_environment_that_fails_is_named_with_prompt_turn_and_text(method, fa
         play(faulty(fault, method, is_async), ["5"], timeout_s=1.0)
 
 
+OWN_TYPES = """
+import enum
+from vectorlm.errors import VectorLMError
+
+class Hint(str, enum.Enum):
+    LOWER = "Lower."
+
+class Odd:
+    def __reduce__(self):
+        return divmod, (1, 0)
+
+class Own(VectorLMError):
+    pass
+
+class Game:
+    WORD step(self, message):
+        if message["content"] == "raise":
+            raise Own("no")
+        content = "".join(Hint.LOWER) if message["content"] == "plain" else Hint.LOWER
+        more = {"odd": Odd()} if message["content"] == "odd" else {}
+        return [{"role": "user", "content": "" if more else content, **more}]
+"""
+
+
+@pytest.mark.parametrize("word", ["def", "async def"])
+def test_a_reply_of_a_type_that_the_rank_cannot_import_is_named(tmp_path, word):
+    path = tmp_path / "game.py"
+    path.write_text(OWN_TYPES.replace("WORD", word))
+    for text, message in (("hint", "'Hint'"), ("raise", "'Own'"), ("odd", "ZeroDivisionError")):
+        with pytest.raises(RolloutError, match=rf"failed in step: .*{message}"):
+            play(f"{path}:Game", ["plain", text], timeout_s=5.0)
+
+
+def test_a_worker_of_many_jobs_reads_on_after_an_answer_of_an_unknown_type(tmp_path):
+    path = tmp_path / "game.py"
+    path.write_text(OWN_TYPES.replace("WORD", "async def"))
+
+    async def rollouts():
+        with WorkerPool(1) as pool:
+            host = EnvironmentWorkers(f"{path}:Game", pool, 5.0)
+            games = [RemoteEnvironment(host, PromptRecord(ASKED)) for _ in range(2)]
+            await asyncio.gather(*(game.reset() for game in games))
+            with pytest.raises(RolloutError, match="'Hint'"):
+                await games[0].step("hint")
+            await games[0].close()
+            _, reply = await games[1].step("plain")
+            await games[1].close()
+            return reply.messages[0]["content"]
+
+    assert asyncio.run(asyncio.wait_for(rollouts(), 40)) == "Lower."
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

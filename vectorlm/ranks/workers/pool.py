@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import itertools
 import os
 import pickle
@@ -26,7 +27,7 @@ MAX_AUTO_SIZE = 8
 DRAIN_S = 0.5
 """Time for the last answers of a dead worker to arrive, in seconds."""
 CLOSE_S = 5.0
-LOST = "lost"
+LOST, UNREADABLE = "lost", "unreadable"
 Result = TypeVar("Result")
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -62,6 +63,7 @@ class Worker:
 
         Raises:
             WorkerLost: The process ended, or was ended because it was late; then its cause is a TimeoutError.
+            RuntimeError: The function raised an error, or a value has a type that this process cannot import.
         """
         if self.loss is not None:
             raise self.loss
@@ -81,7 +83,7 @@ class Worker:
                 is_over = kind in (END, ERROR, LOST)
                 if kind == END:
                     return
-                if is_over:
+                if is_over or kind == UNREADABLE:
                     raise value
                 if has_value:
                     self._pool.deaths = 0
@@ -119,9 +121,27 @@ class Worker:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-                number, kind, value = pickle.loads(await self._reader.readexactly(size))
-                if number in self._jobs:
-                    self._jobs[number].put_nowait((kind, value))
+                number, kind, data = pickle.loads(await self._reader.readexactly(size))
+                if number not in self._jobs:
+                    continue
+                try:
+                    value = _Unpickler(io.BytesIO(data)).load()
+                except Exception as error:  # The value's class may raise anything.
+                    kind, value = UNREADABLE, RuntimeError(f"{type(error).__name__}: {error}")
+                self._jobs[number].put_nowait((kind, value))
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that names a type which cannot be imported here, such as a class in the user's file."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except Exception as error:
+            raise TypeError(
+                f"its answer has an object of the type {name!r}, which only its worker can import. Return texts, "
+                "numbers, lists and dicts."
+            ) from error
 
 
 class WorkerPool:

@@ -232,7 +232,8 @@ def serve(connection: socket.socket) -> None:
         if os.getpid() != pid:
             os._exit(0)  # This is a fork that the user's code made.
         try:
-            connection.sendall(frame((number, kind, value)))
+            # The pool may lack the value's type, and must still read the number.
+            connection.sendall(frame((number, kind, pickle.dumps(value))))
         except ConnectionError:
             os._exit(0)  # The pool is gone.
 
