@@ -119,6 +119,15 @@ def test_adapters_that_a_run_no_longer_starts_from_are_noticed(path):
     assert "the content of train_parameters.adapters has changed" in refused(path)
 
 
+@pytest.mark.parametrize("section", ["reward_model", "preference"])
+def test_a_section_that_trains_is_neither_added_nor_removed(path, section):
+    override = f"{section}={{{'loss: dpo' if section == 'preference' else 'center_coef: 0.1'}}}"
+    assert f"section that trains={section} (was none)" in refused(path, override)
+    save(path, override)
+    assert found(path, override).changes == ()
+    assert f"section that trains=none (was {section})" in refused(path)
+
+
 @pytest.mark.parametrize("num_bytes", [100, 1_000_000])
 def test_another_base_of_the_same_sizes_is_noticed(path, num_bytes):
     weights = Path("models/tiny/model.safetensors")

@@ -58,6 +58,7 @@ NUM_PIECES, PIECE_BYTES = 64, 4096
 two models differ everywhere."""
 REWARDS = re.compile(r"rl\.(sources\.[^.]*\.)?rewards\.")
 """Prefix of settings whose keys are rewards."""
+SECTION = "section that trains"
 STOPS_EARLY = tuple(
     f"train_parameters.{name}"
     for name in ("early_stopping_patience", "early_stopping_min_delta", "best_metric", "best_metric_mode")
@@ -98,7 +99,7 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
         fixed["rows of dataset.train_ds"] = num_examples
         for section in ("reward_model", "preference"):
             if getattr(config, section) is not None:
-                fixed["section that trains"] = section
+                fixed[SECTION] = section
     optimizer = train.optimizer.name
     if optimizer in OPTIMIZERS and OPTIMIZERS[optimizer].per_rank_blocks:
         fixed[f"number of ranks ({optimizer} keeps each rank's shard in separate blocks)"] = world_size
@@ -190,9 +191,11 @@ def _compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[st
         if new != before["contents"].get(name):
             is_start = name in ("model", "train_parameters.adapters")
             (refused if is_start else changes).append(f"the content of {name} has changed")
-    for name, new in now["fixed"].items():
+    # A run whose config lacks the section has no such key.
+    for name in sorted(now["fixed"].keys() | before["fixed"].keys() & {SECTION}):
+        old, new = (of["fixed"].get(name, "none") for of in (before, now))
         # `vectorlm check` counts no rows.
-        if new is not None and new != (old := before["fixed"].get(name)):
+        if new is not None and new != old:
             product = " (ranks with different rows x train_bs x gradient_accumulation_steps)"
             more = product if name == "global batch" else ""
             refused.append(f"{name}={new}{more} (was {old})")
