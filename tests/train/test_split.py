@@ -292,6 +292,20 @@ def load_and_train(topology, folder, settings, path):
     return loaded, trainer.weights()
 
 
+def drop_out(topology, folder, settings, path, saves):
+    """Save a checkpoint, or load it and learn; return the weights. Each share of the data drops out other numbers."""
+    trainer = Trainer(topology, folder, settings, lora={**LORA, "lora_dropout": 0.5})
+    torch.manual_seed(trainer.topology.data_share)
+    store = CheckpointStore(path, {}, model_parallel=trainer.topology.model_parallel)
+    trained = {"policy": TrainedModel(trainer.model, trainer.optimizer)}
+    if not saves:
+        store.load(1, trained)
+    trainer.learn(2)
+    if saves:
+        store.save(1, trained, {})
+    return trainer.weights()
+
+
 def are_equal(some, others):
     return all(torch.equal(some[name], others[name]) for name in some)
 
@@ -320,6 +334,15 @@ def test_a_checkpoint_goes_on_in_the_same_layout_bit_for_bit_and_in_every_other(
         if layout == before:
             assert are_equal(found, expected)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-6, msg=partial("{1} {0}".format, layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["one", "sharded", "matrices"])
+def test_ranks_that_come_to_split_a_model_drop_out_the_same_numbers(tmp_path, before):
+    folder, path = save("Qwen3", tmp_path), str(tmp_path / "checkpoints")
+    on_ranks(LAYOUTS[before][0], drop_out, folder, LAYOUTS[before][1], path, True)
+    first, second = on_ranks(2, drop_out, folder, TENSOR, path, False)
+    assert are_equal(first, second)
 
 
 def test_models_and_sizes_that_do_not_fit_a_plan_are_refused(tmp_path):

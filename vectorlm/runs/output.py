@@ -103,6 +103,7 @@ def open_recorder(
             identity_of(run.config, run.topology.world_size, num_examples),
             settings.keep.keep_checkpoints,
             best_step=lambda: stopping.best_step,
+            model_parallel=run.topology.model_parallel,
         )
     uploads = _open_uploads(run, resume_step, say)
     recorder = Recorder(

@@ -51,6 +51,7 @@ class CheckpointStore:
         identity: Facts about the run that each checkpoint records, as JSON values.
         num_kept: Number of newest checkpoints to keep, >= 1.
         best_step: Returns the step of the best checkpoint, which is kept too, or None.
+        model_parallel: Number of neighbouring ranks that split a model, as in `Topology`.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class CheckpointStore:
         identity: Mapping[str, Any],
         num_kept: int = 2,
         best_step: Callable[[], int | None] = lambda: None,
+        model_parallel: int = 1,
     ) -> None:
         self._path, self._identity = Path(path), identity
         self._num_kept, self._best_step = num_kept, best_step
+        self._model_parallel = model_parallel
 
     def save(self, step: int, models: Mapping[str, TrainedModel], loop: dict[str, Any]) -> Path:
         """Write the checkpoint of `step` and return its folder; `loop` is this rank's state (tensors, plain values).
@@ -102,7 +105,8 @@ class CheckpointStore:
     def load(self, step: int, models: Mapping[str, TrainedModel]) -> dict[str, Any]:
         """Restore models, optimizers and random generators of `step`; return the saved `loop`.
 
-        The number of ranks may differ: a new rank keeps its random generators and gets rank 0's `loop`.
+        The number of ranks may differ: a new rank keeps its random generators and gets rank 0's `loop`. Ranks that
+        split a model get the generators of the first of them, because they must drop out the same numbers.
 
         Raises:
             CheckpointError: The checkpoint cannot be read, or a file has changed.
@@ -120,16 +124,20 @@ class CheckpointStore:
                     if (name, "optimizer", "state", weight) not in written:
                         del by_weight[weight]
             states = _read(states, source)
-            is_new = not (source / f"rank-{rank}.pt").exists()
-            saved = torch.load(source / f"rank-{0 if is_new else rank}.pt", weights_only=True)
+            first = rank - rank % self._model_parallel
+            files = {number: source / f"rank-{number}.pt" for number in {rank, first}}
+            of_ranks = {
+                number: torch.load(file, weights_only=True) for number, file in files.items() if file.exists()
+            }
+            saved = of_ranks.get(rank) or torch.load(source / "rank-0.pt", weights_only=True)
         for name, model in models.items():
             set_state(model, states[name])
         for name in saved["fresh"]:
             optimizer = models[name].optimizer
             assert optimizer is not None
             optimizer.state.clear()
-        if not is_new:
-            restore_rng(saved["rng"])
+        if first in of_ranks:
+            restore_rng(of_ranks[first]["rng"])
         return saved["loop"]
 
 
