@@ -81,6 +81,23 @@ def test_a_split_is_taken_of_a_saved_dataset(tmp_path):
         read_prompts(PromptSettings(path=lines, split="train"), "rl.prompts")
 
 
+@pytest.mark.parametrize("limit", [2**28, 1])
+def test_a_split_is_taken_of_a_parquet_file(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(prompts, "MAX_BYTES_IN_MEMORY", limit)
+    path = write(tmp_path, "rows.parquet", ROWS)
+    for split, expected in (("train[:1]", RECORDS[:1]), ("train[1:]", RECORDS[1:]), (None, RECORDS)):
+        assert list(read_prompts(PromptSettings(path=path, split=split))) == expected
+    with pytest.raises(DatasetError, match="split='dev'"):
+        read_prompts(PromptSettings(path=path, split="dev"), "rl.prompts")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "folder"])
+def test_a_configuration_of_the_hub_is_refused_for_rows_on_this_machine(tmp_path, name):
+    source = PromptSettings(path=write(tmp_path, name, ROWS), hub_config="main")
+    with pytest.raises(DatasetError, match=r"rl\.prompts\.hub_config"):
+        read_prompts(source, "rl.prompts")
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved"])
 def test_a_source_that_is_too_large_to_hold_stays_on_the_disk(tmp_path, monkeypatch, name):
     monkeypatch.setattr(prompts, "MAX_BYTES_IN_MEMORY", 0)

@@ -131,28 +131,32 @@ def _open(source: PromptSettings, setting: str) -> Sequence[PromptRecord]:
     path = Path(source.path or "")
     named = f"{setting}={source.path!r}"
     fix = f"Write {{path: {source.path}, split: NAME}}, where NAME is"
-    is_saved = path.is_dir()
+    if source.hub_config is not None and path.exists():
+        raise DatasetError(
+            f"{setting}.hub_config has no effect because {source.path!r} is on this machine. Leave it out."
+        )
     if path.is_file() and path.suffix != PARQUET:
-        if source.split is not None or source.hub_config is not None:
+        if source.split is not None:
             raise DatasetError(f"{setting}.split has no effect with a JSONL file. Leave it out.")
         if path.stat().st_size <= MAX_BYTES_IN_MEMORY:
             return read_rows(path, _prompt_record_of, RULE)
         return _lazy_lines(path)
     try:
-        if is_saved:
-            table: Any = take_split(splits_of(path, named), source.split, named, fix)
+        if path.is_dir():
+            splits: Mapping[str, Any] = splits_of(path, named)
         elif path.is_file():
             from datasets import Dataset
             from pyarrow import parquet
 
             is_large = path.stat().st_size > MAX_BYTES_IN_MEMORY
             # pyarrow does not write to the cache of datasets.
-            table = Dataset.from_parquet(str(path)) if is_large else Dataset(parquet.read_table(path))
+            rows = Dataset.from_parquet(str(path)) if is_large else Dataset(parquet.read_table(path))
+            splits = {"train": rows}
         elif is_hub_name(str(source.path)):
             splits = load_hub(str(source.path), source.hub_config, named)
-            table = take_split(splits, source.split, named, fix)
         else:
             raise DatasetError(f"{named} does not exist. Make it first, or list the prompts.")
+        table: Any = take_split(splits, source.split, named, fix)
     except (OSError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, DatasetError):
             raise
