@@ -164,3 +164,33 @@ def test_the_reward_is_the_tasks_own_scorer(name):
         assert reward(f"x <answer>{other}</answer>", item=item) == own.score_answer(other, item)
     # rollouts.jsonl stores these columns.
     json_text(record.columns)
+
+
+def test_answers_are_scored_with_the_settings_of_their_item(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    reward = get_reward("reasoning_gym")
+    places = {"min_num_decimal_places": 8, "max_num_decimal_places": 8, "precision": 10}
+    mixed = {"datasets": [{"name": "decimal_arithmetic", "config": places}, {"name": "gcd"}]}
+    ladders = {"min_word_length": 3, "max_word_length": 3}
+    decimals, parts, words = (
+        read_prompts(PromptSettings(reasoning_gym=name, config=config, size=20))
+        for name, config in (("decimal_arithmetic", places), ("composite", mixed), ("word_ladder", ladders))
+    )
+    of_parts = [record.columns["item"] for record in parts]
+    assert [item["config"] for item in of_parts if "config" in item] == [places] * sum(
+        item["metadata"]["source_dataset"] != "gcd" for item in of_parts
+    )
+    part = next(item for item in of_parts if "config" in item)
+    for item in (decimals[0].columns["item"], json.loads(json_text(part))):
+        assert reward(item["answer"], item=item) == 1.0
+        assert reward(str(float(item["answer"]) + 1e-4), item=item) == 0.0
+    item = words[0].columns["item"]
+    assert reward(item["answer"], item=item) == 1.0
+    assert reward("no", item=item) == 0.0
+    for level in (0, 3):
+        settings = PromptSettings(reasoning_gym="decimal_arithmetic", level=level)
+        made = read_prompts(settings)[0].columns["item"]
+        own = reasoning_gym.create_dataset("decimal_arithmetic", **made["config"])
+        close = str(float(made["answer"]) + 5e-4)
+        assert reward(close, item=made) == own.score_answer(close, made)
+    assert own.config.max_num_decimal_places != 3

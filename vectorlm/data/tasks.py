@@ -89,10 +89,17 @@ class Tasks(Sequence[PromptRecord]):
     @overload
     def __getitem__(self, index: slice) -> list[PromptRecord]: ...
     def __getitem__(self, index: int | slice) -> PromptRecord | list[PromptRecord]:
-        """Make items, with the columns ``item`` (for the reward `reasoning_gym`) and ``answer``."""
+        """Make items, with the columns ``item`` (for the reward `reasoning_gym`) and ``answer``.
+
+        ``item["config"]`` holds the settings of the item's task that are not the defaults, because its scorer may read
+        them.
+        """
         if isinstance(index, slice):
             return [self[place] for place in range(self.size)[index]]
         item = self._dataset[range(self.size)[index]]
+        configs = _configs(self.task, json.dumps(self.config), self.level)
+        if config := configs[item["metadata"]["source_dataset"]]:
+            item = {**item, "config": config}
         columns = {"item": item, "answer": item["answer"]}
         if self.level is not None:
             columns["level"] = self.level
@@ -172,16 +179,22 @@ def _dataset(task: str, config_text: str, size: int, seed: int, level: int | Non
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import create_dataset
 
+    configs = _configs(task, config_text, level)
+    if task != COMPOSITE:
+        return create_dataset(task, **configs[task], seed=seed, size=size)
+    parts = [
+        DatasetSpec(part["name"], part.get("weight", 1.0), configs[part["name"]])
+        for part in json.loads(config_text)["datasets"]
+    ]
+    return create_dataset(task, datasets=parts, seed=seed, size=size)
+
+
+@cache
+def _configs(task: str, config_text: str, level: int | None) -> dict[str, dict[str, Any]]:
+    """Return the settings of the task at a level, or of each task of a composite, by name."""
     config = json.loads(config_text)
-    if task == COMPOSITE:
-        parts = []
-        for part in config["datasets"]:
-            own = _of_level(part["name"], level) | part.get("config", {})
-            parts.append(DatasetSpec(part["name"], part.get("weight", 1.0), own))
-        config = {"datasets": parts}
-    else:
-        config = _of_level(task, level) | config
-    return create_dataset(task, **config, seed=seed, size=size)
+    parts = config["datasets"] if task == COMPOSITE else [{"name": task, "config": config}]
+    return {part["name"]: _of_level(part["name"], level) | part.get("config", {}) for part in parts}
 
 
 def _of_level(task: str, level: int | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -82,7 +83,8 @@ def reasoning_gym(completion: str, item: Mapping[str, Any]) -> float:
 
     Args:
         completion: The text of the model.
-        item: The row of the task: ``question``, ``answer`` and ``metadata``.
+        item: The row of the task: ``question``, ``answer``, ``metadata``, and the task's settings ``config`` if they
+            are not the defaults.
     """
     try:
         return float(limited("reasoning_gym", f"{__name__}:scored", completion, item))
@@ -98,7 +100,8 @@ def scored(completion: str, item: Mapping[str, Any]) -> float:
     """
     from reasoning_gym.utils import extract_answer
 
-    score, answer = _scorer(item["metadata"]["source_dataset"]), extract_answer(completion)
+    config_text = json.dumps(item.get("config", {}), sort_keys=True)
+    score, answer = _scorer(item["metadata"]["source_dataset"], config_text), extract_answer(completion)
     try:
         return score(completion.strip() if answer is None else answer, item)
     except BaseException:  # Some scorers evaluate the answer, which may call exit().
@@ -107,7 +110,7 @@ def scored(completion: str, item: Mapping[str, Any]) -> float:
 
 
 @cache
-def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
-    from reasoning_gym.factory import get_score_answer_fn
+def _scorer(task: str, config_text: str) -> Callable[[str, Mapping[str, Any]], float]:
+    from reasoning_gym.factory import create_dataset
 
-    return get_score_answer_fn(task)
+    return create_dataset(task, **json.loads(config_text)).score_answer
