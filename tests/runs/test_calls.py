@@ -1,6 +1,7 @@
 """Whole runs from Python, with functions, lists and settings as keywords."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -321,6 +322,34 @@ def test_a_second_call_trains_on_its_own_rows(prepared, tmp_path):
     for text in ("hh", "ii"):
         file.write_text(json.dumps({"text": text}) + "\n")
         assert prepared(file) == [text]
+
+
+@pytest.mark.parametrize(
+    ("file", "ends"),
+    [
+        ("tokenizer_config.json", {"eos_token": "a"}),
+        ("generation_config.json", {"eos_token_id": 7}),
+        ("preprocessor_config.json", {"max_pixels": 9}),
+    ],
+)
+def test_a_second_call_makes_the_rows_again_if_the_tokenizer_was_corrected(
+    folder, tmp_path, monkeypatch, file, ends
+):
+    monkeypatch.setattr("vectorlm.runs.calls.start", lambda *_: None)
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+
+    def made():
+        vectorlm.finetune(model, [{"text": "abab"}] * 2, max_seq_len=64, output_dir=tmp_path / "run")
+        return load_from_disk(tmp_path / "run" / "data" / "train")
+
+    before = made()
+    assert made()._fingerprint == before._fingerprint
+    path = model / file
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **ends}))
+    after = made()
+    assert after._fingerprint != before._fingerprint
+    assert after[0]["input_ids"][-1] == AutoTokenizer.from_pretrained(model).eos_token_id
 
 
 @pytest.mark.parametrize(

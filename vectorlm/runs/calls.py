@@ -35,6 +35,8 @@ from vectorlm.train.checkpoint.folder import steps_in
 
 HELD_OUT = 0.05
 """Share of the rows that `finetune` evaluates on without an `eval_dataset`."""
+TOKENIZER_FILES = (".json", ".jinja", ".model", ".txt")
+"""Suffixes of the files in a model's folder that may describe its tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -243,18 +245,21 @@ def _preprocess_parts(config: Config, rows: Mapping[str, Any], folder: Path) -> 
     """Tokenise the rows of every part into `folder`, and return the length of the longest row in tokens."""
     from vectorlm.data.preprocess import preprocess
     from vectorlm.data.source import load_saved
-    from vectorlm.data.summary import Summary, vocabulary_of
+    from vectorlm.data.summary import Summary
     from vectorlm.train.load import load_tokenizer
 
     tokenizer, how, longest = load_tokenizer(config.model, config.chat), config.dataset_preprocess, 0
     max_seq_len = config.train_parameters.max_seq_len
     assert how is not None
+    # Merges, special tokens and the sizes of images decide the rows too, besides the vocabulary.
+    files = sorted(file for file in Path(config.model).iterdir() if file.suffix in TOKENIZER_FILES)
+    tokenizer_digests = [(file.name, content_of(str(file))) for file in files]
     for part, source in rows.items():
         target, note = folder / part, folder / f"{part}.digest"
         settings = replace(how, load_path=_saved(source, folder / f"{part}-rows"), save_path=str(target))
         source_digest, template = _digest(settings.load_path), tokenizer.chat_template
         variables = config.chat.chat_template_kwargs
-        made_of = repr((settings, max_seq_len, vocabulary_of(tokenizer), template, variables, source_digest))
+        made_of = repr((settings, max_seq_len, tokenizer_digests, template, variables, source_digest))
         digest = hashlib.sha256(made_of.encode(errors="replace")).hexdigest()
         # Reuse the rows of an earlier call only if this call would make the same rows.
         if not ((target / "state.json").exists() and note.exists() and note.read_text() == digest):
