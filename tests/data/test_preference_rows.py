@@ -244,3 +244,33 @@ def test_a_prompt_that_the_chats_neither_repeat_nor_continue_is_refused(prompt):
     for said in (row, {column: json.dumps(value) for column, value in row.items()}):
         with pytest.raises(DatasetError, match=r"raw\.jsonl:1"):
             rows_of([{**said, "prompt": prompt}])
+
+
+@pytest.mark.parametrize("name", ["raw.jsonl", "raw.parquet"])
+@pytest.mark.parametrize(
+    ("examples", "row"),
+    [
+        ("texts", {"text": "ab"}),
+        ("texts", {"prompt": "a", "completion": "b"}),
+        ("pairs", {"chosen": "ab", "rejected": "ac", "margin": 0.5}),
+        ("pairs", {"chosen": say("ux", "ay"), "rejected": say("ux", "az")}),
+        ("labels", {"prompt": "a", "completion": "b", "label": True}),
+        ("steps", {"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}),
+    ],
+)
+def test_a_row_of_any_form_with_a_weight_of_0_is_left_out(name, examples, row):
+    rows = [{**row, "weight": weight} for weight in (1, 0, None)]
+    if examples == "labels":  # KTO needs rows with other prompts.
+        rows[2]["prompt"] = "d"
+    if name.endswith("parquet"):
+        Dataset.from_list(rows).to_parquet(name)
+    else:
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset, summary = make(64, letter_tokenizer(template=PLAIN), load_path=name, examples=examples)
+    assert len(dataset) == 2
+    assert [num for num, _ in summary.skipped.values()] == [1]
+    assert list(summary.skipped) == ["a weight of 0"]
+    assert not summary.unread
+    Path("wrong.jsonl").write_text(json.dumps({**row, "weight": 0.5}) + "\n")
+    with pytest.raises(DatasetError, match=r"wrong\.jsonl:1 has the weight 0\.5"):
+        make(64, letter_tokenizer(template=PLAIN), load_path="wrong.jsonl", examples=examples)

@@ -92,13 +92,17 @@ class Tokeniser:
             # A worker process: Ctrl-C reaches it too, but the process that started it should handle it.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         rows = list(self.source.rows(batch, indices))
-        filled = [(name, row) for name, row in rows if row is not None]
+        reasons = [
+            "an empty line" if row is None else "" if weight_of(name, row) else "a weight of 0"
+            for name, row in rows
+        ]
+        filled = [row for row, reason in zip(rows, reasons, strict=True) if not reason]
         examples = self.settings.examples
         values = iter([value_of(name, row, examples) for name, row in filled])
         found = iter(self._tokens(filled))
         results = []
-        for name, row in rows:
-            tokens = Tokens([], [], "an empty line") if row is None else next(found)
+        for (name, row), reason in zip(rows, reasons, strict=True):
+            tokens = Tokens([], [], reason) if reason else next(found)
             is_named = tokens.skipped or tokens.remarks or examples != "texts"
             results.append(
                 {
@@ -112,7 +116,7 @@ class Tokeniser:
                     "step_labels": list(tokens.step_labels),
                     "images": [image for image, _ in tokens.images],
                     "image_starts": [start for _, start in tokens.images],
-                    "value": 0.0 if row is None else next(values),
+                    "value": 0.0 if reason else next(values),
                 }
             )
         if not rank:
@@ -140,7 +144,7 @@ class Tokeniser:
     def _read(self) -> tuple[str, ...]:
         examples = self.settings.examples
         columns = COLUMNS.get(examples, self.columns) + (("prompt", "margin") if examples == "pairs" else ())
-        return (*columns, "tools", "weight", *IMAGES) if self.is_chat else columns
+        return (*columns, "weight", *(("tools", *IMAGES) if self.is_chat else ()))
 
     def map(self, path: Path) -> Dataset:
         """Tokenise all rows to a file at `path`, in `num_proc` processes; its columns are the keys of `__call__`."""
@@ -251,7 +255,7 @@ class Tokeniser:
                 )
             else:
                 prompt, texts = shared, [text[len(shared) :] for text in texts]
-        beside = {column: row[column] for column in ("tools", "weight", *IMAGES) if column in row}
+        beside = {column: row[column] for column in ("tools", *IMAGES) if column in row}
         return [{**beside, "prompt": prompt, "completion": text} for text in texts]
 
     def _pair(self, name: str, row: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -279,8 +283,6 @@ class Tokeniser:
         if not all(parts):
             return Tokens([], [], "no messages")
         parts[0] = self._with_images(name, parts[0], row)
-        if weight_of(name, row) == 0:
-            return Tokens([], [], "a weight of 0")
         if len(parts) == 2 and self.settings.examples != "pairs":
             parts[1] = messages_behind(name, *parts)
             if not parts[1]:
