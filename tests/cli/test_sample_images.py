@@ -1,10 +1,16 @@
-"""``vectorlm sample --image``."""
+"""``vectorlm sample --image``, and ``vectorlm evaluate`` on questions with images."""
+
+import json
 
 import pytest
 import torch
+from datasets import Dataset, load_from_disk
 from kit.vision_models import picture, save_vlm
 
 from vectorlm.cli import main
+from vectorlm.data.images import picture_of
+from vectorlm.data.preprocess import preprocess
+from vectorlm.data.settings import PreprocessSettings
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.lora import add_lora
@@ -78,3 +84,31 @@ def test_adapters_of_a_vision_language_model_are_sampled_from_on_their_base(fold
     assert printed[0] == printed[1] != printed[2]
     card = (tmp_path / "merged/README.md").read_text()
     assert "AutoModelForImageTextToText" in card
+
+
+@pytest.mark.slow
+def test_pairs_of_embedded_images_can_be_preprocessed(folder, tmp_path, monkeypatch):
+    data = (folder / "r.png").read_bytes()
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    rows = [{"prompt": chat, "images": [{"bytes": data, "path": None}], "id": place} for place in range(2)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rewards.py").write_text("def size(completion):\n    return float(len(completion))\n")
+    monkeypatch.chdir(tmp_path)
+    # Each answer ends at some letter, because training needs whole answers.
+    stop = json.dumps(list("abcdefghijklmnopqrstuvwxyz<"))
+    arguments = ["--n", "8", "--seed", "1", "--max_tokens", "24", "--param", f"stop={stop}"]
+    files = ["--pairs", "pairs.jsonl", "--output", "found.json"]
+    given = ["--model", str(folder / "model"), "--prompts", "rows.parquet", "--reward", "rewards.py:size"]
+    assert main(["evaluate", *given, *arguments, *files]) == 0
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    settings = PreprocessSettings(load_path="../pairs.jsonl", save_path="pairs", examples="pairs")
+    preprocess(settings, load_tokenizer(folder / "model"), 512)
+    made = load_from_disk("pairs")
+    assert len(made) > 0
+    assert {picture_of(image).data for row in made for image in row["images"]} == {data}
+    (shown, _), *_ = [
+        answer["prompt"][0]["content"]
+        for answer in json.loads((tmp_path / "found.json").read_text())["answers"]
+    ]
+    assert picture_of(shown["image"]).data == data

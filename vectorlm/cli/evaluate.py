@@ -26,6 +26,7 @@ from vectorlm.cli.sample import (
     trusted,
 )
 from vectorlm.data.encoding import is_messages, split_unfinished
+from vectorlm.data.images import with_paths
 from vectorlm.data.prompts import fit_prompts, read_prompts
 from vectorlm.data.settings import PLAIN_CHAT, ChatSettings, Overlong
 from vectorlm.errors import ConfigError
@@ -88,18 +89,26 @@ def evaluate_command(args: argparse.Namespace) -> int:
     print(f"{text}\n{seconds:.1f} s")
     if args.output is not None:
         result = {"model": args.model, "engine": args.engine, "seconds": seconds, **found}
-        # A lone surrogate, which JSON lines may contain, is written as its escape.
-        text = json_text(result, indent=1, ensure_ascii=False) + "\n"
-        Path(args.output).write_text(text, encoding="utf-8", errors="backslashreplace")
+        _write(args.output, [result], indent=1)
     if args.pairs is not None:
         pairs = [pair for row in found["answers"] if (pair := _pair_of(row)) is not None]
-        text = "".join(json_text(pair, ensure_ascii=False) + "\n" for pair in pairs)
-        Path(args.pairs).write_text(text, encoding="utf-8", errors="backslashreplace")
+        _write(args.pairs, pairs)
         others = len(found["answers"]) - len(pairs)
         print(
             f"{args.pairs}: {len(pairs)} pairs; {others} questions have equal scores or only answers that were cut off"
         )
     return 0
+
+
+def _write(name: str, values: Sequence[Any], **options: Any) -> None:
+    """Write values as JSON; write images without a path beside the file, as a run's `rollouts.jsonl` has them."""
+    from vectorlm.rl.rollouts.logger import PICTURES
+
+    path = Path(name).absolute()
+    found = with_paths(values, path.parent / PICTURES)
+    text = "".join(json_text(value, ensure_ascii=False, **options) + "\n" for value in found)
+    # A lone surrogate, which JSON lines may contain, is written as its escape.
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def _pair_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
