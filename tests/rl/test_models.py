@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from datasets import load_from_disk
 from kit.batches import rollout_of
 from kit.families import FAMILIES, RECURRENT, save_family
 from kit.rank_processes import on_ranks, save_adapters
@@ -24,6 +25,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging
 
 from vectorlm.algorithms.support import Support
+from vectorlm.data.preprocess import preprocess
+from vectorlm.data.settings import PreprocessSettings
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.models import Critic, Reference, disable_dropout, load_critic, require_quiet
@@ -38,6 +41,7 @@ from vectorlm.train.optimizer_step import OptimizerStep
 from vectorlm.train.packing import Rows
 from vectorlm.train.settings import ModelSettings
 from vectorlm.train.shard import DEFAULTS, load_sharded, shard_model
+from vectorlm.types import PromptRecord
 
 CHAT = [{"role": "user", "content": "ab"}]
 IDS, ATTENTION = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
@@ -60,10 +64,10 @@ def judge(folder, tmp_path_factory):
     return path
 
 
-def score(topology, judge, *batches, policy_tokenizer=None):
+def score(topology, judge, *batches, policy_tokenizer=None, **more):
     """Return the scores of each batch of rollouts."""
     load = partial(load_sharded, topology=topology)
-    model = RewardModel(str(judge), load, topology, policy_tokenizer, max_tokens=24, max_length=12)
+    model = RewardModel(str(judge), load, topology, policy_tokenizer, max_tokens=24, max_length=12, **more)
     return [model(rollouts) for rollouts in batches]
 
 
@@ -71,7 +75,9 @@ def score(topology, judge, *batches, policy_tokenizer=None):
 def changed(judge, tmp_path):
     """Return a function that saves a changed reward model and returns transformers' scores and ours."""
 
-    def change(template, texts, rollouts, *, pads=None, step_separator=None, begins=False, world_size=1):
+    def change(
+        template, texts, rollouts, *, pads=None, step_separator=None, begins=False, world_size=1, **more
+    ):
         tokenizer = AutoTokenizer.from_pretrained(judge)
         tokenizer.chat_template = template
         if begins:
@@ -88,7 +94,9 @@ def changed(judge, tmp_path):
         for part in (model, tokenizer):
             part.save_pretrained(tmp_path / "judge")
         ids = [torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]]) for text in texts]
-        found = [scores for (scores,) in on_ranks(world_size, score, tmp_path / "judge", rollouts)]
+        found = [
+            scores for (scores,) in on_ranks(world_size, partial(score, **more), tmp_path / "judge", rollouts)
+        ]
         assert found == [found[0]] * world_size
         return found[0], [model(row).logits.item() for row in ids]
 
@@ -115,6 +123,31 @@ def test_the_chat_with_an_environment_is_read_as_reward_functions_are_shown_it(c
     steps = ["uabacufez", "uabacufezgz"]
     found, scores = changed(ROLES, steps, played("ezgz"), pads=True, step_separator="z")
     assert found == pytest.approx([min(torch.tensor(scores).sigmoid().tolist())], abs=1e-5)
+
+
+def test_the_tools_of_a_row_and_of_its_environment_are_rendered_as_in_preprocessing(changed, judge, tmp_path):
+    template = f"{{% for tool in tools or [] %}}{{{{ tool['function']['name'] }}}}{{% endfor %}}{ROLES}"
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("xx", "yy")]
+    record = PromptRecord(CHAT, {"tools": json.dumps(tools[:1])}, "games")
+    rollouts = [rollout_of(record, "cd"), rollout_of(replace(record, columns={}), "cd")]
+    own = {"games": tools[1:]}
+    for source_tools, texts in ((None, ["xxuabacd", "uabacd"]), (own, ["xxyyuabacd", "yyuabacd"])):
+        found, expected = changed(template, texts, rollouts, source_tools=source_tools)
+        assert found == pytest.approx(expected, abs=1e-5)
+    steps = ["xxyyuabcz", "xxyyuabczdz"]
+    given = {"pads": True, "step_separator": "z", "source_tools": own}
+    found, scores = changed(template, steps, [rollout_of(record, "czdz")], **given)
+    assert found == pytest.approx([min(torch.tensor(scores).sigmoid().tolist())], abs=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    tokenizer.chat_template = template
+    answers = [[{"role": "assistant", "content": text}] for text in ("cd", "ce")]
+    pair = {"prompt": CHAT, "chosen": answers[0], "rejected": answers[1], "tools": tools}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    paths = {"load_path": str(tmp_path / "pairs.jsonl"), "save_path": str(tmp_path / "pairs")}
+    preprocess(PreprocessSettings(**paths, examples="pairs"), tokenizer, 64)
+    (row,) = load_from_disk(tmp_path / "pairs")
+    chosen = tokenizer("xxyyuabacd", add_special_tokens=False)["input_ids"]
+    assert row["input_ids"][: row["seq_lengths"][0]] == chosen
 
 
 @pytest.mark.parametrize("pads", [False, True])

@@ -47,6 +47,7 @@ from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.output import finish, open_recorder
 from vectorlm.runs.preflight.checked import CheckedConfig
 from vectorlm.runs.preflight.rl import text_alone
+from vectorlm.runs.preflight.user_code import source_tools
 from vectorlm.runs.start import Run, open_run
 from vectorlm.sampling.engine import SamplingEngine
 from vectorlm.train.grammar import Grammar
@@ -398,6 +399,7 @@ def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec, judges: Mapping[str, 
                 max_length=train.max_seq_len,
                 dtype=train.model.dtype,
                 step_reward=rl.reward.step_reward,
+                source_tools={source: source_tools(rl, source)[0] for source in rl.by_source},
             )
             for path in rl.reward.reward_models
         },

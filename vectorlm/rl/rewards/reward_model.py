@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from vectorlm.algorithms.batch import RolloutBatch
-from vectorlm.data.encoding import encode, is_messages, render_chat
+from vectorlm.data.encoding import encode, is_messages, render_chat, tools_of
 from vectorlm.errors import ConfigError
 from vectorlm.ranks.topology import Topology
 from vectorlm.rl.micro_batch import map_rows
@@ -46,13 +46,15 @@ class RewardModel:
         max_length: int,
         dtype: str = "float32",
         step_reward: Literal["min", "mean", "last"] = "min",
+        source_tools: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         """Load and shard a model from a folder of ``save_pretrained``, and load its tokenizer.
 
         `policy_tokenizer` decodes prompts of token ids.
 
         One forward pass takes at most `max_tokens`, padding included. Texts longer than `max_length` tokens lose their
-        beginning. `step_reward` chooses the reward from the probabilities of steps.
+        beginning. `step_reward` chooses the reward from the probabilities of steps. `source_tools` are the tools of
+        each source's environment; the chat template renders them after the tools of the prompt's row.
         """
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -75,6 +77,7 @@ class RewardModel:
         self._policy_tokenizer = policy_tokenizer
         self._topology, self._max_tokens, self._max_length = topology, max_tokens, max_length
         self._combine = COMBINED[step_reward]
+        self._source_tools = source_tools or {}
         self._separator = self._tokenizer.init_kwargs.get(STEP_SEPARATOR)
         self._of_steps = None if self._separator is None else Scorer(self._model, device=topology.device)
 
@@ -133,7 +136,7 @@ class RewardModel:
         *_, answer = rollout.turn_texts or (whole,)
         steps = [step for step in answer.split(self._separator) if step.strip()] or [answer]
         if isinstance(prompt, str) or is_messages(prompt):
-            ids = encode(prompt, lambda: self._tokenizer)
+            ids = encode({"prompt": prompt, "tools": self._tools(rollout)}, lambda: self._tokenizer)
         else:
             ids = self._tokenizer(self._decode(prompt), add_special_tokens=False)["input_ids"]
         if before := whole.removesuffix(answer):
@@ -151,12 +154,16 @@ class RewardModel:
         prompt: Any = rollout.prompt_record.prompt
         is_text = isinstance(prompt, str)
         if (chat := shown(rollout).messages) is not None:
-            text = str(render_chat(self._tokenizer, chat, tokenize=False))
+            text = str(render_chat(self._tokenizer, chat, tools=self._tools(rollout), tokenize=False))
         else:
             text = (prompt if is_text else self._decode(prompt)) + rollout.text
         # Templates and token ids already include their special tokens.
         limits = {"truncation": True, "max_length": self._max_length}
         return self._tokenizer(text, add_special_tokens=is_text, **limits)["input_ids"]
+
+    def _tools(self, rollout: Rollout) -> list[Any] | None:
+        record = rollout.prompt_record
+        return [*(tools_of(record.columns) or ()), *self._source_tools.get(record.source, ())] or None
 
     def _decode(self, prompt: Any) -> str:
         return str(self._policy_tokenizer.decode(list(prompt)))
