@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vectorlm.data.chat import Chat
 from vectorlm.data.encoding import encode, encode_behind
+from vectorlm.data.prompts import read_prompts
 from vectorlm.data.tokenise import NO_END
 from vectorlm.errors import ConfigError, DatasetError
 
@@ -423,6 +424,29 @@ def test_json_that_is_no_chat_and_the_column_text_stay_text():
     assert [tokens for tokens, _ in rows] == [f"^ab{calls}$", "^4[]$"]
     chat = json.dumps(say("ux"))
     assert chat_rows([{"text": chat}])[0] == [(f"^{chat}$", f".{chat}$")]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"from": "Paris", "to": "Rome"}',
+        '[{"from": "Paris", "to": "Rome"}, {"from": "Rome", "to": "Oslo"}]',
+        '{"role": "cook", "name": "Ann"}',
+        '{"role": ["cook", "guard"], "name": ["Ann", "Bo"]}',
+        "[{'from': 'Paris', 'to': 'Rome'}]",
+    ],
+)
+def test_structured_answers_with_keys_of_messages_stay_text(answer):
+    (row,), _ = chat_rows([{"prompt": "Extract: ", "completion": answer}])
+    assert row == (f"^Extract: {answer}$", f"{'.' * 10}{answer}$")
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": answer}) + "\n")
+    assert [record.prompt for record in read_prompts("prompts.jsonl")] == [answer]
+
+
+@pytest.mark.parametrize("broken", [{"role": "assistant"}, {"role": "assistant", "text": "x"}])
+def test_a_chat_with_one_message_without_content_is_refused(broken):
+    with pytest.raises(DatasetError, match=r"raw\.jsonl:1: message 1"):
+        chat_rows([{"messages": json.dumps([*say("ux"), broken])}])
 
 
 def test_generation_marks_are_looked_for_in_the_template_that_a_row_gets():

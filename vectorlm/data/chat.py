@@ -23,7 +23,10 @@ from vectorlm.data.encoding import (
 from vectorlm.errors import ConfigError, DatasetError
 
 Message = dict[str, Any]
-PRINTED_CHAT = re.compile(r"\s*\[\s*\{\s*(['\"])(?:role|content|from)\1\s*:.*\}\s*\]\s*", re.DOTALL)
+PRINTED_CHAT = re.compile(
+    r"(?=.*['\"](?:content|value|tool_calls)['\"]\s*:)\s*\[\s*\{\s*(['\"])(?:role|content|from)\1\s*:.*\}\s*\]\s*",
+    re.DOTALL,
+)
 """Matches a list of messages printed by Python or numpy."""
 
 
@@ -217,10 +220,15 @@ def chat_in(value: Any) -> Any:
             lists = [[item] for item in lists]
         # Tables may hold the roles in one list and the contents in another.
         found = [dict(zip(found, items, strict=True)) for items in zip(*lists, strict=True)]
-    is_chat = isinstance(found, list) and all(
-        isinstance(item, Mapping) and not {"role", "from"}.isdisjoint(item) for item in found
-    )
-    return found if found and is_chat else value
+    is_list = isinstance(found, list) and all(isinstance(item, Mapping) for item in found)
+    return found if is_list and _are_messages(found) else value
+
+
+def _are_messages(found: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether all objects name a speaker and some have contents; structured answers have such keys too."""
+    says = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+    is_named = all(not {"role", "from"}.isdisjoint(item) for item in found)
+    return is_named and any(keys <= item.keys() for item in found for keys in says)
 
 
 def common_beginning(one: Sequence[Any], other: Sequence[Any]) -> int:
