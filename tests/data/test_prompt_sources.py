@@ -21,7 +21,7 @@ from vectorlm.rl.evaluation import evaluator as evaluation
 from vectorlm.rl.evaluation.evaluator import Evaluator
 from vectorlm.rl.rollouts.sampler import GroupSampler, Task
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.runs.preflight.resume import _digest
+from vectorlm.runs.preflight.resume import _digest, content_of
 from vectorlm.types import Completion, PromptRecord
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
@@ -182,15 +182,22 @@ def test_tools_reach_the_template_in_every_prompt_as_in_fine_tuning(tmp_path, mo
     assert given == [[asked(record)]] * 2
 
 
-def test_a_run_notices_that_a_saved_dataset_is_another(tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_splits", [False, True])
+def test_a_run_notices_that_a_saved_dataset_is_another(tmp_path, monkeypatch, has_splits):
     monkeypatch.chdir(tmp_path)
-    write(Path(), "saved", ROWS)
-    before = _digest("saved")
-    assert _digest("saved") == before
-    write(Path(), "other", ROWS[:1])
+
+    def save(name, rows):
+        saved = Dataset.from_list(rows)
+        (DatasetDict(train=saved, test=saved) if has_splits else saved).save_to_disk(name)
+
+    save("saved", ROWS)
+    before, content = _digest("saved"), content_of("saved")
+    assert (_digest("saved"), content_of("saved")) == (before, content)
+    save("other", ROWS[:1])
     Path("saved").rename("old")
     Path("other").rename("saved")
     assert _digest("saved") != before
+    assert content_of("saved") != content
 
 
 @pytest.mark.parametrize(

@@ -260,8 +260,11 @@ def _model_digest(folder: Path) -> str:
 
 
 def _fingerprint(dataset: Path) -> Any:
-    """Return the fingerprint that the datasets library saved with a dataset; None without one."""
+    """Return the fingerprint that the datasets library saved with a dataset, or with each split; None without one."""
     try:
+        if (splits := dataset / "dataset_dict.json").is_file():
+            names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
+            return {name: _fingerprint(dataset / name) for name in names}
         return json.loads((dataset / "state.json").read_text(encoding="utf-8"))["_fingerprint"]
     except (OSError, ValueError, KeyError):
         return None
