@@ -1,23 +1,30 @@
 """Groups in flight while the ranks train: their age limit, and the handling of late groups."""
 
+import enum
 import io
+import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from kit.metrics_page import METRICS
 from kit.scripted_groups import Echo, make_source
 
 from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.data.images import Picture, images_of
+from vectorlm.rl.environments.environment import to_reply
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.prompts import PromptOrder
-from vectorlm.rl.rollout import kept_groups, make_batch
+from vectorlm.rl.rollout import Rollout, kept_groups, make_batch
+from vectorlm.rl.rollouts.sampler import PendingGroup, SampledGroup
 from vectorlm.rl.settings import AsyncSettings
 from vectorlm.train.recorder import Timer
-from vectorlm.types import Completion, PromptRecord
+from vectorlm.types import Completion, PromptRecord, RewardResult
 
 PROMPTS, GROUP = 4, 2
+DOT = b"an encoded picture"
 
 
 class Engine(Echo):
@@ -281,6 +288,32 @@ def test_a_run_may_resume_with_fewer_or_smaller_groups_in_flight(
         assert oldest >= step - (max_staleness or 0)
     order = PromptOrder([PromptRecord(f"q{index}") for index in range(23)], 0)
     assert trained == [order.at(position).prompt for position in range(len(trained))]
+
+
+class Hint(enum.StrEnum):
+    LOWER = "lower"
+
+
+def test_a_checkpoint_holds_pictures_and_messages_of_any_type():
+    part = {"type": "image", "image": DOT}
+    words = {"role": np.str_("user"), "content": Hint.LOWER, "mood": DOT, "sizes": np.arange(2)}
+    reply = to_reply([words, {"role": "user", "content": [part]}])
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "aa"}, *reply.messages]
+    record = PromptRecord(chat[:1])
+    rollout = Rollout.from_completion(record, Completion((1,), (2,), (-0.5,), (0,), Hint.LOWER, "stop"))
+    shown = {"messages": chat, "pictures": tuple(images_of(chat)), "policy_contents": [(1, Hint.LOWER)]}
+    results = {"judge": [RewardResult(math.nan, "late", logged={"words": Hint.LOWER})]}
+    group = PendingGroup(3, 1, SampledGroup([replace(rollout, **shown)], rollout, results))
+    torch.save(group.state(), stream := io.BytesIO())
+    saved = torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
+    restored = PendingGroup.restored(saved, record).sampled
+    (found,) = restored.rollouts
+    assert found.messages == [*chat[:2], {**words, "mood": str(DOT), "sizes": [0, 1]}, chat[3]]
+    assert images_of(found.messages) == list(found.pictures) == [Picture.of_bytes(DOT)]
+    assert images_of(found.messages)[0].data == DOT
+    assert replace(found, messages=chat) == group.sampled.rollouts[0]
+    assert restored.greedy == rollout
+    assert str(restored.results) == str({"judge": [replace(results["judge"][0], logged={"words": "lower"})]})
 
 
 class Tool:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,7 +21,15 @@ from vectorlm.data.encoding import (
     is_messages,
     split_unfinished,
 )
-from vectorlm.data.images import ImageTokens, Picture, PicturedIds, image_tokens_of, images_of, picture_of
+from vectorlm.data.images import (
+    ImageTokens,
+    Picture,
+    PicturedIds,
+    image_tokens_of,
+    images_of,
+    picture_of,
+    with_images,
+)
 from vectorlm.errors import EngineError, RolloutError
 from vectorlm.ranks.workers.pool import together
 from vectorlm.rl.environments.remote import RemoteEnvironment
@@ -251,6 +259,34 @@ class GroupSampler:
         return int(np.random.default_rng((self.seed, *place)).integers(0, 2**62))
 
 
+def _written(value: Any) -> Any:
+    """Return a part of a sampled group as the plain values that a checkpoint may hold, without prompt records."""
+    if isinstance(value, Rollout):
+        names = {item.name for item in fields(value)} - {"prompt_record", "routes", *value.CODES}
+        numbers = {name: tuple(value.numbers(name).tolist()) for name in value.CODES}
+        routes = None if value.routes is None else written_routes(value.routes)
+        return {name: _written(getattr(value, name)) for name in sorted(names)} | numbers | {"routes": routes}
+    # Messages and metrics of environments may hold any type, also types that inherit from str or int.
+    for kind, plain in _PLAIN.items():
+        if isinstance(value, kind):
+            return plain(value)
+    return value if value is None else str(value)
+
+
+_PLAIN: Mapping[Any, Callable[[Any], Any]] = {
+    bool: bool,
+    int: int,
+    float: float,
+    Picture: Picture.as_text,
+    str: str.__str__,
+    Mapping: lambda items: {_written(name): _written(item) for name, item in items.items()},
+    tuple: lambda items: tuple(map(_written, items)),
+    list: lambda items: list(map(_written, items)),
+    (np.generic, np.ndarray): lambda numbers: _written(numbers.tolist()),
+    (SampledGroup, RewardResult): lambda record: _written(vars(record)),
+}
+
+
 @dataclass(eq=False)
 class PendingGroup:
     """A submitted group, until a step trains on it or it is dropped."""
@@ -271,20 +307,7 @@ class PendingGroup:
 
     def state(self) -> dict[str, Any]:
         """Return a finished group as plain values. The prompt is left out: `position` identifies it."""
-        assert self.sampled is not None
-        plain: dict[str, Callable[[Any], Any]] = {
-            "pictures": lambda pictures: [picture.as_text() for picture in pictures],
-            "routes": lambda routes: None if routes is None else written_routes(routes),
-        }
-        sampled = asdict(
-            self.sampled,
-            dict_factory=lambda items: {
-                name: plain[name](value) if name in plain else value
-                for name, value in items
-                if name != "prompt_record"
-            },
-        )
-        return {"position": self.position, "version": self.version, "sampled": sampled}
+        return {"position": self.position, "version": self.version, "sampled": _written(self.sampled)}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], record: PromptRecord) -> PendingGroup:
@@ -295,7 +318,9 @@ class PendingGroup:
             # Checkpoints of earlier versions have neither pictures nor routes.
             pictures = tuple(map(picture_of, saved.get("pictures", ())))
             routes = read_routes(saved.get("routes"))
-            read = {"branches": branches, "pictures": pictures, "routes": routes}
+            chat = saved["messages"]
+            messages = None if chat is None else with_images(chat, ())
+            read = {"branches": branches, "pictures": pictures, "routes": routes, "messages": messages}
             return Rollout(prompt_record=record, **{**saved, **read})
 
         saved = state["sampled"]
