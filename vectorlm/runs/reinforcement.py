@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from vectorlm.algorithms.registry import get_algorithm
@@ -14,9 +17,11 @@ from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.data.encoding import encode, end_tokens
 from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, RewardError
+from vectorlm.plugin import is_plugin
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
 from vectorlm.rl.adapters import OtherAdapters
+from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.loop import RLLoop, Source
 from vectorlm.rl.models import (
     Critic,
@@ -34,7 +39,14 @@ from vectorlm.rl.models import (
 from vectorlm.rl.prepare import correction_of
 from vectorlm.rl.prompts import Curriculum, Demonstrations, PromptMixture
 from vectorlm.rl.rewards.judge import OwnJudge
-from vectorlm.rl.rewards.registry import COMPLETIONS, RewardSignature, get_reward, given_of, short_name
+from vectorlm.rl.rewards.registry import (
+    COMPLETIONS,
+    RewardSignature,
+    get_reward,
+    given_of,
+    short_name,
+    without_arguments,
+)
 from vectorlm.rl.rewards.reward_model import RewardModel
 from vectorlm.rl.rewards.scorer import RewardScorer
 from vectorlm.rl.rollouts.builder import SamplerBuilder
@@ -46,6 +58,7 @@ from vectorlm.rl.settings import CPU_PASS_TOKENS, SELF, StepSettings
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.output import finish, open_recorder
 from vectorlm.runs.preflight.checked import CheckedConfig
+from vectorlm.runs.preflight.resume import content_of
 from vectorlm.runs.preflight.rl import text_alone
 from vectorlm.runs.preflight.user_code import source_tools
 from vectorlm.runs.start import Run, open_run
@@ -357,7 +370,25 @@ def _source(
         overlap=rl.async_,
         replay=replay,
         replayed_share=rl.rollout.replayed_share,
+        code=code_of(rl),
     )
+
+
+def code_of(rl: RLSettings) -> str:
+    """Return the rewards and environments of each source as text, with digests of the user's files."""
+    found: list[Any] = []
+    for source, settings in rl.by_source.items():
+        for given in filter(None, (*settings.rewards, settings.environment)):
+            name = without_arguments(given.removeprefix(AGENT))
+            where = name.rpartition(":")[0] if is_plugin(name) else name
+            file = Path(where).expanduser()
+            # Without the folder, because a run may move.
+            label = given.replace(where, file.name)
+            if where != name and file.suffix not in (".py", ".pkl"):
+                label, module = given, find_spec(where)
+                file = Path(str(module and module.origin))
+            found.append((source, label, content_of(str(file))))
+    return json.dumps(found)
 
 
 def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec, judges: Mapping[str, OwnJudge]) -> RewardScorer:

@@ -49,8 +49,8 @@ def source_of(engine, max_staleness=None, overdue="wait", reward=is_first_a, upd
     overlap = None
     if max_staleness is not None:
         overlap = AsyncSettings(max_staleness=max_staleness, overdue=overdue, update=update)
-    more = {"group_size": GROUP, "num_groups": PROMPTS, **more}
-    return make_source(engine, reward, num_prompts=23, overlap=overlap, **more)
+    more = {"group_size": GROUP, "num_groups": PROMPTS, "num_prompts": 23, **more}
+    return make_source(engine, reward, overlap=overlap, **more)
 
 
 def prompts_of(groups):
@@ -288,6 +288,35 @@ def test_a_run_may_resume_with_fewer_or_smaller_groups_in_flight(
         assert oldest >= step - (max_staleness or 0)
     order = PromptOrder([PromptRecord(f"q{index}") for index in range(23)], 0)
     assert trained == [order.at(position).prompt for position in range(len(trained))]
+
+
+class Repeating(Engine):
+    """An engine whose completions are their prompts."""
+
+    def completion(self, prompt, params, index, group):
+        return replace(super().completion(prompt, params, index, group), text=prompt)
+
+
+@pytest.mark.parametrize("change", [{}, {"num_prompts": 30}, {"code": "edited"}])
+def test_finished_groups_of_other_prompts_or_rewards_are_sampled_again(change):
+    source = source_of(Repeating(), 2, code="rewards")
+    source.collect(0, Timer())
+    state = source.state()
+    positions = sorted(saved["position"] for saved in state["finished"])
+    engine = Repeating()
+    resumed = source_of(engine, 2, **{"code": "rewards", **change})
+    resumed.load_state(state, 1)
+    if change.get("code"):
+        assert (resumed.state()["finished"], resumed.state()["pending"]) == ([], positions)
+    order = PromptOrder([PromptRecord(f"q{index}") for index in range(change.get("num_prompts", 23))], 0)
+    trained = []
+    for step in range(1, 3):
+        engine.version = step
+        for rollout in (rollout for group in resumed.collect(step, Timer()) for rollout in group.rollouts):
+            assert rollout.text == rollout.prompt_record.prompt
+            trained.append(rollout.text)
+    assert trained[::GROUP] == [order.at(position).prompt for position in positions]
+    assert len(engine.calls) == 2 * PROMPTS + len(positions) * bool(change)
 
 
 class Hint(enum.StrEnum):

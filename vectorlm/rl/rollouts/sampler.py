@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
@@ -283,8 +285,15 @@ _PLAIN: Mapping[Any, Callable[[Any], Any]] = {
     tuple: lambda items: tuple(map(_written, items)),
     list: lambda items: list(map(_written, items)),
     (np.generic, np.ndarray): lambda numbers: _written(numbers.tolist()),
-    (SampledGroup, RewardResult): lambda record: _written(vars(record)),
+    (SampledGroup, RewardResult, PromptRecord): lambda record: _written(vars(record)),
 }
+
+
+def digest_of(record: PromptRecord) -> str:
+    """Return a digest of a prompt and its columns that is the same in every process."""
+    # The text of an object may contain its address.
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(_written(record)))
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from vectorlm.rl.prompts import Curriculum, PromptMixture, PromptOrder
 from vectorlm.rl.rewards.scorer import RewardScorer
 from vectorlm.rl.rollout import Rollout, RolloutGroup
 from vectorlm.rl.rollouts.queue import GroupQueue
-from vectorlm.rl.rollouts.sampler import PendingGroup, StepGroups, Task
+from vectorlm.rl.rollouts.sampler import PendingGroup, StepGroups, Task, digest_of
 from vectorlm.rl.settings import AsyncSettings
 from vectorlm.train.recorder import Timer
 from vectorlm.types import PromptRecord
@@ -39,6 +39,7 @@ class RolloutSource:
         replay: PromptOrder[list[Rollout]] | None = None,
         replayed_share: float = 0.0,
         curricula: Mapping[str, Curriculum] | None = None,
+        code: str = "",
     ) -> None:
         """Create a source of groups for the prompts in the order of `prompts`.
 
@@ -50,7 +51,10 @@ class RolloutSource:
             replay: Stored groups in a random order.
             replayed_share: Share of the groups of each round that come from `replay`.
             curricula: Curricula by the source of the prompts; each observes every group of its source.
+            code: The names and the content of rewards and environments. A resumed run with other code samples finished
+                groups again.
         """
+        self._code = code
         self._curricula = curricula or {}
         self._groups, self._scorer, self.prompts, self.replay = groups, scorer, prompts, replay
         self._settings, self._drops = scorer.settings, scorer.drops_constant_groups
@@ -87,14 +91,20 @@ class RolloutSource:
             "position": self.prompts.position,
             "replay_position": replay_position,
             "pending": sorted([*self._reissued, *in_flight]),
-            "finished": [group.state() for group in pending if group.sampled is not None],
+            "code": self._code,
+            "finished": [
+                {**group.state(), "prompt": digest_of(self.prompts.at(group.position))}
+                for group in pending
+                if group.sampled is not None
+            ],
             "curricula": {name: curriculum.state() for name, curriculum in self._curricula.items()},
         }
 
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Resume from a `state` at `step`; no group may be in flight.
 
-        Finished groups that do not fit the settings of this run are sampled again.
+        Finished groups are sampled again if they do not fit the settings of this run, if their prompts have changed, or
+        if rewards or environments have.
         """
         self.prompts.position = state["position"]
         if self.replay is not None:
@@ -104,12 +114,15 @@ class RolloutSource:
             if name in self._curricula:
                 self._curricula[name].load_state(saved)
         # Checkpoints of earlier versions have no finished groups.
+        saved_groups = state.get("finished", ()) if state.get("code") == self._code else ()
         finished = [
-            PendingGroup.restored(saved, self.prompts.at(saved["position"]))
-            for saved in state.get("finished", ())
+            PendingGroup.restored(saved, record)
+            for saved in saved_groups
+            if digest_of(record := self.prompts.at(saved["position"])) == saved.get("prompt")
         ]
         fitting = self._fitting(finished, step)
-        again = [group.position for group in finished if group not in fitting]
+        again = {saved["position"] for saved in state.get("finished", ())}
+        again -= {group.position for group in fitting}
         self._reissued = sorted([*state.get("pending", ()), *again])
         self._steps = [StepGroups(len(fitting), self._max_rounds, fresh=fitting)]
 
