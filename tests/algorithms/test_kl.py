@@ -91,6 +91,17 @@ def test_the_controller_keeps_its_place():
     assert other.value == controller.value
 
 
+def test_a_resumed_controller_starts_from_a_changed_weight():
+    controller, other = AdaptiveKL(0.2, 6.0, 1000), AdaptiveKL(0.5, 6.0, 1000)
+    controller.update(12.0, 100)
+    other.load_state_dict(controller.state_dict())
+    assert other.value == 0.5
+    # Another target and another horizon apply to the weight of the checkpoint.
+    other = AdaptiveKL(0.2, 3.0, 100)
+    other.load_state_dict(controller.state_dict())
+    assert other.value == controller.value
+
+
 @pytest.mark.parametrize("numbers", [(-0.1, 6.0, 10.0), (0.1, 0.0, 10.0), (0.1, 6.0, 0.0)])
 def test_the_controller_refuses_numbers_out_of_range(numbers):
     with pytest.raises(ValueError, match="initial"):

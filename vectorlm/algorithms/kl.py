@@ -147,7 +147,8 @@ class AdaptiveKL:
             raise ValueError(
                 f"initial={initial} must be at least 0, target={target} and horizon={horizon} above 0."
             )
-        self.value, self.target, self.horizon = float(initial), target, horizon
+        self.initial = self.value = float(initial)
+        self.target, self.horizon = target, horizon
 
     def update(self, kl: float, num_completions: int) -> float:
         """Update the weight after a batch with this mean divergence, and return it."""
@@ -158,8 +159,9 @@ class AdaptiveKL:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"value": self.value}
+        return {"initial": self.initial, "value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state`."""
-        self.value = state["value"]
+        """Resume from `state`, unless it began with another weight."""
+        if state.get("initial", self.initial) == self.initial:
+            self.value = state["value"]
