@@ -1,16 +1,20 @@
 """Metrics of a batch, compared with values worked by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kit.rank_processes import on_ranks
 from tiny_rl import build, random_groups, random_rewards, scored
 
+from vectorlm.algorithms.kl import AdaptiveKL
 from vectorlm.algorithms.registry import get_algorithm
+from vectorlm.rl.loop import RLLoop
 from vectorlm.rl.metrics import SpeedMeter, batch_metrics, rollout_metrics
 from vectorlm.rl.rollout import TrainBatch, make_batch
 from vectorlm.rl.rollouts.logger import _advantages as logged_advantages
+from vectorlm.rl.settings import KLSettings
 
 
 def test_numbers_of_rollouts_by_hand():
@@ -117,6 +121,34 @@ def test_all_rows_of_a_rollout_are_counted():
     lengths = [sum(row.policy_mask) for row in groups[0][0].rows]
     expected = sum(place * length for place, length in zip((1, 5, 6), lengths, strict=True)) / sum(lengths)
     assert advantages[0, 0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("changes", "length"), [({}, 6.0), ({"drop_truncated": True}, 4.0)])
+def test_the_divergence_per_completion_counts_only_trained_completions(changes, length):
+    def group_of(lengths, is_dropped=False):
+        first = random_groups()[0][0]
+        rollouts = [
+            replace(
+                first,
+                **{"token_ids": (3,) * n, "policy_mask": (True,) * n, "sampler_logprobs": (-1.0,) * n},
+                **{"versions": (0,) * n, "finish_reason": "length" if n == 8 else "stop"},
+            )
+            for n in lengths
+        ]
+        return replace(scored([rollouts], torch.tensor([[0.0, 1.0]]))[0], is_dropped=is_dropped)
+
+    groups = [group_of((4, 8)), group_of((1, 1), is_dropped=True)]
+    rows = make_batch(groups, get_algorithm("grpo"), **changes)
+    batch = TrainBatch(rows, torch.zeros(rows.mask.shape), None, None, None)
+    loop = RLLoop.__new__(RLLoop)
+    loop.models = SimpleNamespace(reference=object())
+    loop.settings = SimpleNamespace(kl=KLSettings(kl_coef=0.1, kl_target=1.0))
+    loop.source, loop.step, loop.kl_controller = SimpleNamespace(group_size=2), 1, AdaptiveKL(0.1, length, 2)
+    # The divergence per completion is a tenth above the target.
+    assert loop._follow(rollout_metrics(groups, 0) | {"reference/kl": 1.1}, batch) == {
+        "reference/kl_coef": 0.1
+    }
+    assert loop.kl_controller.value == pytest.approx(0.1 * 1.1)
 
 
 def speeds_of(topology, folder, groups):

@@ -16,7 +16,7 @@ from vectorlm.rl.metrics import SpeedMeter, accepted_tokens, batch_metrics, roll
 from vectorlm.rl.models import RLModels
 from vectorlm.rl.prepare import prepare_batch
 from vectorlm.rl.prompts import Demonstrations
-from vectorlm.rl.rollout import RolloutGroup, make_batch
+from vectorlm.rl.rollout import RolloutGroup, TrainBatch, make_batch
 from vectorlm.rl.rollouts.logger import RolloutLogger
 from vectorlm.rl.settings import StepSettings
 from vectorlm.rl.update import Updater
@@ -113,10 +113,10 @@ class RLLoop:
         else:
             self._load_state(saved)
         while self.step < self.recorder.num_steps and not self.recorder.stopping.is_over:
-            metrics = self._train()
+            metrics, batch = self._train()
             self.step += 1
             self.updater.follow_run(self.step)
-            metrics |= self._follow(metrics)
+            metrics |= self._follow(metrics, batch)
             self.recorder.flush()  # The weights that an evaluation in flight reads are about to be replaced.
             pending = self.recorder.begin_evaluation(self.step) if self.overlaps_evaluation else None
             metrics |= self._evaluate() if pending is None else {}
@@ -149,8 +149,8 @@ class RLLoop:
         if path and any(rollout.pictures for group in groups for rollout in group.rollouts):
             raise ConfigError(f"{path} cannot be used with images, and the environment returned one.")
 
-    def _train(self) -> dict[str, float]:
-        """Collect a batch of rollouts, and make the optimizer steps on it."""
+    def _train(self) -> tuple[dict[str, float], TrainBatch | None]:
+        """Collect a batch of rollouts, make the optimizer steps on it, and return metrics and the batch."""
         timer, batch = self.recorder.timer, None
         with timer.span("time/step_s"):
             began = time.perf_counter()
@@ -201,7 +201,7 @@ class RLLoop:
             if routers is not None and (share := routers.differing_share()) is not None:
                 metrics["policy/routes_differ"] = share
         self._count_scores(groups, metrics)
-        return metrics | self.meter.speeds(timer.seconds, metrics, groups)
+        return metrics | self.meter.speeds(timer.seconds, metrics, groups), batch
 
     @property
     def is_unscored(self) -> bool:
@@ -238,14 +238,15 @@ class RLLoop:
         """The weight of the KL penalty at this step."""
         return self.settings.kl.kl_coef if self.kl_controller is None else self.kl_controller.value
 
-    def _follow(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _follow(self, metrics: Mapping[str, float], batch: TrainBatch | None) -> dict[str, float]:
         """Adapt the weight of the KL penalty, sync the reference, and return the weight used in this step."""
         if self.models.reference is None:
             return {}
         found = {"reference/kl_coef": self.kl_coef}
-        if self.kl_controller is not None and "reference/kl" in metrics:
-            # The target is per completion, and the metric is a mean over tokens.
-            divergence = metrics["reference/kl"] * metrics["completion/length_mean"]
+        if self.kl_controller is not None and "reference/kl" in metrics and batch is not None:
+            # The target is per completion, and the metric is a mean over the tokens that are trained on.
+            lengths = batch.rows.lengths[batch.rows.trained_rollouts]
+            divergence = metrics["reference/kl"] * lengths.float().mean().item()
             self.kl_controller.update(divergence, int(metrics["rollout/groups"]) * self.source.group_size)
         every = self.settings.kl.reference_sync_every
         if every is not None and self.step % every == 0:
