@@ -16,12 +16,13 @@ from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.errors import RewardError
 from vectorlm.ranks.topology import Topology
 from vectorlm.ranks.workers.pool import WorkerPool
+from vectorlm.rl.evaluation.grade import weighted_sums
 from vectorlm.rl.metrics import rollout_metrics
 from vectorlm.rl.rewards.scorer import RewardScorer
 from vectorlm.rl.rollout import make_batch
 from vectorlm.rl.rollouts.sampler import SampledGroup
 from vectorlm.rl.settings import CollectSettings
-from vectorlm.types import ENVIRONMENT, PromptRecord
+from vectorlm.types import ENVIRONMENT, PromptRecord, RewardResult
 
 
 def rollouts(*texts):
@@ -168,6 +169,35 @@ def test_what_functions_log_is_the_rollouts_and_its_numbers_are_metrics():
 def test_a_completion_that_no_function_scores_has_no_reward():
     (group,) = scorer_of({"none": lambda text: None}).score(groups_of("a"))
     assert group.rewards.isnan().tolist() == [True]
+
+
+def crash(text):
+    raise ValueError("it cannot measure this")
+
+
+@pytest.mark.parametrize("measure", [lambda text: 1.0, lambda text: None, crash])
+def test_a_reward_of_weight_0_changes_no_sum(measure):
+    scores = {"a": 0.5, "b": None}
+    functions = {"scores": scores.get, "measured": measure}
+    one = scorer_of(functions, weights={"scores": 2.0, "measured": 0.0}, on_error="skip")
+    (group,) = one.score([group_of("a", "b")])
+    assert group.rewards.tolist() == pytest.approx([1.0, math.nan], nan_ok=True)
+    assert len(group.errors) == 2 * (measure is crash)
+    results = [
+        [[RewardResult(value) for value in found.tolist()]] for found in group.rewards_by_name.values()
+    ]
+    sums = weighted_sums(results, list(group.reward_weights.values()))
+    assert [result.reward for result in sums[0]] == pytest.approx(group.rewards.tolist(), nan_ok=True)
+    batch = make_batch([group], get_algorithm("gdpo"))
+    assert batch is None or batch.valid.tolist() == [[True, False]]
+
+
+def test_the_sum_is_0_if_all_weights_are():
+    functions = {"none": lambda text: None, "one": lambda text: 1.0}
+    (group,) = scorer_of(functions, weights=dict.fromkeys(functions, 0.0)).score([group_of("a")])
+    assert group.rewards.tolist() == [0.0]
+    ((total,),) = weighted_sums([[[RewardResult(math.nan)]], [[RewardResult(1.0)]]], [0.0, 0.0])
+    assert total.reward == 0.0
 
 
 def compare_on_rank(topology):

@@ -73,12 +73,15 @@ def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -
 def weighted_sums(
     scored: Sequence[Sequence[Sequence[RewardResult]]], weights: Sequence[float]
 ) -> list[list[RewardResult]]:
-    """Return the weighted sum of every answer's rewards, without rewards of None, as in training."""
+    """Return the weighted sum of every answer's rewards, without rewards of None, as in training.
+
+    The sum is NaN if all rewards with a weight are None, and 0 if all weights are 0.
+    """
 
     def total(found: Sequence[RewardResult]) -> RewardResult:
         addends = [weight * result.reward for weight, result in zip(weights, found, strict=True) if weight]
         known = [addend for addend in addends if not math.isnan(addend)]
-        return RewardResult(sum(known) if known else math.nan)
+        return RewardResult(math.nan if addends and not known else sum(known))
 
     return [
         [total(answer) for answer in zip(*question, strict=True)] for question in zip(*scored, strict=True)

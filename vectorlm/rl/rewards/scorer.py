@@ -113,6 +113,9 @@ class RewardScorer:
         rewards = {name: torch.tensor(found, dtype=torch.float32) for name, found in numbers.items()}
         owners = [index for index, group in enumerate(groups) for _ in group.rollouts]
         owners += range(len(greedy))
+        # A reward of weight 0 is only measured.
+        weights = [self._weights(rollout) for rollout in rollouts]
+        counted = [{name: weight for name, weight in given.items() if weight} for given in weights]
         errors: list[list[str]] = [[] for _ in groups]
         has_failed = torch.zeros(len(rollouts), dtype=torch.bool)
         for name, found in results.items():
@@ -120,16 +123,15 @@ class RewardScorer:
                 if text := self._error_of(name, rollout, result):
                     if result.is_counted:
                         errors[owners[place]].append(text)
-                    has_failed[place] = True
-        # The sum leaves out rewards of NaN. If all rewards are NaN, it is NaN; if there are no rewards, it is 0.
-        weights = [self._weights(rollout) for rollout in rollouts]
+                    has_failed[place] |= name in counted[place]
+        # The sum leaves out rewards of NaN. If all rewards are NaN, it is NaN; if no reward counts, it is 0.
         addends = torch.stack(
             [
-                torch.tensor([counting.get(name, math.nan) for counting in weights]) * values
+                torch.tensor([given.get(name, math.nan) for given in counted]) * values
                 for name, values in rewards.items()
             ]
         )
-        is_unscored = addends.isnan().all(dim=0) & torch.tensor(list(map(bool, weights)))
+        is_unscored = addends.isnan().all(dim=0) & torch.tensor(list(map(bool, counted)))
         total = addends.nansum(dim=0).masked_fill(is_unscored | has_failed, math.nan)
         has_penalty = self.settings.overlong_buffer_tokens > 0 or self.settings.missing_end_penalty > 0
         if has_penalty:
