@@ -153,6 +153,25 @@ def test_what_compares_pairs_or_values_places_takes_the_first_row_alone(algorith
     assert rows_of(algorithm, cut).owners is None
 
 
+def test_a_pair_whose_better_or_worse_half_has_no_token_is_not_trained_on():
+    spec, tokens = get_algorithm("online_dpo"), {"token_ids": (3,) * 3, "sampler_logprobs": (-1.0,) * 3}
+
+    def rollout(version, is_own=True):
+        mask = (is_own,) * 3
+        return replace(random_groups()[0][0], **tokens, versions=(version,) * 3, policy_mask=mask)
+
+    def rows_of(*groups, **how):
+        return make_batch(scored(groups, torch.tensor([[1.0, 0.0]] * len(groups))), spec, **how)
+
+    old, fresh, empty = rollout(0), rollout(5), rollout(5, is_own=False)
+    for half in ([old, fresh], [fresh, old], [empty, fresh], [fresh, empty]):
+        assert rows_of(half, oldest_version=4) is None
+        batch = rows_of(half, [fresh, fresh], oldest_version=4)
+        assert batch.mask.any(dim=1).tolist() == [False, False, True, True]
+        assert batch.valid.tolist() == [[False, False], [True, True]]
+    assert rows_of([old, fresh]).valid.all()
+
+
 def advantages_of_rollouts(topology, folder, algorithm):
     """Return the advantages of whole rollouts [P, 4] in four batches; the first two must be equal, and the last two."""
     run, rejects = build(topology, folder, algorithm), random_rewards()

@@ -331,6 +331,7 @@ def test_rewards_of_turns_are_all_that_a_run_needs(files, tmp_path):
         assert row["turn_ends"][-1] == len(row["token_ids"])
 
 
+ASYNC = "rl.async={max_staleness: 1}"
 GRAMMAR = "rl.sampling_params={structured_outputs: {choice: [b]}}"
 
 
@@ -361,6 +362,7 @@ GRAMMAR = "rl.sampling_params={structured_outputs: {choice: [b]}}"
         ("grpo", ["rl.max_tokens_per_micro_batch=32"]),
         ("online_dpo", ["rl.max_tokens_per_micro_batch=127"]),
         ("copg", ["rl.max_tokens_per_micro_batch=255"]),
+        *((name, [ASYNC, "rl.async.overdue=mask"]) for name in ("online_dpo", "copg")),
         ("grpo", ["rl.kl_target=1.0"]),
         ("grpo", ["rl.kl_coef=0.1", "rl.kl_target=1.0", "rl.kl_horizon=10"]),
         ("grpo", ["rl.kl_coef=0.1", "rl.kl_importance_weights=True", "rl.kl_straight_through=True"]),

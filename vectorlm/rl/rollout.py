@@ -362,7 +362,17 @@ def make_batch(
     # A rollout's main row may have no token to train on although its branches have some.
     if is_stale.any() or owners is not None:
         batch = batch.without(is_stale)
+    if spec.level == "group" and spec.chooses:
+        batch = _without_half_pairs(batch)
     return batch if batch.mask.any() else None
+
+
+def _without_half_pairs(batch: RolloutBatch) -> RolloutBatch:
+    """Remove groups with a row without tokens: all were stale, or the main row of an agent's rollout has none."""
+    is_empty = ~batch.mask.any(dim=1).view_as(batch.valid)
+    is_half = is_empty.any(dim=1, keepdim=True).expand_as(is_empty)
+    left = batch.without(is_half.reshape(-1, 1) & batch.mask)
+    return replace(left, valid=left.valid & ~is_half)
 
 
 def _for_teacher(

@@ -132,6 +132,10 @@ def _group_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iter
     if rl.update.num_mini_batches > collect.prompts_per_step:
         rule = f"must be at most rl.prompts_per_step={collect.prompts_per_step}, because groups stay whole"
         yield refuse(config, "rl.num_mini_batches", rule, "Use fewer, or more prompts.")
+    # Silent: the loss would compare sums over different shares of the completions.
+    if spec.level == "group" and rl.async_ is not None and rl.async_.overdue == "mask":
+        rule = f"cannot be mask with {spec.name}, which compares whole completions"
+        yield refuse(config, "rl.async.overdue", rule, "Use wait or drop.")
     # Silent: the baseline would be one turn, without the replies and rewards of environments.
     if spec.needs_greedy and _has_environment(rl):
         rule = "uses a single-turn greedy completion as its baseline, which does not work with environments or agents"
