@@ -86,6 +86,21 @@ def test_every_rank_gets_every_group_whichever_engine_took_it(world_size, num_en
         assert 2 * num_engines <= most <= 14
 
 
+def submit_after_a_queue(topology):
+    with FakeEngine(lambda prompt, version: f"{prompt}-", topology=topology) as engine:
+        queue = GroupQueue(engine, sampler_of())
+        batches = [engine.submit([prompt]) for prompt in "ab"]
+        finished = [handle for _ in batches for handle in engine.poll(5.0)]
+        queue.close()
+        assert len(finished) == 2
+        return [batch.result()[0][0].text for batch in batches]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batches_of_an_engine_with_a_queue_are_the_same_on_all_ranks(world_size):
+    assert on_ranks(world_size, submit_after_a_queue) == [["a-", "b-"]] * world_size
+
+
 class Slow:
     """An environment with slow replies; the question `breaks` makes it raise, and `closed` lists the closed ones."""
 

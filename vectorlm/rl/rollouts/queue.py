@@ -35,6 +35,8 @@ class GroupQueue:
         self._open: set[int] = set()
         self._most: tuple[int, ...] = (0, 0, 0)
         self._actor: Actor | None = None
+        # All ranks count names, also ranks without an engine.
+        name = engine.next_name()
         if engine.local is not None:
             # As many groups as the engine has sequences: its batch stays full while a few rollouts of every group
             # take longer. Rollouts that wait for their environment do not count: slow environments get more groups.
@@ -46,7 +48,7 @@ class GroupQueue:
             self._actor = Actor(
                 engine.local,
                 sampler,
-                draw=self._draw(f"rollouts of {engine.next_name()}"),
+                draw=self._draw(f"rollouts of {name}"),
                 # A copy, because the rank's own thread may encode at the same time.
                 tokenizer=functools.cache(lambda: copy.deepcopy(engine.tokenizer)),
                 limit=limit,
