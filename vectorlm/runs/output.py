@@ -213,6 +213,7 @@ def _make_evaluator(
         max_tokens=run.config.evaluation.sampling_params.get("max_tokens", 16) or math.inf,
         run_tasks=run_tasks,
         say=say,
+        topology=run.topology,
     )
 
 

@@ -87,7 +87,7 @@ class EarlyStopping:
         self._was_logged |= self.metric in metrics
         if step == 0 or self.metric not in metrics:
             return {}
-        # Ranks may differ, because a reward function may be random.
+        # Ranks may differ in times, and in the statistics of tasks that draw random numbers.
         of_main = [metrics[self.metric]]
         if dist.is_initialized():
             dist.broadcast_object_list(of_main)

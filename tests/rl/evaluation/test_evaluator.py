@@ -222,6 +222,42 @@ def test_an_environment_says_by_its_metric_acc_or_by_a_sum_of_one_what_is_right(
     assert [result.reward for result in results] == [1.0, 0.5, 0.5, 1.0, 1.25]
 
 
+def evaluate_on_rank(topology, folder, error=None):
+    """Evaluate with a reward that scores nothing, or fails, on rank 1; return its calls and the metrics."""
+    calls = []
+
+    def scores_on_rank_0(text, prompt):
+        calls.append(prompt)
+        if topology.rank and error is not None:
+            raise error
+        return None if topology.rank else 1.0
+
+    answers = HFEngine(folder, topology=topology, sampling_params={**FOUR_TOKENS, "temperature": 1, "n": 2})
+    evaluator = Evaluator(
+        turn_of(folder, load_model(folder), topology, answers),
+        [PromptRecord(prompt) for prompt in "abc"],
+        samples_path=None,
+        of_source={"": RewardFunction(scores_on_rank_0)},
+        topology=topology,
+    )
+    try:
+        metrics = evaluator.evaluate(1)
+    except RewardError as found:
+        return str(found)
+    return calls, {name: value for name, value in metrics.items() if name.startswith("eval/")}
+
+
+def test_ranks_share_the_calls_of_rewards_and_have_the_same_metrics(folder):
+    (calls, metrics), (others, same) = on_ranks(2, evaluate_on_rank, folder)
+    assert (calls, others) == (["a"] * 2, ["b"] * 2 + ["c"] * 2)
+    # A rank without the followed metric would not join the others, which broadcast it.
+    assert metrics == same
+    assert metrics["eval/pass_at_2"] == 1
+    errors = on_ranks(2, evaluate_on_rank, folder, ValueError("no such answer"))
+    assert errors[0] == errors[1]
+    assert "evaluation.rewards failed" in errors[0]
+
+
 def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_scored(folder, tmp_path):
     model, said = load_model(folder), []
     evaluator = Evaluator(

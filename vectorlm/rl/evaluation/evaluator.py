@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vectorlm.data.encoding import asked, shown_prompt
+from vectorlm.ranks.engine_ranks import capture, gather, results_or_first_error
+from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import StepLines, report_wait, sample_with_progress
 from vectorlm.rl.evaluation.grade import grade, weighted_sums
 from vectorlm.rl.rewards.function import RewardFunction, score_answers
@@ -110,6 +114,7 @@ class Evaluator:
         max_tokens: float = 0,
         run_tasks: Callable[[], Mapping[str, float]] | None = None,
         say: Callable[[str], None] = print,
+        topology: Topology | None = None,
     ) -> None:
         """Open `samples_path` on rank 0 and keep its lines up to `resume_step`; the other ranks pass None.
 
@@ -129,7 +134,9 @@ class Evaluator:
             max_tokens: Limit of an answer; the console shows how many answers the context cut off earlier.
             run_tasks: Evaluates further tasks with the engine, and returns metrics.
             say: Prints to the console.
+            topology: The ranks, which share the calls of rewards; None for a single rank.
         """
+        self._topology = topology or Topology()
         self._turn = turn
         self._prompt_records = prompt_records
         self._lines = None if samples_path is None else StepLines(samples_path, resume_step)
@@ -228,16 +235,20 @@ class Evaluator:
         return metrics
 
     def _score(self, answers: Answers, of_source: Mapping[str, RewardFunction | None]) -> Results:
-        """Return the result of every answer; its reward is NaN if nothing scores the prompt."""
+        """Return the result of every answer, on every rank; its reward is NaN if nothing scores the prompt.
+
+        Each rank scores its share: rewards may be random or slow, and all ranks must log the same metrics.
+        """
         results = [[RewardResult(math.nan)] * len(options) for options in answers]
+        rank, world_size = self._topology.rank, self._topology.world_size
         for source, reward in of_source.items():
             places = self._places.get(source, [])
-            found = score_answers(
-                reward,
-                [answers[place] for place in places],
-                f"rl.sources.{source}.rewards" if source else "evaluation.rewards",
-            )
-            for place, scored in zip(places, found, strict=True):
+            first, last = (len(places) * start // world_size for start in (rank, rank + 1))
+            here = [answers[place] for place in places[first:last]]
+            setting = f"rl.sources.{source}.rewards" if source else "evaluation.rewards"
+            found = capture(partial(score_answers, reward, here, setting))
+            by_rank = results_or_first_error(gather(self._topology, found))
+            for place, scored in zip(places, chain(*by_rank), strict=True):
                 results[place] = scored
         return results
 
