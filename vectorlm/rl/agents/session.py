@@ -219,8 +219,8 @@ class Session:
         decode, text = self._tokenizer.decode, before.completion.text
         there = decode(before.token_ids)[len(decode(before.completion.prompt_token_ids)) :]
         unread = rest.removeprefix(there[len(text) :]) if there.startswith(text) else rest
-        ids = encode_behind(self._tokenizer, text or before.said, unread)
-        return await self._continue(before, ids, rest, params, grown, hear=hear)
+        added = encode_behind(self._tokenizer, text or before.said, unread)
+        return await self._continue(before, added, rest, params, grown, hear=hear)
 
     def rollout(self, record: PromptRecord) -> Rollout:
         """Return the agent's rollout of a prompt, without answers that it did not read.

@@ -118,9 +118,12 @@ class Server:
             return await self._answer(client, asked.encode(errors="replace").decode())
 
         http = openai.DefaultAsyncHttpxClient(trust_env=self.uses_proxy)
-        limits = {"max_retries": self.retries, "timeout": self.timeout_s}
         async with openai.AsyncOpenAI(
-            base_url=self.url, api_key=self.key, http_client=http, **limits
+            base_url=self.url,
+            api_key=self.key,
+            max_retries=self.retries,
+            timeout=self.timeout_s,
+            http_client=http,
         ) as client:
             try:
                 said = await ask(completion)

@@ -199,7 +199,8 @@ class GroupSampler:
                 break
             pictures = tuple(images_of(reply.messages))
             if isinstance(reply.messages, str):
-                ids, text = encode_behind(self.tokenizer, completion.text, reply.messages), reply.messages
+                ids = encode_behind(self.tokenizer, completion.text, reply.messages)
+                text = reply.messages
             elif is_chat:
                 with environment.naming("the chat template cannot render its reply"):
                     ids = encode_reply(chat, reply.messages, completion.token_ids, self.tokenizer, tools)
