@@ -57,6 +57,37 @@ def test_a_rank_ends_well_although_something_still_holds_its_group():
         assert [rank.wait(60) for rank in ranks] == [0, 0]
 
 
+LAUNCH_AGAIN = """
+import vectorlm
+from vectorlm.ranks.collectives import Collectives
+
+def exchange(name):
+    collectives = Collectives(vectorlm.Topology.from_environment(), 8.0)
+    return [collectives.all_gather_object("note", name + str(number)) for number in range(3)]
+
+if __name__ == "__main__":
+    for name in "abc":
+        assert vectorlm.launch(exchange, name, timeout_s=8.0) == [[[name + str(number)] * 2 for number in range(3)]]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["torchrun", "environment"])
+def test_a_rank_launches_again_and_again(tmp_path, starter):
+    """torchrun's store outlives the groups, and torch names their keys alike; otherwise rank 0 hosts the store."""
+    script = tmp_path / "again.py"
+    script.write_text(LAUNCH_AGAIN)
+    command, environments = [sys.executable, str(script)], [os.environ | {"OMP_NUM_THREADS": "1"}]
+    if starter == "torchrun":
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    else:
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        place |= {"MASTER_PORT": str(free_port())} | environments[0]
+        environments = [{**place, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    starters = [subprocess.Popen(command, env=environment) for environment in environments]
+    assert [process.wait(120) for process in starters] == [0] * len(starters)
+
+
 @pytest.mark.parametrize(
     ("what", "cause"),
     [

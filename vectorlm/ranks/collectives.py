@@ -28,6 +28,7 @@ PROBE_TAG = 7
 LATE_S = 30.0
 """After this time, and then every `EVERY_S`, a waiting rank prints which rank it waits for."""
 KEY_BYTES = SIGNATURE_BYTES = 32
+NAME_BYTES = 8
 
 
 class Collectives:
@@ -53,11 +54,12 @@ class Collectives:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             # The sum of all ranks' random bytes, sent over gloo because strangers may read the store. Not a broadcast:
             # after it rank 0 could close the group while another rank still connects.
-            key = torch.frombuffer(bytearray(os.urandom(KEY_BYTES)), dtype=torch.uint8)
+            key = torch.frombuffer(bytearray(os.urandom(KEY_BYTES + NAME_BYTES)), dtype=torch.uint8)
             dist.all_reduce(key, group=self._group)
-            self._key = key.numpy().tobytes()
-            # torch gives a group the same name on every rank and never reuses it, so no two objects share keys.
-            name, store = f"vectorlm-{self._group.group_name}", _get_default_store()
+            drawn = key.numpy().tobytes()
+            self._key = drawn[:KEY_BYTES]
+            # torch uses a group's name again after `destroy_process_group`, and the store may outlive the groups.
+            name, store = f"vectorlm-{drawn[KEY_BYTES:].hex()}", _get_default_store()
             self._store = dist.PrefixStore(name, store)
             while isinstance(store, dist.PrefixStore):
                 store = store.underlying_store

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import itertools
 import multiprocessing
 import os
 import re
@@ -353,6 +355,8 @@ def _first_failure(failed: Mapping[int, int], scratch: str, world_size: int) -> 
     return f"rank {rank} of {world_size} raised {message}\n{absent}\n{trace}"
 
 
+_GROUPS = itertools.count()
+"""Numbers of the groups that this process makes; every rank makes the same groups in the same order."""
 WORKERS_REST_S = 0.1
 """Seconds for gloo's threads to free the tensors of the last collective. They need the interpreter for this, and abort
 the process if it is ending."""
@@ -382,6 +386,17 @@ def process_group(
         yield
 
 
+@functools.cache
+def _store_of_environment(address: str, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT, which is `address`; keep the connection for later groups.
+
+    Without torchrun, rank 0 hosts the store: a rank that makes its next group early must not find the ending one.
+    """
+    import torch.distributed as dist
+
+    return next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+
+
 @contextlib.contextmanager
 def _new_process_group(topology: Topology, timeout_s: float, scratch: str | None) -> Iterator[None]:
     import torch
@@ -406,6 +421,12 @@ def _new_process_group(topology: Topology, timeout_s: float, scratch: str | None
     place = scratch or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     what = f"rank {topology.rank} is waiting for the other ranks of {topology.world_size}, at {place}"
     with report_wait(what, is_on=speaks):
+        if store is None:
+            timeout = timedelta(seconds=timeout_s)
+            store = _store_of_environment(place, topology.rank, topology.world_size, timeout)
+            store.set_timeout(timeout)
+            # torch names the keys of every default group alike, and gloo would read the addresses of the last one.
+            store = dist.PrefixStore(f"launch-{next(_GROUPS)}", store)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if topology.is_cuda else "gloo",
             store=store,
