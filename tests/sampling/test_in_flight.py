@@ -22,6 +22,7 @@ from swap_cases import GREEDY, largest_gap
 
 from vectorlm import FakeEngine, SamplingEngine
 from vectorlm.errors import EngineError
+from vectorlm.ranks.topology import Topology
 
 LAST_CORE = max(os.sched_getaffinity(0))
 LONG_GREEDY = {"temperature": 0.0, "max_tokens": 250, "ignore_eos": True, "n": 1}
@@ -109,6 +110,35 @@ def drop_on_one_rank(topology):
 
 def test_a_batch_that_one_rank_lets_go_of_is_cancelled_on_all():
     assert on_ranks(2, drop_on_one_rank) == [dict.fromkeys(range(2), ("b", "c"))] * 2
+
+
+def change_params_in_flight(topology, num_engines, kind):
+    """Submit prompts and change their parameters before the last chunk is drawn; return the lengths of the answers."""
+    with SamplingEngine(
+        "scripted",
+        inference="vectorlm.sampling.backends.scripted:Scripted",
+        topology=topology,
+        channel="inline",
+        answers=lambda prompt, version: "x" * 40,
+        max_num_seqs=4,
+        data_parallel_size=num_engines,
+    ) as engine:
+        params = {"max_tokens": 8, "stop_token_ids": [4]}
+        given = {"one": params, "list": [params] * 20, "sharded": params}[kind]
+        submit = engine._submit_sharded if kind == "sharded" else engine.submit
+        batch = submit(["q"] * 20, given)
+        params["max_tokens"] = 2
+        params["stop_token_ids"].append(ord("x"))
+        return {len(completion.token_ids) for (completion,) in batch.result()}
+
+
+@pytest.mark.parametrize("kind", ["one", "list", "sharded"])
+def test_params_that_the_caller_changes_after_submit_are_the_next_requests(kind):
+    assert change_params_in_flight(Topology(), 1, kind) == {8}
+
+
+def test_several_engines_draw_the_params_of_the_time_of_submit():
+    assert on_ranks(2, change_params_in_flight, 2, "one") == [{8}] * 2
 
 
 def test_what_cannot_be_sent_is_the_callers_error_and_harms_nothing(engine):

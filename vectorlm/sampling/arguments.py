@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vectorlm.data.settings import ChatSettings
+from vectorlm.errors import EngineError
 from vectorlm.packages import fields_of, versions_of_rank
 from vectorlm.ranks.topology import Topology, devices_of_engine, tensor_parallel_size
 from vectorlm.sampling.contract import WeightSource
@@ -256,3 +258,16 @@ def one_each(params: Any, count: int) -> list[Any]:
             )
         return list(params)
     return [params] * count
+
+
+def copy_params(params: Any) -> Any:
+    """Return sampling parameters that the caller cannot change while their requests are in flight."""
+    if isinstance(params, Sequence) and not isinstance(params, (str, bytes)):
+        values = list(params)
+        # One copy for all prompts that share a value, because the parameters are pickled.
+        copies = {id(value): copy_params(value) for value in values}
+        return [copies[id(value)] for value in values]
+    try:
+        return copy.deepcopy(dict(params) if isinstance(params, Mapping) else params)
+    except Exception as error:
+        raise EngineError(f"sampling_params={params!r} must be data that can be copied: {error}.") from error

@@ -567,7 +567,9 @@ class SamplingEngine:
         for prompts, params in pairs:
             arguments.one_each(params, len(prompts))
         self.wait_until_ready()
-        encoded, error = capture(lambda: [(self._encode(prompts), params) for prompts, params in pairs])
+        encoded, error = capture(
+            lambda: [(self._encode(prompts), arguments.copy_params(params)) for prompts, params in pairs]
+        )
         asked = [prompt for prompts, _ in pairs for prompt in prompts]
         first = f", the first {str(asked[0])[:60]!r}" if asked else ""
         self.engine_ranks.check_same_args(
@@ -588,7 +590,7 @@ class SamplingEngine:
 
         def encode() -> tuple[list[list[int]], list[Any]]:
             token_ids = self._encode(as_list(local_prompts))
-            own_params = self.sampling_params if params is None else params
+            own_params = arguments.copy_params(self.sampling_params if params is None else params)
             return token_ids, arguments.one_each(own_params, len(token_ids))
 
         shards = self.engine_ranks.on_all_ranks("sample sharded", encode)
