@@ -77,6 +77,23 @@ def test_learned_positions_do_not_count_the_padding(tmp_path):
             engine.sample("abc")
 
 
+@pytest.mark.parametrize("slice_tokens", [5, 32])
+def test_a_sequence_that_has_ended_needs_no_positions_beyond_the_context(tmp_path, monkeypatch, slice_tokens):
+    monkeypatch.setattr(generation, "SLICE_TOKENS", slice_tokens)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=48, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    prompts, limits = [[5] * 62, [2, 3], [7, 8] * 25], [40, 40, 1]
+    params = [{**GREEDY, "max_tokens": limit} for limit in limits]
+    with HFEngine(tmp_path) as engine:
+        together = engine.sample(prompts, params)
+        alone = [engine.sample([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    assert tokens(together) == tokens(alone)
+    assert [len(completion.token_ids) for (completion,) in together] == [2, 40, 1]
+    for (mine,), (theirs,) in zip(together, alone, strict=True):
+        assert mine.sampler_logprobs == pytest.approx(theirs.sampler_logprobs, abs=1e-5)
+
+
 @pytest.mark.parametrize(("asked", "longest"), [(None, 64), (9, 9), (65, 64)])
 def test_prompt_and_completion_are_no_longer_than_the_model_or_the_run_allows(folder, asked, longest):
     backend = Transformers(str(folder), receiver="live", max_model_len=asked)

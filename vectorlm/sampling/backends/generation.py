@@ -165,15 +165,20 @@ class Batch:
     @torch.no_grad()
     def sample_slice(self, version: int) -> None:
         """Sample the next tokens with weights of `version`."""
+        num_sampled = self._token_ids.shape[1] - self._width
+        left = min(sequence.max_tokens - num_sampled for sequence in self.sequences if not sequence.has_ended)
         config = GenerationConfig(
             do_sample=False,  # `_Sampler` has sampled
             pad_token_id=0,
-            max_new_tokens=SLICE_TOKENS,
+            # `generate` continues ended sequences. A learned position beyond the context is an IndexError, so a slice
+            # ends with the first sequence that reaches its limit, and the next one counts ended sequences from 0.
+            max_new_tokens=min(SLICE_TOKENS, left),
             max_time=SLICE_S,
             return_dict_in_generate=True,
         )
-        num_sampled = self._token_ids.shape[1] - self._width
         mask = torch.cat([self._mask, self._mask.new_ones(len(self.sequences), num_sampled)], dim=1)
+        has_ended = torch.tensor([sequence.has_ended for sequence in self.sequences], device=mask.device)
+        mask[has_ended, :-1] = 0
         # After an interrupt the cache has more tokens than `_token_ids`; the next slice then builds a new one.
         cache, self._cache = self._cache, None
         output = self._model.generate(
