@@ -5,7 +5,15 @@ import torch
 from kit.families import WITH_BUFFERS, save_family
 from kit.module_trainer import ModuleTrainer
 from swap_cases import FP32_GAP, largest_gap
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MptConfig,
+    MptForCausalLM,
+)
 
 from vectorlm.errors import EngineError
 from vectorlm.ranks.topology import Topology
@@ -105,6 +113,28 @@ def test_prompt_and_completion_are_no_longer_than_the_model_or_the_run_allows(fo
     assert [(len(completion.token_ids), completion.finish_reason) for completion in ended] == [
         (4, "length")
     ] * 2
+
+
+def test_a_model_without_a_limit_needs_one_from_the_caller(tmp_path):
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(vocab_size=48, hidden_size=32, n_layer=2, n_head=2)).eval()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="max_model_len="):
+        HFEngine(tmp_path)
+    with HFEngine(tmp_path, max_model_len=32) as engine:
+        completions = [
+            completion for (completion,) in engine.sample([[2], [5] * 20], {**GREEDY, "max_tokens": None})
+        ]
+    assert [len(completion.token_ids) for completion in completions] == [31, 12]
+    assert largest_gap(completions, model) < FP32_GAP
+
+
+def test_a_limit_by_another_name_is_the_models(tmp_path):
+    MptForCausalLM(
+        MptConfig(vocab_size=48, d_model=32, n_layers=2, n_heads=2, max_seq_len=64)
+    ).save_pretrained(tmp_path)
+    with HFEngine(tmp_path) as engine, pytest.raises(EngineError, match="64 tokens"):
+        engine.sample([[2] * 64])
 
 
 def test_every_sequence_is_sampled_by_its_own_parameters(engine):

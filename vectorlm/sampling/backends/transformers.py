@@ -78,8 +78,7 @@ class Transformers:
         self._tokenizer = Detokenizer(model, self.model, trust_remote_code=trust_remote_code)
         # Otherwise `generate` would apply the folder's sampling defaults.
         self.model.generation_config = type(self.model.generation_config)()
-        own_length: int = self.model.config.get_text_config().max_position_embeddings
-        self._context_length = min(max_model_len or own_length, own_length)
+        self._context_length = _context_length(self.model.config.get_text_config(), max_model_len)
         self.vocab_size: int = self.model.get_input_embeddings().num_embeddings
         self._manifest = manifest_of(self.model)
         self._weights = PlainWeights()
@@ -193,6 +192,19 @@ class Transformers:
         self._batch = None
         self.cancel(names)
         return [RequestOutput(name, (), error=failure) for name in names]
+
+
+def _context_length(config: Any, max_model_len: int | None) -> int:
+    """Return the longest sequence; a model with recurrence or ALiBi may have no limit of its own."""
+    own = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    # XLNet's limit is -1.
+    limits = [length for length in (*own, max_model_len) if length is not None and length > 0]
+    if not limits:
+        raise EngineError(
+            f"max_model_len={max_model_len}: a {config.model_type} model needs a limit, because its config.json has "
+            "none. Pass the longest sequence in tokens, such as max_model_len=2048."
+        )
+    return min(limits)
 
 
 def _load(model_path: str, dtype: str, trust_remote_code: bool) -> Any:
