@@ -353,6 +353,9 @@ def test_wrong_input_is_told_before_anything_is_sent(folder):
         WeightTransfer(model, "http://127.0.0.1:9", start_timeout_s=0)
     with pytest.raises(TypeError, match="model="):
         WeightTransfer("model", "http://127.0.0.1:9")
+    for name, value in (("receiver", "pack"), ("transport", "pul")):
+        with pytest.raises(ValueError, match=f"{name}='{value}'"):
+            WeightTransfer(model, "http://127.0.0.1:9", start_timeout_s=0, **{name: value})
 
 
 def test_the_entry_point_imports_nothing_until_an_engine_uses_the_backend():

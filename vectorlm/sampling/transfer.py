@@ -17,6 +17,7 @@ from vectorlm.sampling.arguments import require_update
 from vectorlm.sampling.hot_swap import HotSwap
 from vectorlm.sampling.inline_channel import InlineChannel
 from vectorlm.sampling.settings import EngineSettings, Receivers, Transports
+from vectorlm.settings import require_choice
 from vectorlm.types import UpdateReport
 
 USERS_LLM = "vectorlm.sampling.backends.vllm.in_process:weights_of_llm"
@@ -43,6 +44,7 @@ class WeightTransfer:
         start_timeout_s: Seconds to wait for a server that is still starting.
 
     Raises:
+        ValueError: `receiver` or `transport` is unknown.
         ConfigError: The address is not on this machine.
         EngineError: The engine does not answer, refuses the token, or runs without the backend.
         LaunchError: The ranks have no process group, or are on several machines.
@@ -59,6 +61,8 @@ class WeightTransfer:
         timeout_s: float = 300.0,
         start_timeout_s: float = 60.0,
     ) -> None:
+        require_choice("receiver", receiver, Receivers)
+        require_choice("transport", transport, Transports)
         settings = EngineSettings(
             lora_mode="merged", receiver=receiver, transport=transport, timeout_s=timeout_s
         )
