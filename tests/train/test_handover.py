@@ -1,6 +1,9 @@
 """The hand-over of devices: its order, and unchanged results of training."""
 
 import contextlib
+import gc
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from kit.tiny_runs import build_loop, whole_weights
 
 from vectorlm.errors import EngineDied, EngineError, OutOfTurn
 from vectorlm.ranks.topology import Topology
-from vectorlm.sampling.inline_engines import HFEngine
+from vectorlm.sampling.inline_engines import FakeEngine, HFEngine
 from vectorlm.train import handover
 from vectorlm.train.handover import DeviceTurn, Offload
 from vectorlm.train.load import load_model
@@ -131,6 +134,33 @@ def test_an_optimizer_step_inside_sampling_is_out_of_turn(offload):
     with turn.sampling(4), pytest.raises(OutOfTurn, match="inside the sampling block of step 4"):
         optimizer.step()
     optimizer.step()
+
+
+def test_an_optimizer_keeps_neither_an_engine_nor_the_host_block_of_an_earlier_turn():
+    model, optimizer = stepped()
+    kept = []
+    for _ in range(2):
+        engine = FakeEngine(lambda prompt, version: prompt)
+        turn = turn_over(engine, model=model, optimizer=optimizer, offload_optimizer=True)
+        with turn.sampling(0):
+            pass
+        kept += [weakref.ref(engine), weakref.ref(turn), weakref.ref(turn._offload)]
+    gc.collect()
+    assert [reference() is None for reference in kept] == [True] * 3 + [False] * 3
+    optimizer.step()
+    with turn.sampling(1), pytest.raises(OutOfTurn):
+        optimizer.step()
+
+
+def test_the_host_block_is_kept_until_the_copies_back_have_ended(monkeypatch):
+    stream = SimpleNamespace(synchronize=lambda: ended.append(block() is not None))
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: stream)
+    ended, offload = [], Offload(stepped()[1], "cuda:0")
+    block = weakref.ref(offload._host)
+    del offload
+    gc.collect()
+    assert ended == [True]
+    assert block() is None
 
 
 class Unforeseen(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -99,7 +100,7 @@ class DeviceTurn:
         self.busy: list[tuple[float, float]] = []
         """Spans in which the engine computed, as it reports them: (start, end). The reader empties the list."""
         if optimizer is not None:
-            optimizer.register_step_pre_hook(self._refuse_step)
+            optimizer.register_step_pre_hook(_weakly(self._refuse_step))
         put_to_sleep(engine, sleep)
 
     @contextmanager
@@ -182,12 +183,26 @@ class DeviceTurn:
             except EngineError as second:
                 error.add_note(f"Then the engine could not be put to sleep: {second}")
 
-    def _refuse_step(self, *_: Any) -> None:
+    def _refuse_step(self) -> None:
         if self._step is not None:
             raise OutOfTurn(
                 f"optimizer.step() was called inside the sampling block of step {self._step}, while the engine "
                 "uses the devices. Call it after this block."
             )
+
+
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook that calls the method while its object exists.
+
+    An optimizer outlives the notebook cell that makes the turn: it must keep neither the engine nor the host block.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(*_: Any) -> None:
+        if (bound := reference()) is not None:
+            bound()
+
+    return hook
 
 
 class Offload:
@@ -204,9 +219,13 @@ class Offload:
     def __init__(self, optimizer: torch.optim.Optimizer, device: str) -> None:
         self._optimizer, self._device = optimizer, torch.device(device)
         self._stream = torch.cuda.Stream(device) if self._device.type == "cuda" else None
-        optimizer.register_step_pre_hook(lambda *_: self.wait())
-        optimizer.register_state_dict_pre_hook(lambda _: self.wait())
-        optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait())
+        if self._stream is not None:
+            # After this object's end the hooks do not wait for copies of `move_back`, which read the host block.
+            weakref.finalize(self, self._stream.synchronize)
+        wait = _weakly(self.wait)
+        optimizer.register_step_pre_hook(wait)
+        optimizer.register_state_dict_pre_hook(wait)
+        optimizer.register_load_state_dict_pre_hook(wait)
         self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._host = torch.empty(0, dtype=torch.uint8)
 
