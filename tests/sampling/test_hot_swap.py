@@ -16,12 +16,15 @@ from kit.rank_processes import forked, save_tiny_llama
 from kit.tiny_engine import TINY_ENGINE
 from swap_cases import (
     FP32_GAP,
+    GREEDY,
     compare,
     consecutive_samples_differ,
+    largest_gap,
     perturb,
     require_the_trainers_answers,
     swap_and_compare,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from vectorlm import HFEngine, SamplingEngine, exact
@@ -55,6 +58,46 @@ def test_after_each_update_the_engine_is_the_trainer(tmp_path, llama, engine_arg
     for _, seen, versions in forked(partial(swap_and_compare, **engine_args), str(folder)):
         assert versions == [0, 1, 2]
         require_the_trainers_answers(seen, is_exact="exact" in engine_args)
+
+
+class WithHead(torch.nn.Module):
+    def __init__(self, lm):
+        super().__init__()
+        self.lm, self.head = lm, torch.nn.Linear(48, 1)
+
+    def forward(self, ids):
+        return self.head(self.lm(ids).logits)
+
+
+def update_from_a_wrapper(folder):
+    """Send the language model of a sharded wrapper after forward passes without backward; return the gaps."""
+    wrapper = WithHead(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    fully_shard(wrapper, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer, ids = torch.optim.SGD(wrapper.parameters(), lr=0.05), torch.tensor([[2, 3, 4, 5]])
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    gaps = []
+    with HFEngine(folder) as engine:
+        for step in range(3):
+            wrapper(ids).square().sum().backward()
+            with torch.no_grad():
+                wrapper(ids)
+            if step:
+                optimizer.step()
+            optimizer.zero_grad()
+            engine.update(wrapper.lm, step)
+            ((completion,),) = engine.sample([[5, 6, 7]], GREEDY)
+            weights = {
+                name: tensor.full_tensor() for name, tensor in wrapper.lm.state_dict(keep_vars=True).items()
+            }
+            reference.load_state_dict(weights)
+            gaps.append(largest_gap([completion], reference))
+    return gaps
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_language_model_of_a_sharded_wrapper_is_sent_as_the_trainer_holds_it(folder, world_size):
+    for gaps in forked(update_from_a_wrapper, str(folder), world_size=world_size):
+        assert max(gaps) < FP32_GAP
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.errors import WeightMismatch
@@ -27,18 +27,21 @@ def without_wrappers(name: str) -> str:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Shard parameters again that FSDP2 left whole.
+    """Shard parameters again that FSDP2 left whole, also those that it manages from a wrapper around `model`.
 
     FSDP2 keeps the root's parameters whole after a forward without backward; an update must always see the same shards.
     """
-    for module in _sharded_modules(model):
-        module.reshard()
+    _reshard(model.modules())
 
 
-def _sharded_modules(model: torch.nn.Module) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
+def _reshard(modules: Iterable[torch.nn.Module]) -> None:
+    """Run the hooks that prepare the modules for a checkpoint.
 
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    FSDP2 registers its own at the modules with parameters; the module that `fully_shard` got may be outside.
+    """
+    for module in modules:
+        for hook in list(module._state_dict_pre_hooks.values()):
+            hook(module, "", False)
 
 
 class Snapshot:
@@ -49,9 +52,8 @@ class Snapshot:
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Take the snapshot; FSDP2's parameters are sharded again first."""
-        self._sharded = [weakref.ref(module) for module in _sharded_modules(model)]
-        self._reshard()
         modules = list(model.modules())
+        _reshard(modules)
         self._modules = [weakref.ref(module) for module in modules]
         self._members = list(map(_members, modules))
         tensors: dict[int, torch.Tensor] = {}
@@ -66,20 +68,16 @@ class Snapshot:
 
     def is_current(self) -> bool:
         """Whether nothing was replaced or moved since; FSDP2's parameters are sharded again first."""
-        self._reshard()
+        modules = [ref() for ref in self._modules]
+        _reshard(module for module in modules if module is not None)
+        tensors = [ref() for ref in self._tensors]
         # Live objects keep their identities, so equal identities are the same objects.
-        modules, tensors = [ref() for ref in self._modules], [ref() for ref in self._tensors]
         return (
             id(None) not in {*map(id, modules), *map(id, tensors)}
             and list(map(_members, modules)) == self._members
             and list(map(_place, tensors)) == self._places
             and all(_plain_values(ref()) == options for ref, options in self._options)
         )
-
-    def _reshard(self) -> None:
-        for ref in self._sharded:
-            if (module := ref()) is not None:
-                module.reshard()
 
 
 def _members(module: Any) -> list[int]:
