@@ -211,6 +211,12 @@ def frame(value: Any) -> bytes:
     return HEADER.pack(len(data)) + data
 
 
+def _bypass_proxies() -> None:
+    """Reach servers of this machine, such as the run's gateway, without a proxy."""
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
+
+
 def serve(connection: socket.socket) -> None:
     """Answer requests until the pool is gone; an answer has the number of its request.
 
@@ -221,9 +227,7 @@ def serve(connection: socket.socket) -> None:
     signal.signal(STACK_SIGNAL, lambda *_: None)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # Gateways and servers of a run are on this machine, where no proxy is needed.
-    for name in ("NO_PROXY", "no_proxy"):
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
+    _bypass_proxies()
     pid, loop = os.getpid(), asyncio.new_event_loop()
     loop.add_reader(connection, loop.stop)
     tasks: dict[int, asyncio.Task[None]] = {}
