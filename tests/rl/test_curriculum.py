@@ -150,6 +150,6 @@ def test_a_run_that_resumes_asks_and_rises_as_one_that_was_never_stopped(stop):
     for step in range(stop):
         first.collect(step, Timer())
     second = levelled_source(engine())
-    second.load_state(first.state())
+    second.load_state(first.state(), stop)
     assert [prompts_of(second.collect(step, Timer())) for step in range(stop, 7)] == expected[stop:]
     assert second.metrics(6)["curriculum/level"] == levels[-1]
