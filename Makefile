@@ -17,7 +17,8 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DEVICE := $(shell bash .ci/setup --device)
+# Older versions of make do not pass variables to the shell here.
+DEVICE := $(shell VECTORLM_DEVICE='$(VECTORLM_DEVICE)' bash .ci/setup --device)
 OTHER_DEVICE := $(filter-out $(DEVICE),$(shell cat $(STAMP) 2>/dev/null))
 
 # Passed on when given on the command line: make run PYTHON=python3.12 VECTORLM_DEVICE=cpu
@@ -42,7 +43,7 @@ help: ## list the targets
 install: $(STAMP) ## create .venv with the pinned stack, for CPU or CUDA by what the machine has
 
 # The script writes the stamp as its last act, so an interrupted installation is begun again.
-$(STAMP): .ci/setup setup.py requirements/cpu.txt requirements/cuda.txt $(if $(OTHER_DEVICE),FORCE)
+$(STAMP): .ci/setup setup.py requirements/cpu.txt requirements/cuda.txt requirements/rewards.txt $(if $(OTHER_DEVICE),FORCE)
 	bash .ci/setup
 
 run: $(STAMP) ## fine-tune a tiny Llama on Countdown with vLLM beside it (WORLD_SIZE=2 CONFIG=... ARGS=...)

@@ -25,7 +25,8 @@ PORT=$((29400 + SLURM_JOB_ID % 1000))
 echo "waiting until torchrun has started on all $SLURM_NNODES machines, at $MASTER:$PORT" >&2
 
 # --kill-on-bad-exit: when one node fails, SLURM ends the others at once.
-srun --kill-on-bad-exit=1 torchrun \
+# --cpus-per-task: since SLURM 22.05 srun does not take it from sbatch, and torchrun would have one core.
+srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" torchrun \
   --nnodes "$SLURM_NNODES" \
   --nproc_per_node "${SLURM_GPUS_ON_NODE:-1}" \
   --rdzv_id "$SLURM_JOB_ID" \

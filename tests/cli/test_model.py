@@ -151,6 +151,26 @@ def save_mxfp4(path):
     return experts
 
 
+def test_a_conversion_that_failed_is_repeated_without_a_download(tmp_path, monkeypatch):
+    downloads = []
+
+    def fetch(name, path):
+        downloads.append(name)
+        save_mxfp4(path)
+
+    def fail(source, path):
+        raise ConfigError("no room")
+
+    monkeypatch.setattr("vectorlm.cli.model.fetch", fetch)
+    command = ["model", "openai/gpt-oss-20b", str(tmp_path / "made")]
+    with monkeypatch.context() as patch:
+        patch.setattr("vectorlm.train.checkpoint.export.convert_mxfp4", fail)
+        assert main(command) == 2
+    assert main(command) == 0
+    assert downloads == ["openai/gpt-oss-20b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
 def test_experts_in_mxfp4_become_bfloat16(tmp_path, capsys):
     experts = save_mxfp4(tmp_path / "published")
     assert main(["model", str(tmp_path / "published"), str(tmp_path / "made")]) == 0

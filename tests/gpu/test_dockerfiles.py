@@ -40,6 +40,17 @@ def test_the_installation_finds_all_that_it_reads_in_its_layer(path, tmp_path):
         assert (tmp_path / name).exists(), name
 
 
+def test_a_device_on_the_command_line_changes_the_installation(tmp_path):
+    for name in (".ci", "requirements", "setup.py", "Makefile"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").mkdir()
+    for there, wanted in (("cpu", "cuda"), ("cuda", "cpu"), ("cpu", "cpu")):
+        (tmp_path / ".venv/.installed").write_text(there)
+        words = ["make", "-n", "install", f"VECTORLM_DEVICE={wanted}"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        assert ("bash .ci/setup" in done.stdout) == (there != wanted), done.stdout + done.stderr
+
+
 DRIVER_TOO_OLD = """#!/bin/bash
 case "$*" in *init*) echo "RuntimeError: The NVIDIA driver on your system is too old" >&2; exit 1 ;; esac
 echo 2.13.0 for CUDA 13.0

@@ -24,6 +24,8 @@ def run(arguments):
     """Run a command as `--ntasks-per-node` tasks on each node; a task that fails ends the others."""
     first = next(place for place, argument in enumerate(arguments) if not argument.startswith("--"))
     given = dict(argument.removeprefix("--").split("=") for argument in arguments[:first])
+    # srun does not take it from sbatch.
+    assert given.get("cpus-per-task") == os.environ.get("SLURM_CPUS_PER_TASK")
     num_nodes = int(os.environ["SLURM_NNODES"])
     each_node = int(given.get("ntasks-per-node", 1))
     step = {

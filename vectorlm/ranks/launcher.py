@@ -408,6 +408,8 @@ def _new_process_group(topology: Topology, timeout_s: float, scratch: str | None
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         share_cores(topology)
+    # srun sets other variables than torch reads.
+    os.environ.update(with_rank_variables(os.environ))
     if topology.num_nodes == 1:
         os.environ.update({**on_loopback(), **os.environ})
     store: Any = None
