@@ -178,11 +178,12 @@ def test_what_a_base_in_4_bits_cannot_do_is_refused_by_name(tmp_path, monkeypatc
         assert "pip install 'vectorlm[qlora]'" in texts[0]
 
 
-def test_a_model_that_is_quantised_already_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", [{"quantization_config": {"bits": 4}}, {"num_experts": 4}])
+def test_a_model_that_is_quantised_already_or_has_experts_is_refused(tmp_path, monkeypatch, more):
     monkeypatch.chdir(tmp_path)
     save_tiny_llama(tmp_path / "model")
     described = json.loads((tmp_path / "model/config.json").read_text())
-    (tmp_path / "model/config.json").write_text(json.dumps({**described, "quantization_config": {"bits": 4}}))
+    (tmp_path / "model/config.json").write_text(json.dumps({**described, **more}))
     (tmp_path / "my.yaml").write_text(TEXT)
     monkeypatch.setattr(preflight_settings, "is_installed", lambda name: True)
     (text,) = setting_problems(load_config("my.yaml", [ADAPTED]), 1)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from kit.rank_processes import on_ranks
 from kit.vision_models import KINDS, picture, save_vlm
 
 from vectorlm.data.encoding import encode
@@ -106,6 +108,36 @@ def test_rows_with_pictures_are_computed_as_alone(path, tokenizer, rows, packs):
     for name, expected_gradient in expected_gradients.items():
         off = (found_gradients[name] - expected_gradient).abs().max()
         assert off <= 1e-6 + 1e-5 * expected_gradient.abs().max(), name
+
+
+def values_of_text_by_experts(topology, path):
+    given = transformers.AutoConfig.from_pretrained(path)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sections = {
+        name: {key: value for key, value in getattr(given, name).to_dict().items() if key != "model_type"}
+        for name in ("text_config", "vision_config")
+    }
+    sections["text_config"] |= experts
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tokens = {name: getattr(given, name) for name in names}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(
+        transformers.Qwen3VLMoeConfig(**sections, **tokens)
+    ).eval()
+    tokenizer = load_tokenizer(path)
+    policy = LanguageModel(model, image_tokens=image_tokens_of(tokenizer))
+    assert (policy.why_padded, policy.routers is None) == (None, False)
+    rows = probe(model)
+    found = policy.logprobs(rows)[rows.is_asked]
+    logits = model(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits[:, :-1]
+    alone = logits.log_softmax(-1).gather(2, rows.input_ids[:, 1:, None])[..., 0]
+    return (found - alone[rows.is_asked[:, 1:]]).abs().max().item()
+
+
+@pytest.mark.slow
+def test_experts_of_a_pass_without_pictures_are_watched_beside_a_blank_picture(tmp_path):
+    path = save_vlm("qwen3-vl", tmp_path / "model")
+    assert max(on_ranks(2, values_of_text_by_experts, path)) < 2e-6
 
 
 def test_a_picture_of_a_group_is_computed_once(path, tokenizer, rows):

@@ -209,7 +209,7 @@ class LanguageModel:
                 **options,
             )
 
-        with self._watched(rows, packing):
+        with self._watched(self._with_picture(rows), packing):
             found: TokenValues = model.packed_pass(packing, self.device, values)
         return TokenValues(*(packing.gather(value) for value in found if value is not None)), packing
 

@@ -515,6 +515,9 @@ def _quantization_problems(config: Config) -> Iterator[str]:
     if "quantization_config" in (description_of(Path(config.model)) or {}):
         fix = "Name the model in 16 or 32 bits."
         yield refuse(config, "model", f"cannot be quantised already with {path}", fix)
+    if has_experts(description_of(Path(config.model)) or {}):
+        rule = f"cannot have experts with {path}, which would leave them in 16 or 32 bits"
+        yield refuse(config, "model", rule, "Leave quantization out, or choose a dense model.")
     if train.model.cpu_offload:
         fix = "Leave one of them out."
         yield refuse(config, "train_parameters.cpu_offload", f"cannot be used with {path}", fix)
