@@ -150,8 +150,9 @@ def pull_obstacle(weight_sets: Sequence[WeightSet], offered: Sequence[str], topo
     if not all(tensor.is_cuda for tensor in rows):
         return "the trainer keeps weights on the host (CPUOffloadPolicy)"
     here = torch.device(topology.device).index
-    # The ranks of this node use the first devices; further visible devices read nothing.
-    others = [index for index in range(topology.local_world_size) if index != here]
+    # The ranks of this node use the first devices; further visible devices read nothing. A rank may see only its own.
+    num_devices = min(topology.local_world_size, torch.cuda.device_count())
+    others = [index for index in range(num_devices) if index != here]
     if far := [index for index in others if not torch.cuda.can_device_access_peer(index, here)]:
         return f"device {far[0]} cannot reach device {here}"
     return None

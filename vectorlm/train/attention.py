@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -18,7 +19,7 @@ from vectorlm.train.packing import Packing, to_device
 
 PACKED = "packed"
 """Name of `packed_attention` among the attention functions of transformers."""
-ASKS_FOR_GROUPS = torch.__version__ >= "2.13"
+HAS_FLAG_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether `varlen_attn` needs a flag for grouped key heads; torch 2.11 accepts them without it."""
 
 
@@ -102,7 +103,7 @@ def _in_one_call(
     """Attend with torch's flash kernel for rows of any length."""
     queries, keys = packing.stretches
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in tokens)
-    grouped: Any = {"enable_gqa": q.shape[1] > k.shape[1]} if ASKS_FOR_GROUPS else {}
+    grouped: Any = {"enable_gqa": q.shape[1] > k.shape[1]} if HAS_FLAG_FOR_GROUPS else {}
     found: Any = varlen_attn(
         q,
         packing.keys(k),

@@ -541,7 +541,15 @@ def test_what_speaks_against_pulling_on_cuda(monkeypatch):
 
     topology = Topology(0, 0, 3, 3, "cuda:0")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: device < 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert obstacle() == "device 2 cannot reach device 0"
+    # Ranks with their own CUDA_VISIBLE_DEVICES see only one device.
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(
+            torch.cuda, "can_device_access_peer", lambda device, peer: pytest.fail("no such device")
+        )
+        assert obstacle() is None
     # The process sees a third device that belongs to no rank.
     topology = Topology(0, 0, 2, 2, "cuda:0")
     assert obstacle() is None

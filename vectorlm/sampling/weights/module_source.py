@@ -195,6 +195,8 @@ class ModuleSource:
                 sums[slot.name].append((row_sums(rows, slot.word_bytes), write.first_row))
         if self._topology.is_cuda:
             torch.cuda.synchronize(self._topology.device)
+        for device in prepared.devices:
+            torch.cuda.synchronize(device)
         return self.checksums_of(layout, sums) if with_checksums else []
 
     def checksums_of(
@@ -294,6 +296,9 @@ class _PreparedWriting:
         """The rows to copy to each of `targets`."""
         self.computed: list[tuple[Slot, HeldBox, Change, torch.Tensor]] = []
         """The other rows, how to compute them, and the whole tensors that they belong to."""
+        sent = (write.rows for slot in layout.slots for write in writes[slot.name])
+        self.devices = {rows.device for rows in sent if rows.is_cuda}
+        """The CUDA devices of the rows: a model may move to one after the topology was chosen."""
         for slot in layout.slots:
             for write in writes[slot.name]:
                 whole = places[slot.name]
