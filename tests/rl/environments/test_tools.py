@@ -107,8 +107,9 @@ json_values = st.recursive(
 def test_calls_come_back_as_they_were_written(calls):
     written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
     expected = [ToolCall(name, arguments) for name, arguments in calls]
-    assert parse_calls("; ".join(written))[1] == expected
+    # A text with the tag has the form of Hermes.
     if not any("tool_call>" in call for call in written):
+        assert parse_calls("; ".join(written))[1] == expected
         assert parse_calls("".join(f"<tool_call>\n{call}\n</tool_call>\n" for call in written))[1] == expected
 
 
