@@ -293,7 +293,7 @@ def test_the_end_of_the_server_is_an_error_in_time_and_leaves_nothing(server, fo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["1", "2"])
+@pytest.mark.parametrize("size", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_an_llm_in_the_trainers_process_is_updated(folder, size):
     # vLLM would compile the function that ranks a token; it is no part of an update.
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
