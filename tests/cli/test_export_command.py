@@ -146,6 +146,7 @@ def test_a_run_goes_on_from_adapters(inputs, adapters, tmp_path, capsys, merges)
     assert are_equal(*(load_file(folder / "model.safetensors") for folder in merged))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_continued_adapters_has_the_adapters_of_a_vision_model(inputs, tmp_path, capsys):
     base = save_vlm("qwen2.5-vl", tmp_path / "model")
     options = {"r": 2, "target_modules": ["qkv", "q_proj"], "exclude_modules": []}

@@ -86,6 +86,7 @@ def test_a_run_samples_and_evaluates_with_the_template_and_keeps_it(tmp_path, te
     assert AutoTokenizer.from_pretrained(output / "final-model").chat_template == TEMPLATE
 
 
+@pytest.mark.slow
 def test_an_engine_of_an_own_loop_has_the_template(tmp_path, template):
     files = save_files(tmp_path)
     how = {"chat_template": template, "chat_template_kwargs": {"thinks": True}}

@@ -91,9 +91,8 @@ def test_turns_and_branches_are_exact(files, tmp_path, game):
     assert set(gaps(tmp_path / "run")) == {0.0}
 
 
-@pytest.mark.parametrize(
-    ("mini_batches", "world_size"), [(1, 1), (4, 1), pytest.param(1, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mini_batches", "world_size"), [(1, 1), (4, 1), (1, 2)])
 def test_a_stored_log_probability_with_another_last_bit_stops_the_run(
     files, plain, tmp_path, mini_batches, world_size
 ):

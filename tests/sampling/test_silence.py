@@ -133,6 +133,7 @@ def load_slowly(topology, channel):
         return engine.sample([[97]])[0][0].text
 
 
+@pytest.mark.slow
 def test_a_backend_may_load_in_the_rank_for_longer_than_a_rank_may_be_silent():
     assert on_ranks(2, load_slowly, "inline") == ["a", "a"]
 
@@ -160,7 +161,14 @@ def meet_types_of_a_backends_file(topology, channel):
     return seen
 
 
-@pytest.mark.parametrize(("channel", "world_size"), [("process", 1), ("process", 2), ("inline", 2)])
+@pytest.mark.parametrize(
+    ("channel", "world_size"),
+    [
+        ("process", 1),
+        pytest.param("process", 2, marks=pytest.mark.slow),
+        pytest.param("inline", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_types_of_a_backends_file_reach_the_ranks_or_fail_one_call(channel, world_size):
     texts = ["Refusal: no questions", "OtherModel: one tensor", "EngineError: <generator"]
     texts += ["cannot read the engine's answer", "cannot pickle"]

@@ -340,6 +340,7 @@ def connect_in_vain(topology):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_every_rank_waits_for_a_starting_server_for_longer_than_for_a_silent_rank():
     for text in on_ranks(2, connect_in_vain):
         assert "127.0.0.1:9 does not answer" in text

@@ -323,6 +323,7 @@ def test_the_policy_is_told_of_the_tools_that_the_environment_of_its_rollout_has
     assert asyncio.run(rollouts()) == [([], []), added, taken, added]
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_is_not_called_a_fault_of_step_alone():
     class Hangs:
         tools = (functools.wraps(add)(lambda a, b: time.sleep(60)),)

@@ -247,6 +247,7 @@ def evaluate_on_rank(topology, folder, error=None):
     return calls, {name: value for name, value in metrics.items() if name.startswith("eval/")}
 
 
+@pytest.mark.slow
 def test_ranks_share_the_calls_of_rewards_and_have_the_same_metrics(folder):
     (calls, metrics), (others, same) = on_ranks(2, evaluate_on_rank, folder)
     assert (calls, others) == (["a"] * 2, ["b"] * 2 + ["c"] * 2)

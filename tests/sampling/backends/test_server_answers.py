@@ -280,6 +280,7 @@ def test_the_time_of_an_update_is_not_the_server_s_silence(server):
         assert backend.poll() == []
 
 
+@pytest.mark.slow
 def test_after_a_call_without_an_answer_the_server_is_not_waited_for_again(server):
     backend = connect(server, silence_s=3 * PATIENCE_S)
     server.odd |= dict.fromkeys(["/pause?mode=keep&clear_cache=false", "/resume"])
