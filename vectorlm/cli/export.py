@@ -154,9 +154,9 @@ def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
     disable_progress_bar()
     model, tokenizer = _load(source)
     if merges and source.is_adapter:
-        from vectorlm.runs.start import round_base
+        from vectorlm.runs.start import base_settings_of, round_base
 
-        round_base(model, source.run, source.path)
+        round_base(model, base_settings_of(source.run, source.path))
         model = merged(model)
     return model, tokenizer
 

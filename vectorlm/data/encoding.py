@@ -483,7 +483,10 @@ def encode_all(prompts: Sequence[Prompt], tokenizer: Callable[[], Any]) -> list[
 
 
 def encode_behind(tokenizer: Any, before: str, text: str) -> list[int]:
-    """Return the token ids of a text that continues `before`: SentencePiece puts no space before it."""
+    """Return the token ids of a text that continues `before`: SentencePiece puts no space before it.
+
+    If a token crosses the border, or nothing is before, the text is encoded after a character that does not merge.
+    """
     for anchor in filter(None, (before, *ANCHORS)):
         start, whole = (tokenizer.encode(part, add_special_tokens=False) for part in (anchor, anchor + text))
         if whole[: len(start)] == start:
@@ -501,14 +504,8 @@ def encode_apart(tokenizer: Any, texts: Sequence[Sequence[str]]) -> Iterator[lis
         return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     def behind(start: list[int], whole: list[int], piece: str) -> list[int]:
-        if whole[: len(start)] == start:
-            return whole[len(start) :]
-        # A token crosses the border: encode the piece after a character that does not merge with it.
-        for anchor in ANCHORS:
-            start, whole = ids_of([anchor, anchor + piece])
-            if whole[: len(start)] == start:
-                return whole[len(start) :]
-        return ids_of([piece])[0]
+        # Unless a token crosses the border.
+        return whole[len(start) :] if whole[: len(start)] == start else encode_behind(tokenizer, "", piece)
 
     def last(before: str, piece: str) -> str:
         return piece or before

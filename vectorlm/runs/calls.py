@@ -35,7 +35,7 @@ from vectorlm.train.checkpoint.folder import steps_in
 
 HELD_OUT = 0.05
 """Share of the rows that `finetune` evaluates on without an `eval_dataset`."""
-TOKENIZER_FILES = (".json", ".jinja", ".model", ".txt")
+TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files in a model's folder that may describe its tokenizer."""
 
 
@@ -252,7 +252,7 @@ def _preprocess_parts(config: Config, rows: Mapping[str, Any], folder: Path) -> 
     max_seq_len = config.train_parameters.max_seq_len
     assert how is not None
     # Merges, special tokens and the sizes of images decide the rows too, besides the vocabulary.
-    files = sorted(file for file in Path(config.model).iterdir() if file.suffix in TOKENIZER_FILES)
+    files = sorted(file for file in Path(config.model).iterdir() if file.suffix in TOKENIZER_SUFFIXES)
     tokenizer_digests = [(file.name, content_of(str(file))) for file in files]
     for part, source in rows.items():
         target, note = folder / part, folder / f"{part}.digest"

@@ -237,9 +237,9 @@ def read_start(read: Callable[..., Any], config: Config) -> Any:
     model = read(dtype=train.model.dtype)
     if train.merge_adapters and train.adapters is not None:
         adapters = Path(train.adapters)
-        dtype = base_settings_of(adapters.parent, adapters).dtype
-        base = model if dtype == train.model.dtype else read(dtype=dtype)
-        round_base(base, adapters.parent, adapters)
+        settings = base_settings_of(adapters.parent, adapters)
+        base = model if settings.dtype == train.model.dtype else read(dtype=settings.dtype)
+        round_base(base, settings)
         if base is not model:
             with torch.no_grad():
                 for mine, rounded in zip(model.parameters(), base.parameters(), strict=True):
@@ -282,9 +282,9 @@ def base_settings_of(run: Path, adapters: Path) -> ModelSettings:
     return replace(found, **{name: value for name, value in noted.items() if value is not None})
 
 
-def round_base(model: Any, run: Path, adapters: Path) -> None:
-    """Round the base of adapters as in their training; `model` has its dtype. See `base_settings_of`."""
-    if base_settings_of(run, adapters).quantization is not None:
+def round_base(model: Any, settings: ModelSettings) -> None:
+    """Round the base of adapters as in their training, whose `settings` `base_settings_of` returns."""
+    if settings.quantization is not None:
         round_blocks(model)
 
 

@@ -22,7 +22,13 @@ from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import refuse
 from vectorlm.runs.config.value import raise_problems
 from vectorlm.runs.preflight.files import callback_problems, file_problems, package_problems
-from vectorlm.runs.preflight.local_model import description_of, own_length, resolve_model, vocab_size
+from vectorlm.runs.preflight.local_model import (
+    description_of,
+    is_vision_language,
+    own_length,
+    resolve_model,
+    vocab_size,
+)
 from vectorlm.runs.preflight.resume import Resumption, find_resumption
 from vectorlm.runs.preflight.sampling import PARAMETERS, answer_tokens, stop_problems
 from vectorlm.runs.preflight.settings import setting_problems, step_problems
@@ -270,7 +276,7 @@ def _prompt_notes(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[
             names = ", ".join(sorted(hidden))
             yield f"{source.setting}: rewards do not get the column {names}: the name is reserved. Rename the column"
     # Silent: the model would answer without the picture.
-    for source in prompts if "vision_config" in (description_of(Path(config.model)) or {}) else ():
+    for source in prompts if is_vision_language(config.model) else ():
         if any(images_of(record.prompt) for record in source.shown):
             continue
         for column in sorted({name for record in source.shown[:1] for name in record.columns}):

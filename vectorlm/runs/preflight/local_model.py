@@ -84,6 +84,11 @@ def resolve_model(config: Config) -> Config:
     return replace(config, notes=tuple(notes))
 
 
+def is_vision_language(folder: str) -> bool:
+    """Return whether the config.json of a model's folder describes a vision model too."""
+    return "vision_config" in (description_of(Path(folder)) or {})
+
+
 def _with_options_of(config: Config, adapters: Path) -> Config:
     """Return the config with the options of `adapters`, unless the run merges them."""
     if not is_adapter_folder(adapters):

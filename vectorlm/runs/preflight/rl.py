@@ -30,7 +30,12 @@ from vectorlm.rl.rewards.registry import JUDGE, given_of, short_name, without_ar
 from vectorlm.rl.settings import NO_CORRECTION, SELF, Correction, CorrectionSettings, CriticSettings
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
-from vectorlm.runs.preflight.local_model import description_of, number_in, own_length
+from vectorlm.runs.preflight.local_model import (
+    description_of,
+    is_vision_language,
+    number_in,
+    own_length,
+)
 from vectorlm.runs.preflight.sampling import PARAMETERS
 from vectorlm.runs.preflight.settings import weight_problems
 from vectorlm.runs.preflight.user_code import SourcePrompts
@@ -71,7 +76,7 @@ def rl_problems(config: Config, rl: RLSettings) -> Iterator[str]:
 def image_problems(config: Config, rl: RLSettings, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
     """Yield the settings that do not work with prompts that have images."""
     # Costs more than a minute: models are loaded first. A server would score placeholders, silently.
-    if "vision_config" not in (description_of(Path(config.model)) or {}):
+    if not is_vision_language(config.model):
         return
     for source in prompts:
         # Silent: the columns of a text are for rewards alone.

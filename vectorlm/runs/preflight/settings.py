@@ -23,6 +23,7 @@ from vectorlm.runs.preflight.local_model import (
     HEADS,
     description_of,
     four_bit_method_of,
+    is_vision_language,
     number_in,
     vocab_size,
 )
@@ -97,7 +98,7 @@ def _rank_problems(config: Config, world_size: int, num_nodes: int) -> Iterator[
             fix = f"Use {math.gcd(count, num)}, for example."
             yield refuse(config, path, f"must divide {what}, {count}", fix)
     # Costs more than a minute: a rank would have all pixels, and only its share of their tokens.
-    if num > 1 and "vision_config" in (description_of(Path(config.model)) or {}):
+    if num > 1 and is_vision_language(config.model):
         yield refuse(config, path, "cannot be used with a vision-language model", "Use 1.")
     # Costs more than a minute: the first step comes after models are loaded and completions sampled.
     sft = None if config.rl is None else config.rl.sft
@@ -150,7 +151,7 @@ def _split_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     for name, allowed in _UNSPLIT_VALUES.items():
         if value_at(plain, name) not in allowed:
             yield refuse(config, name, f"cannot be used with {setting}", f"Use {show(allowed[0])}.")
-    if "vision_config" in description:
+    if is_vision_language(config.model):
         yield refuse(config, setting, "cannot be used with a vision-language model", "Use 1.")
     row = OPTIMIZERS.get(config.train_parameters.optimizer.name)
     if row is not None and row.per_rank_blocks:
@@ -175,7 +176,7 @@ def _training_problems(config: Config) -> Iterator[str]:
         alone |= {"train_parameters.adapters": train.adapters}
         alone |= {"preference": config.preference}
         # Costs more than a minute: the model is loaded first.
-        if "vision_config" in (description_of(Path(config.model)) or {}):
+        if is_vision_language(config.model):
             yield refuse(
                 config, "model", "cannot be a vision-language model with reward_model", "Choose another."
             )

@@ -193,9 +193,8 @@ class ModuleSource:
             write.of(whole, rows.shape).copy_(rows, non_blocking=True)
             if with_checksums:
                 sums[slot.name].append((row_sums(rows, slot.word_bytes), write.first_row))
-        if self._topology.is_cuda:
-            torch.cuda.synchronize(self._topology.device)
-        for device in prepared.devices:
+        own = {torch.device(self._topology.device)} if self._topology.is_cuda else set[torch.device]()
+        for device in prepared.devices | own:
             torch.cuda.synchronize(device)
         return self.checksums_of(layout, sums) if with_checksums else []
 
