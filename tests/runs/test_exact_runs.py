@@ -63,6 +63,7 @@ def plain(files, tmp_path_factory):
     return output
 
 
+@pytest.mark.slow
 def test_no_log_probability_differs_by_one_bit(plain):
     assert gaps(plain) == [0.0] * 4
     metrics = lines(plain / "metrics.jsonl")[1:]

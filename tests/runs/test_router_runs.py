@@ -77,6 +77,7 @@ def own_routes(model, line):
     return language_model.routers.own_by_row()[0]
 
 
+@pytest.mark.slow
 def test_rollouts_hold_the_routes_and_the_metric_counts_those_that_differ(files, plain):
     output, metrics = plain
     model = load_model(files / "model")

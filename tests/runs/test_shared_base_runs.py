@@ -85,7 +85,7 @@ def test_handles_of_parameters_and_updates_in_flight_work_as_well(files, tmp_pat
     train(files, tmp_path / "overlap", "true", overlap, world_size=1)
 
 
-@pytest.mark.parametrize("share", ["true", "null"])
+@pytest.mark.parametrize("share", ["true", pytest.param("null", marks=pytest.mark.slow)])
 def test_an_engine_with_other_weights_is_refused_or_leaves_two_bases(files, tmp_path, share):
     other = save_tiny_llama(tmp_path / "other", hidden_size=64, tied=True)
     tensors = load_file(other / "model.safetensors")

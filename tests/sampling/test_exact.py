@@ -40,13 +40,12 @@ MODELS = {
     "OLMoE": Family("OlmoeConfig", "", {"num_experts_per_tok": 8, "num_experts": 20}),
     "Qwen3-MoE": Family("Qwen3MoeConfig", "", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
 }
-FAST = ("an odd width", "Qwen3", "Gemma 3", "Mixtral")
 EXACT_ENGINE = {**TINY_ENGINE, "receiver": "live", "exact": True}
 LENGTHS = (3, 9, 17, 31)
 
 
-def slow_unless(names):
-    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in MODELS]
+def slow_unless(*fast):
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in MODELS]
 
 
 def prompts_of(lengths=LENGTHS):
@@ -79,7 +78,7 @@ def sampled(engine, lengths=LENGTHS, **params):
     )
 
 
-@pytest.mark.parametrize("name", slow_unless(FAST))
+@pytest.mark.parametrize("name", slow_unless("Qwen3", "Mixtral"))
 def test_all_bits_are_equal(name, tmp_path):
     path = save_family(MODELS[name], tmp_path / "model", tied=MODELS[name].always_tied)
     with SamplingEngine(path, **EXACT_ENGINE) as engine:
@@ -230,6 +229,7 @@ def test_models_that_are_not_exact_are_refused(tmp_path):
     assert "'longrope'" in why_not_exact(description | {"rope_scaling": {"type": "longrope", "factor": 2.0}})
 
 
+@pytest.mark.slow
 def test_the_engine_refuses_other_families(tmp_path):
     path = save_family(FAMILIES["OPT"], tmp_path / "model")
     with (
