@@ -309,6 +309,29 @@ def test_tasks_between_steps_have_the_numbers_of_the_exported_model(files, tmp_p
 
 
 @pytest.mark.slow
+def test_every_evaluation_has_the_same_examples(files):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.model import LM
+
+    from vectorlm.rl.evaluation import harness
+
+    class Recorder(LM):
+        def loglikelihood(self, requests):
+            asked.append([request.args for request in requests])
+            return [(0.0, False)] * len(requests)
+
+        loglikelihood_rolling = generate_until = loglikelihood
+
+    asked = []
+    text = (files / "choice.yaml").read_text() + "num_fewshot: 2\nfewshot_split: test\n"
+    (files / "examples.yaml").write_text(text)
+    tasks = harness.load_tasks([str(files / "examples.yaml")], "tasks")
+    for _ in range(2):
+        harness.run_tasks(Recorder(), tasks)
+    assert asked[0] == asked[1]
+
+
+@pytest.mark.slow
 def test_the_engine_and_transformers_give_the_harness_the_same_numbers(files, tmp_path, capsys):
     pytest.importorskip("lm_eval")
     names = ",".join(str(files / f"{name}.yaml") for name in ("choice", "generate", "rolling"))

@@ -187,7 +187,6 @@ def load_tasks(names: Sequence[str], where: str = "--tasks") -> Any:
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     return loaded
 
 
@@ -223,6 +222,9 @@ def run_tasks(model: Any, tasks: Any, limit: int | None = None) -> tuple[dict[st
     `limit` keeps the first documents of each task. This is the harness's `simple_evaluate` without its collection of
     facts about the machine, which takes seconds.
     """
+    # Otherwise every evaluation of a run would draw other examples.
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     found: Any = evaluate(model, tasks, limit=limit, log_samples=True)
     plain: dict[str, Any] = json.loads(json.dumps(found, default=handle_non_serializable))
     lines = []
