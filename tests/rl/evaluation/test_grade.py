@@ -73,7 +73,9 @@ def test_pass_at_k_is_the_share_of_the_choices_of_k_answers_with_a_right_one():
             for scored in ([reward for reward in options if not math.isnan(reward)] for options in answers)
         ]
         assert value == pytest.approx(statistics.fmean(shares))
-    assert grade(results([[1.0, 0.0], [1.0]])).pass_at == {}
+    # A judge that failed once does not remove the metric.
+    assert grade(results([[1.0, 0.0], [0.0, math.nan]])).pass_at == {2: 1.0}
+    assert grade(results([[1.0], [0.0]])).pass_at == {}
     assert grade([]).pass_at == {}
 
 

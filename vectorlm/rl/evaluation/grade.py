@@ -37,8 +37,8 @@ class Grade:
 def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -> Grade:
     r"""Grade the results of a reward for the answers to every question; a reward of NaN is no reward.
 
-    Values that the reward logs as `answer` are the votes of maj@k. `at_k` are the k of pass@k and maj@k, up to the
-    fewest answers to a question; empty means 2, 4, 8 and so on.
+    Values that the reward logs as `answer` are the votes of maj@k. `at_k` are the k of pass@k and maj@k; empty means 2,
+    4, 8 and so on. A question counts for a k if at least k of its answers have a reward.
 
     The answers to one question are not independent. Therefore a question counts once, with the mean of its answers:
     standard error = standard deviation of these means / sqrt(questions).
@@ -59,14 +59,19 @@ def grade(results: Sequence[Sequence[RewardResult]], at_k: Sequence[int] = ()) -
     accuracy, accuracy_error = _mean_and_error(
         [statistics.fmean(result.is_right for result in question) for question in scored]
     )
-    fewest = min(map(len, scored), default=0)
-    ks = [k for k in at_k or (2**power for power in range(1, fewest.bit_length())) if k <= fewest]
+    most = max(map(len, scored), default=0)
+    ks = [k for k in at_k or (2**power for power in range(1, most.bit_length())) if k <= most]
     counts = [(len(question), sum(result.is_right for result in question)) for question in scored]
-    pass_at = {k: statistics.fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) for k in ks}
+    pass_at = {
+        k: statistics.fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts if n >= k)
+        for k in ks
+    }
     votes = [[(result.logged.get("answer"), result.is_right) for result in question] for question in scored]
     majority_at = {}
     if any(vote is not None for question in votes for vote, _ in question):
-        majority_at = {k: statistics.fmean(_majority_at(k, voted) for voted in votes) for k in ks}
+        majority_at = {
+            k: statistics.fmean(_majority_at(k, voted) for voted in votes if len(voted) >= k) for k in ks
+        }
     return Grade(mean, mean_error, accuracy, accuracy_error, pass_at, majority_at, len(scored), num_unscored)
 
 
