@@ -127,6 +127,7 @@ def test_with_an_environment_the_questions_are_played(files, tmp_path, capsys):
         "rl.max_turns=2",
         "evaluation.rewards=null",
     ]
+    settings.append("evaluation.sampling_params.seed=-1")
     sets = [part for setting in settings for part in ("--set", setting)]
     output = tmp_path / "found.json"
     reward = ["--reward", f"{files / 'rewards.py'}:vowels", "--param", "stop=[e, o]"]

@@ -127,7 +127,10 @@ class SamplerBuilder:
 
         @cache
         def queue() -> GroupQueue:
-            sampler = self.sampler(settings, sampling_params.get("seed", seed), is_trained_on=False)
+            asked = sampling_params.get("seed")
+            # NumPy's seeds are not negative, as vLLM's may be.
+            own_seed = seed if asked is None else asked % 2**64
+            sampler = self.sampler(settings, own_seed, is_trained_on=False)
             made = GroupQueue(self.engine, sampler)
             self.stack.callback(made.close)
             return made
