@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+import textwrap
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -59,6 +60,12 @@ def test_every_reward_can_be_imported_and_sent_to_a_worker(name):
         (3, "3 apples or 4", 0.0),
         (3, "", 0.0),
         ("", "3", None),
+        # Numbers and nulls of Parquet columns.
+        (0.00001, r"\boxed{10^{-5}}", 1.0),
+        (1e20, r"\boxed{10^{20}}", 1.0),
+        (5.0, "5", 1.0),
+        (None, r"\boxed{None}", None),
+        (float("nan"), "nan", None),
     ],
 )
 def test_mathematics_compares_formulas_and_cannot_score_without_one(answer, completion, reward):
@@ -121,6 +128,19 @@ def test_what_ends_closes_or_prints_in_a_process_with_limits_changes_no_other_an
 )
 def test_a_box_is_read_to_its_own_brace(completion, reward):
     assert mathematics.boxed(completion, r"\frac{1}{2}") == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        (5.0, r"\boxed{5}", 1.0),
+        (5.0, r"\boxed{5.0}", 1.0),
+        (0.00001, r"\boxed{0.00001}", 1.0),
+        (None, r"\boxed{None}", None),
+    ],
+)
+def test_a_box_may_hold_a_number_of_a_column(answer, completion, reward):
+    assert mathematics.boxed(completion, answer) == reward
 
 
 @pytest.mark.parametrize(
@@ -283,6 +303,7 @@ def test_code_may_reserve_memory_that_it_does_not_use_and_says_why_it_fails():
         f"{RIGHT}\nIt prints:\n```\n4\n6\n```",
         f"```python\nwrong\n```\nNo:\n{RIGHT}",
         f"With ```double``` as asked:\n{RIGHT}",
+        f"1. Here:\n\n{textwrap.indent(RIGHT, '   ')}",
         *(
             RIGHT.replace("python", tag)
             for tag in ("", "py", "python3", "Python", "PYTHON", "python title='a.py'")

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,9 @@ def _drop(name: str, value: Any) -> None:
     """Log nothing."""
 
 
-def math(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float | None:
+def math(
+    completion: str, answer: str | float | None, log: Callable[[str, Any], None] = _drop
+) -> float | None:
     r"""Return 1.0 if the completion's final formula equals the answer, else 0.0; None if the answer is not a formula.
 
     A formula that takes more than 3 s of CPU time to compare, such as ``9^{9^{9}}``, does not equal the answer.
@@ -28,11 +31,13 @@ def math(completion: str, answer: str | float, log: Callable[[str, Any], None] =
 
     Args:
         completion: The text of the model.
-        answer: A number, an expression or LaTeX, with or without ``$``.
+        answer: A number, an expression or LaTeX, with or without ``$``. None and NaN are no formulas.
         log: Receives the formula of the completion, as `answer`.
     """
+    if (text := _text_of(answer)) is None:
+        return None
     try:
-        reward, found = limited("math_verify", f"{__name__}:compared", completion, str(answer))
+        reward, found = limited("math_verify", f"{__name__}:compared", completion, text)
     except OverLimit:
         return 0.0
     if found is not None:
@@ -55,8 +60,15 @@ def compared(completion: str, answer: str) -> tuple[bool | None, str | None]:
         return False, None
 
 
-def boxed(completion: str, answer: str | float, log: Callable[[str, Any], None] = _drop) -> float:
-    r"""Return 1.0 if the completion's last ``\boxed{}`` equals the answer without white space, else 0.0."""
+def boxed(
+    completion: str, answer: str | float | None, log: Callable[[str, Any], None] = _drop
+) -> float | None:
+    r"""Return 1.0 if the completion's last ``\boxed{}`` equals the answer without white space, else 0.0.
+
+    The answer 5.0, a number, is ``5`` or ``5.0``. The reward is None if the answer is None or NaN.
+    """
+    if (right := _text_of(answer)) is None:
+        return None
     start = completion.rfind(r"\boxed{")
     if start < 0:
         return 0.0
@@ -65,9 +77,16 @@ def boxed(completion: str, answer: str | float, log: Callable[[str, Any], None] 
         depth += {"{": 1, "}": -1}.get(character, 0)
         if not depth:
             log("answer", _without_space(text))
-            return float(_without_space(text) == _without_space(str(answer)))
+            return float(_without_space(text) in map(_without_space, (right, str(answer))))
         text += character
     return 0.0
+
+
+def _text_of(answer: str | float | None) -> str | None:
+    """Return the answer as text, without an exponent or a final ``.0``; None if it is None or NaN."""
+    if answer is None or answer != answer:
+        return None
+    return f"{Decimal(repr(answer)):f}".removesuffix(".0") if isinstance(answer, float) else str(answer)
 
 
 def _without_space(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -13,8 +14,12 @@ FENCE = re.compile(r"```[^\n`]*```|```([^\n`]*)\n(.*?)```", re.DOTALL)
 
 
 def fenced(text: str, *tags: str) -> list[str]:
-    """Return the contents of the fences with one of these tags; if there are none, of the fences without a tag."""
-    found = [(tag.strip().lower().partition(" ")[0], inner) for tag, inner in FENCE.findall(text) if inner]
+    """Return the contents of the fences with one of these tags; if there are none, of the fences without a tag.
+
+    The contents have no common indentation, which fences in lists have.
+    """
+    matches = ((tag, textwrap.dedent(inner)) for tag, inner in FENCE.findall(text) if inner)
+    found = [(tag.strip().lower().partition(" ")[0], inner) for tag, inner in matches]
     return [inner for tag, inner in found if tag in tags] or [inner for tag, inner in found if not tag]
 
 

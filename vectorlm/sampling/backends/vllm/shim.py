@@ -72,8 +72,8 @@ def adapt_to_cpu() -> None:
         convolve_dense_tokens()
         keep_base_rows()
         multiply_fp8_fast()
-        # Linux ends a process with SIGILL at its first AMX instruction if it did not ask for AMX. vllm 0.32 uses AMX for
-        # 4-bit weights and for attention in bfloat16, and does not ask. Harmless on other CPUs.
+        # Linux ends a process with SIGILL at its first AMX instruction if it did not ask for AMX. vllm 0.32 uses AMX
+        # for 4-bit weights and for attention in bfloat16, and does not ask. Harmless on other CPUs.
         torch.cpu._init_amx()
 
 
