@@ -105,7 +105,6 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         ([f"{TRAIN}.context_parallel=3"], {"world_size": 3}, [f"{TRAIN}.context_parallel"]),
         (["dataset=null"], {}, ["there is nothing to train on"]),
         ([f"{TRAIN}.max_seq_len=257"], {}, [f"{TRAIN}.max_seq_len"]),
-        ([f"{TRAIN}.use_flash_attention=true", f"{TRAIN}.use_mp=false"], {}, [f"{TRAIN}.use_flash_attention"]),
         ([f"{TRAIN}.optimizer.fused=true", f"{TRAIN}.optimizer.foreach=true"], {}, [f"{TRAIN}.optimizer.foreach"]),
         ([f"{TRAIN}.optimizer.capturable=true", f"{TRAIN}.cpu_offload=true"], {}, [f"{TRAIN}.optimizer.capturable"]),
         ([f"{TRAIN}.sampler={{prompts: q.jsonl}}"], {}, ["evaluation.prompts"]),
@@ -407,6 +406,14 @@ def test_on_cuda_every_worker_of_the_engine_needs_the_device_of_a_rank(complete,
     monkeypatch.setattr(settings, "has_gpu", lambda: True)
     passes(complete, SAMPLER, override, world_size=4)
     assert refused(complete, SAMPLER, override, world_size=2) == [override.partition("=")[0]]
+
+
+def test_flash_attention_in_32_bits_is_refused_only_on_cuda(complete, monkeypatch):
+    flash = f"{TRAIN}.use_flash_attention"
+    for is_cuda in (False, True):
+        monkeypatch.setattr(settings, "has_gpu", lambda is_cuda=is_cuda: is_cuda)
+        config = load_config(complete, [f"{flash}=true", f"{TRAIN}.use_mp=false"])
+        assert [KEY.match(text)[0] for text in settings.setting_problems(config, 1)] == [flash] * is_cuda
 
 
 @pytest.mark.parametrize(("engine_devices", "is_refused"), [(4, False), (2, True), ("null", True)])

@@ -211,7 +211,7 @@ def _training_problems(config: Config) -> Iterator[str]:
         if is_dense or config.reward_model is not None:
             yield refuse(config, "train_parameters.router_aux_loss_coef", f"needs {why}", "Leave it out.")
     # Costs more than a minute: the first step finds it, after models are loaded and completions sampled.
-    if train.model.use_flash_attention and not train.model.computes_in_bf16(is_cuda=True):
+    if train.model.use_flash_attention and has_gpu() and not train.model.computes_in_bf16(is_cuda=True):
         rule = f"needs 16-bit numbers, and use_mp is false with dtype {train.model.dtype}"
         fix = "Set use_mp to true, or use_flash_attention to false."
         yield refuse(config, "train_parameters.use_flash_attention", rule, fix)
@@ -578,7 +578,7 @@ def _four_bit_problems(config: Config) -> Iterator[str]:
 
 _EXACT_VALUES: Mapping[str, tuple[Any, ...]] = {
     **{"train_parameters.dtype": ("float32",), "train_parameters.use_mp": (False, None)},
-    **{f"train_parameters.{name}": (False,) for name in ("fp32_head", "compile", "use_flash_attention")},
+    **{f"train_parameters.{name}": (False,) for name in ("fp32_head", "compile")},
     **{"train_parameters.quantization": (None,), "train_parameters.context_parallel": (1,)},
     "rl.async.max_staleness": (0, None),
 }
