@@ -21,6 +21,7 @@ from vectorlm.sampling.weights.module_source import ModuleSource
 from vectorlm.train.checkpoint.state import CheckpointStore
 from vectorlm.train.load import load_model, quantize_blocks, round_blocks
 from vectorlm.train.lora import add_lora
+from vectorlm.train.recorder import num_multiplied
 from vectorlm.train.shard import shard_model
 from vectorlm.types import TrainedModel
 
@@ -103,6 +104,16 @@ def test_the_engine_is_sent_the_numbers_that_the_trainer_computes_with(tmp_path,
     (shards,) = (tmp_path / "checkpoints").glob("*/shards")
     held = FileSystemReader(shards).read_metadata().state_dict_metadata
     assert all("lora_" in name or "param_groups" in name for name in held)
+
+
+@needs_bitsandbytes
+def test_weights_in_4_bits_count_for_the_speed_as_in_32_bits(tmp_path):
+    folder = save_tiny_llama(tmp_path / "model", hidden_size=36)
+    counts = [
+        num_multiplied(add_lora(model, LORA), has_tied_head=False)
+        for model in (load_model(folder), quantize_blocks(load_model(folder), "cpu"))
+    ]
+    assert counts[0] == counts[1]
 
 
 @needs_bitsandbytes

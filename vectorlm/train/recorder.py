@@ -19,6 +19,7 @@ from vectorlm.settings import nearest
 from vectorlm.train.callbacks import Callbacks
 from vectorlm.train.checkpoint.hub import HubUploads
 from vectorlm.train.checkpoint.state import CheckpointStore
+from vectorlm.train.load import NF4Linear
 from vectorlm.types import Evaluation, MetricSink, TrainedModel
 
 FALLING = (
@@ -323,6 +324,9 @@ class Recorder:
 def num_multiplied(model: Any, has_tied_head: bool) -> int:
     """Count the weights that multiply every token: all but the embeddings, which are looked up."""
     total = sum(parameter.numel() for parameter in model.parameters())
+    # Weights in 4 bits are packed buffers, no parameters.
+    layers = [module for module in model.modules() if isinstance(module, NF4Linear)]
+    total += sum(layer.in_features * layer.out_features for layer in layers)
     return total if has_tied_head else total - model.get_input_embeddings().weight.numel()
 
 
