@@ -29,7 +29,7 @@ class FineTuningLoop:
     """Minimise the mean of an objective over all tokens (or pairs) of each global batch.
 
     The loss of an optimizer step is summed over all ranks and micro-batches, and divided by the global count. Therefore
-    no result depends on how a global batch is split.
+    the split of a global batch changes only the rounding (in bfloat16 see `shard_model`).
     """
 
     optimizer_step: OptimizerStep

@@ -103,9 +103,14 @@ def shard_model(
 
     ``FULL_SHARD`` gathers a block's weights for its forward and again for its backward; ``SHARD_GRAD_OP`` keeps them in
     between; ``NO_SHARD`` replicates them on every rank; ``HYBRID_SHARD`` shards within each node and replicates over
-    nodes. Gradients are summed in fp32, also for bf16 weights. Names of parameters do not change. With every strategy,
-    `OptimizerStep` keeps a small model gathered for all micro-batches of a step. A model that `stays_plain` is only
-    moved to the device. Parameters in `whole` are not sharded.
+    nodes. Names of parameters do not change. With every strategy, `OptimizerStep` keeps a small model gathered for all
+    micro-batches of a step. A model that `stays_plain` is only moved to the device. Parameters in `whole` are not
+    sharded.
+
+    Gradients are summed over ranks in fp32, also for bf16 weights. ``FULL_SHARD`` and ``SHARD_GRAD_OP`` add up the
+    gradients of micro-batches in the dtype of the weights, unless the model stays gathered. The other strategies add
+    them up in fp32. Sums in fp32 would double the memory of bf16 gradients and hardly help, because the passes
+    themselves round more.
     """
     strategy = settings.sharding_strategy
     experts: list[nn.Module] = []
