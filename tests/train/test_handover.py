@@ -381,6 +381,47 @@ def test_what_comes_later_goes_into_a_block_of_its_own():
     assert all(item.isfinite().all() and item.any() for item in tensors_of(optimizer))
 
 
+def steps_of(monkeypatch, owner, method, fails_at, retry):
+    """Train three steps; memory runs out on the way back of the second block, at the given call."""
+    layer, optimizer = trained_layer(torch.optim.AdamW, lr=0.1)
+    turn = turn_over(ScribeEngine(), model=layer, optimizer=optimizer, offload_optimizer=True)
+    call, calls = getattr(owner, method), iter(range(100))
+
+    def runs_out(*args, **kwargs):
+        if next(calls) == fails_at:
+            raise torch.OutOfMemoryError("no memory")
+        return call(*args, **kwargs)
+
+    for step in range(3):
+        fails = step == 1 and fails_at is not None
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(torch.OutOfMemoryError) if fails else turn.sampling(step),
+        ):
+            if fails:
+                with turn.sampling(step):
+                    patch.setattr(owner, method, runs_out)
+        if fails and retry == "block":
+            with turn.sampling(step):
+                pass
+        if retry == "step":
+            optimizer.zero_grad()
+            for parameter in layer.parameters():
+                parameter.grad = torch.full_like(parameter, step)
+        optimizer.step()
+    assert turn._offload.num_bytes == 0
+    return [*layer.parameters(), *tensors_of(optimizer)]
+
+
+@pytest.mark.parametrize("retry", ["block", "step"])
+@pytest.mark.parametrize("fails_at", range(8))
+@pytest.mark.parametrize(("owner", "method"), [(torch.Tensor, "copy_"), (torch.UntypedStorage, "resize_")])
+def test_no_state_is_lost_if_memory_runs_out_on_the_way_back(monkeypatch, owner, method, fails_at, retry):
+    expected = steps_of(monkeypatch, owner, method, None, retry)
+    found = steps_of(monkeypatch, owner, method, fails_at, retry)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_views_of_one_buffer_are_moved_once_and_state_that_is_the_weight_itself_stays():
     layer, optimizer = trained_layer(torch.optim.SGD, lr=0.1, momentum=0.9)
     flat = torch.arange(18.0)

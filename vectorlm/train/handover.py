@@ -147,9 +147,10 @@ class DeviceTurn:
         else:
             put_to_sleep(self.engine, self._sleep)
         finally:
+            # The next block works after an error of `move_back`, too.
+            self._step = None
             if self._offload is not None:
                 self._offload.move_back()
-            self._step = None
 
     def check_sleep(self) -> None:
         """Wake the engine, update it and put it to sleep again; it checks that sleeping did not change it.
@@ -214,6 +215,9 @@ class Offload:
 
     On CUDA a separate stream copies back, and forward and backward passes do not wait for it. The optimizer's `step`,
     `state_dict` and `load_state_dict` do wait; other readers of the state call `wait` first.
+
+    If memory runs out on the way back, the rest stays on the host. Free memory before the next backward pass: the next
+    `wait` or `move_back` retries.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: str) -> None:
@@ -228,6 +232,7 @@ class Offload:
         optimizer.register_load_state_dict_pre_hook(wait)
         self._parked: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._host = torch.empty(0, dtype=torch.uint8)
+        self._is_out = False
 
     @property
     def num_bytes(self) -> int:
@@ -236,6 +241,7 @@ class Offload:
 
     def move_out(self) -> None:
         """Copy everything to the host and free it on the device; a second call moves only new tensors."""
+        self._is_out = True
         is_cuda = self._stream is not None
         if is_cuda:
             # FSDP2 writes gradients on another stream.
@@ -258,24 +264,32 @@ class Offload:
 
     def move_back(self) -> None:
         """Start to copy everything back; if memory runs out, the rest stays on the host and a second call retries."""
-        while self._parked:
-            storage, host = self._parked[-1]
-            storage.resize_(host.numel())
-            content = _bytes_of(storage)
-            if self._stream is None:
-                content.copy_(host)
-            else:
-                # Earlier work may still read the former content of this memory.
-                self._stream.wait_stream(torch.cuda.current_stream(self._device))
-                with torch.cuda.stream(self._stream):
-                    content.copy_(host, non_blocking=True)
-                content.record_stream(self._stream)
-            self._parked.pop()
-        if any(parameter.grad is not None for parameter in self._parameters()):
-            self.wait()  # A backward pass adds to gradients.
+        self._is_out = False
+        try:
+            while self._parked:
+                storage, host = self._parked[-1]
+                storage.resize_(host.numel())
+                content = _bytes_of(storage)
+                if self._stream is None:
+                    content.copy_(host)
+                else:
+                    # Earlier work may still read the former content of this memory.
+                    self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                    with torch.cuda.stream(self._stream):
+                        content.copy_(host, non_blocking=True)
+                    content.record_stream(self._stream)
+                self._parked.pop()
+        finally:
+            if any(parameter.grad is not None for parameter in self._parameters()):
+                self._join()  # A backward pass adds to gradients.
 
     def wait(self) -> None:
-        """Make later work of the device wait for the copies of `move_back`."""
+        """Make later work of the device wait for the copies of `move_back`, and start those that failed again."""
+        if self._parked and not self._is_out:
+            self.move_back()
+        self._join()
+
+    def _join(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
