@@ -427,6 +427,29 @@ def test_an_engine_with_devices_of_its_own_may_have_a_worker_on_each(
     assert any(text.startswith(size) for text in settings.setting_problems(config, 1)) == is_refused
 
 
+@pytest.mark.parametrize(
+    ("has_gpu", "inference", "sizes", "is_refused"),
+    [
+        (True, "vllm", (), True),
+        (True, "vllm", ("tensor_parallel_size=2",), True),
+        (True, "vllm", ("tensor_parallel_size=2", "data_parallel_size=2"), False),
+        (True, "vllm", ("tensor_parallel_size=4", "data_parallel_size=2"), True),
+        (True, "vllm", ("data_parallel_size=4",), False),
+        (True, "transformers", (), True),
+        (True, "server", ("url=http://127.0.0.1:8000",), False),
+        (False, "vllm", (), False),
+    ],
+)
+def test_an_engine_uses_all_devices_of_its_own(complete, monkeypatch, has_gpu, inference, sizes, is_refused):
+    monkeypatch.setattr(settings, "has_gpu", lambda: has_gpu)
+    setting = "rl.async.engine_devices"
+    split = "rl.async={max_staleness: 1, placement: split, engine_devices: 4}"
+    overrides = [f"engine.{text}" for text in (f"inference={inference}", *sizes)]
+    config = load_config(complete, [RL, f"{TRAIN}.epochs=1", split, *overrides])
+    found = [text for text in settings.setting_problems(config, 4) if setting in text]
+    assert [text.partition("=")[0] for text in found] == [setting] * is_refused, found
+
+
 def test_compiling_on_cpu_needs_a_compiler(complete, monkeypatch):
     monkeypatch.setattr(files, "has_gpu", lambda: False)
     monkeypatch.setattr(files, "which", lambda name: None)

@@ -405,23 +405,7 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
     yield from _score_problems(config)
     yield from _argument_problems(config)
     yield from _kernel_problems(config)
-    # Silent: the engine would take devices that belong to no rank of this run.
-    size = engine.engine_args.get("tensor_parallel_size", 1)
-    counts = {"the number of ranks on a node": ranks_per_node}
-    most, rule = ranks_per_node, f"must be at most the number of ranks on a node, {ranks_per_node}"
-    fix = "Use less, or start more ranks."
-    if config.overlap is not None and config.overlap.placement == "split":
-        most = config.overlap.engine_devices or 1
-        counts |= {"rl.async.engine_devices": most} if has_gpu() else {}
-        rule, fix = f"must be at most rl.async.engine_devices, {most}", "Use less, or give it more devices."
-    if isinstance(size, int) and size > max(most, 1) and has_gpu():
-        yield refuse(config, "engine.tensor_parallel_size", rule, fix)
-    # Costs more than a minute: the engine starts after models are loaded.
-    num = engine.engine_args.get("data_parallel_size", 1)
-    for what, count in counts.items() if isinstance(num, int) and num > 0 else ():
-        if count % num:
-            fix = f"Use {math.gcd(num, count)}, for example."
-            yield refuse(config, "engine.data_parallel_size", f"must divide {what}, {count}", fix, num)
+    yield from _device_problems(config, ranks_per_node)
     # Costs more than a minute: the engine reads them at its first prompt.
     asked = config.sampling_params
     for path, parameters in asked.items() if engine.inference in ("vllm", "server") else ():
@@ -448,6 +432,36 @@ def _engine_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
         ):
             rule = f"must hold tokens of the model, below {size}"
             yield refuse(config, f"{path}.stop_token_ids", rule, "Leave it out.", stops)
+
+
+def _device_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
+    """Find numbers of workers that do not fit the engine's devices."""
+    engine = config.engine
+    size, num = (engine.engine_args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "data"))
+    counts = {"the number of ranks on a node": ranks_per_node}
+    most, rule = ranks_per_node, f"must be at most the number of ranks on a node, {ranks_per_node}"
+    fix = "Use less, or start more ranks."
+    overlap = config.overlap
+    is_split = overlap is not None and overlap.placement == "split"
+    if overlap is not None and is_split:
+        most = overlap.engine_devices or 1
+        counts |= {"rl.async.engine_devices": most} if has_gpu() else {}
+        rule, fix = f"must be at most rl.async.engine_devices, {most}", "Use less, or give it more devices."
+    are_counts = isinstance(size, int) and isinstance(num, int) and size > 0 < num
+    used = size * num if are_counts else most
+    # Silent: the engine would take devices that belong to no rank of this run.
+    if isinstance(size, int) and size > max(most, 1) and has_gpu():
+        yield refuse(config, "engine.tensor_parallel_size", rule, fix)
+    # Silent: the other devices would be idle. A server has its own devices, and a user's backend its own rule.
+    elif is_split and has_gpu() and engine.inference in ("vllm", "transformers") and used != most:
+        rule = f"must equal tensor_parallel_size x data_parallel_size of the engine, {used}"
+        fix = f"Use {used}, or change these sizes in the section 'engine'."
+        yield refuse(config, "rl.async.engine_devices", rule, fix, most)
+    # Costs more than a minute: the engine starts after models are loaded.
+    for what, count in counts.items() if isinstance(num, int) and num > 0 else ():
+        if count % num:
+            fix = f"Use {math.gcd(num, count)}, for example."
+            yield refuse(config, "engine.data_parallel_size", f"must divide {what}, {count}", fix, num)
 
 
 def _kernel_problems(config: Config) -> Iterator[str]:
