@@ -9,6 +9,7 @@ import pytest
 from websockets.sync.server import serve
 
 from vectorlm.ranks.workers.pool import WorkerPool
+from vectorlm.rl.environments import remote
 from vectorlm.rl.environments.openenv import OpenEnv
 from vectorlm.rl.environments.remote import EnvironmentWorkers, RemoteEnvironment
 from vectorlm.runs.preflight.user_code import require_environment
@@ -81,6 +82,43 @@ def test_an_episode_goes_over_the_socket_in_a_worker():
         assert json.loads(replies[1].messages[0]["content"])["echoed_message"] == deep
         assert [reply.metrics["refused_actions"] for reply in replies] == [1, 1, 1]
         assert (replies[2].reward, replies[2].done) == (3, True)
+
+
+def test_a_worker_answers_a_server_s_pings_between_calls():
+    sockets = []
+
+    def session(socket):
+        sockets.append(socket)
+        for text in socket:
+            if json.loads(text)["type"] == "close":
+                return
+            socket.send(json.dumps({"type": "observation", "data": {"observation": {"text": "hello"}}}))
+
+    async def call(worker, function, *arguments):
+        return [value async for value in worker.run(f"{remote.__name__}:{function}", *arguments)][-1]
+
+    async def begin(pool, columns):
+        async with pool.worker() as worker:
+            prompt = [{"role": "user", "content": "Say it."}]
+            (*_, begun), _ = await call(worker, "play_shared", 0, "begin", NAME, NAME, prompt, columns)
+            # After a synchronous call the worker has no task, but its session is still open.
+            assert await call(worker, "describe", NAME, NAME, columns)
+            answered = await asyncio.to_thread(sockets[0].ping().wait, 10)
+            await call(worker, "play_shared", 0, "end")
+            return begun, answered
+
+    with serve(session, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        try:
+            with WorkerPool(1) as pool:
+                begun, answered = pool.submit(begin(pool, {"openenv_url": url})).result()
+        finally:
+            server.shutdown()
+            thread.join()
+    assert begun["content"] == "hello"
+    assert answered
 
 
 @pytest.mark.slow
