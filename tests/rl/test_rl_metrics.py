@@ -152,13 +152,17 @@ def test_the_divergence_per_completion_counts_only_trained_completions(changes, 
 
 
 def speeds_of(topology, folder, groups):
-    meter = SpeedMeter(build(topology, folder, "grpo").models)
-    return meter.speeds({"time/step_s": 2.0, "time/generate_s": 1.0}, {"time/stall_s": 0.0}, groups)
+    models = build(topology, folder, "grpo").models
+    times = {"time/step_s": 2.0, "time/generate_s": 1.0}
+    return [
+        SpeedMeter(models, overlaps_sampling=overlaps).speeds(times, {"time/stall_s": 0.0}, groups)
+        for overlaps in (False, True)
+    ]
 
 
 def test_tokens_seen_are_of_all_rows(folder):
     groups = scored([list(map(forked, group)) for group in random_groups()], random_rewards())
-    (found,) = on_ranks(1, speeds_of, folder, groups)
+    ((found, overlapping),) = on_ranks(1, speeds_of, folder, groups)
     rows = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
     read, generated = (
         sum(len(row.prompt_token_ids) for row in rows),
@@ -166,4 +170,6 @@ def test_tokens_seen_are_of_all_rows(folder):
     )
     assert found["perf/tokens_seen"] == read + generated
     assert found["perf/generated_tokens_per_s"] == generated
+    # The ranks waited for one of two seconds, but the engine sampled during both.
+    assert overlapping["perf/generated_tokens_per_s"] == generated / 2
     assert found["perf/tokens_per_s"] == (read + generated) / 2

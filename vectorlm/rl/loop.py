@@ -67,25 +67,25 @@ class RLLoop:
         timeline: Timeline,
         topology: Topology,
         demonstrations: Demonstrations | None = None,
-        overlaps_evaluation: bool = False,
+        overlaps_sampling: bool = False,
         teacher_prompt: Callable[[PromptRecord], Sequence[int]] | None = None,
         adapters: OtherAdapters | None = None,
     ) -> None:
         """Build the loop; `turn` hands the devices to the engine and back.
 
-        With `overlaps_evaluation`, the next step is trained while the engine answers the held-out prompts.
+        With `overlaps_sampling`, the ranks train while the engine samples rollouts and answers held-out prompts.
         `teacher_prompt` returns the token ids of the prompt that a teacher reads in place of the policy's. `adapters`
         sends the engine the other adapters of a LoRA run, which rewards and environments may ask.
         """
         self._adapters = adapters
         if adapters is not None:
             turn.before_update = adapters.send
-        self.overlaps_evaluation, self._teacher_prompt = overlaps_evaluation, teacher_prompt
+        self.overlaps_sampling, self._teacher_prompt = overlaps_sampling, teacher_prompt
         self.models, self.spec, self.source, self.settings = models, spec, source, settings
         self.turn, self.recorder, self.topology = turn, recorder, topology
         self.rollout_log, self.timeline = rollout_log, timeline
         self.updater = Updater(models, spec, settings, topology, demonstrations)
-        self.meter = SpeedMeter(models, settings.peak_flops)
+        self.meter = SpeedMeter(models, settings.peak_flops, overlaps_sampling=overlaps_sampling)
         kl = settings.kl
         self.kl_controller = (
             None if kl.kl_target is None else AdaptiveKL(kl.kl_coef, kl.kl_target, kl.kl_horizon)
@@ -118,7 +118,7 @@ class RLLoop:
             self.updater.follow_run(self.step)
             metrics |= self._follow(metrics, batch)
             self.recorder.flush()  # The weights that an evaluation in flight reads are about to be replaced.
-            pending = self.recorder.begin_evaluation(self.step) if self.overlaps_evaluation else None
+            pending = self.recorder.begin_evaluation(self.step) if self.overlaps_sampling else None
             metrics |= self._evaluate() if pending is None else {}
             is_stopped = self.recorder.end_step(self.step, metrics)
             if is_stopped and pending is None and "sampler/generate_s" not in metrics:

@@ -195,13 +195,15 @@ def count_log_ratios(
 class SpeedMeter:
     """Computes speeds from the times of a step."""
 
-    def __init__(self, models: RLModels, peak_flops: float | None = None) -> None:
+    def __init__(
+        self, models: RLModels, peak_flops: float | None = None, *, overlaps_sampling: bool = False
+    ) -> None:
         """Count the weights that multiply every token; `peak_flops` is the peak of all devices together."""
         policy: Any = models.policy.model
         self._num_weights = num_multiplied(policy, bool(policy.config.tie_word_embeddings))
         if models.critic is not None:
             self._num_weights += num_multiplied(models.critic.model, has_tied_head=False)
-        self._peak_flops = peak_flops
+        self._peak_flops, self._overlaps_sampling = peak_flops, overlaps_sampling
         self._device = models.policy_step.topology.device
         self._swapped_at: float | None = None
         self.tokens_seen = 0
@@ -227,7 +229,9 @@ class SpeedMeter:
             self.tokens_seen += generated + read
             found["perf/tokens_seen"] = float(self.tokens_seen)
             found["perf/tokens_per_s"] = (generated + read) / times["time/step_s"]
-            found["perf/generated_tokens_per_s"] = generated / times["time/generate_s"]
+            # If training overlaps with sampling, `time/generate_s` is only the time that the ranks waited.
+            sampling_s = times["time/step_s" if self._overlaps_sampling else "time/generate_s"]
+            found["perf/generated_tokens_per_s"] = generated / sampling_s
         found["perf/trainer_idle"] = times["time/generate_s"] / times["time/step_s"]
         found["perf/stall"] = metrics["time/stall_s"] / times["time/step_s"]
         if "perf/trained_tokens" in metrics:

@@ -174,7 +174,7 @@ def _build(
         timeline=Timeline(timeline, recorder.resume_step),
         topology=run.topology,
         demonstrations=_demonstrations(run, rl, models.policy),
-        overlaps_evaluation=rl.async_ is not None and rl.async_.max_staleness > 0,
+        overlaps_sampling=rl.async_ is not None and rl.async_.max_staleness > 0,
         teacher_prompt=_teacher_prompt(run, rl),
         # Recorded rollouts have asked the adapters already.
         adapters=None if recorded is not None else _adapters(run, rl, models),
