@@ -220,11 +220,13 @@ def test_a_run_with_some_rewards_or_failing_calls_goes_on(inputs, tmp_path, body
     (tmp_path / "some.py").write_text(f"def some(text, prompt):\n    return {body}\n")
     some = (f"rl.rewards={{'{tmp_path}/some.py:some': 1.0}}", "rl.on_reward_error=skip", "rl.max_steps=4")
     if "/" in body:
+        some += (f"train_parameters.sampler.reward={tmp_path}/some.py:some",)
         with pytest.raises(RewardError, match="failed"):
             by_rewards(inputs, tmp_path / "run", *some)
     else:
         by_rewards(inputs, tmp_path / "run", *some)
-    assert metrics_of(tmp_path / "run")[-1]["step"] == 4
+    last = lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (last["step"], last.get("eval/errors")) == (4, 1 if "/" in body else None)
 
 
 def test_one_of_two_rewards_that_returns_nothing_is_named(inputs, tmp_path, capsys):

@@ -237,7 +237,7 @@ def evaluate_on_rank(topology, folder, error=None):
         turn_of(folder, load_model(folder), topology, answers),
         [PromptRecord(prompt) for prompt in "abc"],
         samples_path=None,
-        of_source={"": RewardFunction(scores_on_rank_0)},
+        of_source={"": RewardFunction(scores_on_rank_0, stops_at_error=True)},
         topology=topology,
     )
     try:
@@ -310,8 +310,27 @@ def test_a_reward_that_fails_is_named_with_its_prompt(folder):
         raise KeyError("gone")
 
     turn = turn_of(folder, load_model(folder))
-    evaluator = Evaluator(
-        turn, [PromptRecord("a b")], samples_path=None, of_source={"": RewardFunction(reward)}
-    )
+    fails = RewardFunction(reward, stops_at_error=True)
+    evaluator = Evaluator(turn, [PromptRecord("a b")], samples_path=None, of_source={"": fails})
     with pytest.raises(RewardError, match=r"evaluation\.rewards.*'gone'.*'a b'"):
         evaluator.evaluate(1)
+
+
+def test_an_answer_whose_reward_fails_is_left_out_if_the_settings_skip_errors(folder, tmp_path):
+    def reward(text, prompt):
+        return 0.5 if prompt == "xyz" else 1 / 0
+
+    said = []
+    evaluator = Evaluator(
+        turn_of(folder, load_model(folder)),
+        [PromptRecord("abc"), PromptRecord("xyz")],
+        samples_path=tmp_path / "samples.jsonl",
+        of_source={"": RewardFunction(lambda text: 1.0)},
+        weights={"one": 1.0, "some": 1.0},
+        further={"some": RewardFunction(reward)},
+        say=said.append,
+    )
+    metrics = evaluator.evaluate(1)
+    # As in training, a completion with a failed reward has no sum.
+    assert (metrics["eval/reward"], metrics["eval/reward/some"], metrics["eval/errors"]) == (1.5, 0.5, 1)
+    assert "  failed calls of reward functions: 1; the first: ZeroDivisionError" in said[1]

@@ -227,9 +227,15 @@ class Evaluator:
                 metrics |= {"eval/accuracy": found.accuracy, "eval/reward": grade(total).mean}
                 metrics |= {f"eval/pass_at_{k}": value for k, value in found.pass_at.items()}
                 metrics |= {f"eval/maj_at_{k}": value for k, value in found.majority_at.items()}
+        scored = chain(*(rewards or ()), *chain(*of_further.values()))
+        errors = [result.error for result in scored if result.error is not None and result.is_counted]
+        if errors:
+            metrics["eval/errors"] = float(len(errors))
         if self._lines is not None:
             self._lines.write(step, self._samples(answers, rewards, of_further, generate_s))
             self._say(self._summary(step, answers, rewards))
+            if errors:
+                self._say(f"  failed calls of reward functions: {len(errors)}; the first: {errors[0]}")
             for name, value in of_tasks.items():
                 self._say(f"  {name} {value:.4g}")
         return metrics

@@ -80,13 +80,14 @@ def weighted_sums(
 ) -> list[list[RewardResult]]:
     """Return the weighted sum of every answer's rewards, without rewards of None, as in training.
 
-    The sum is NaN if all rewards with a weight are None, and 0 if all weights are 0.
+    The sum is NaN if a reward with a weight failed or if all of them are None, and 0 if all weights are 0.
     """
 
     def total(found: Sequence[RewardResult]) -> RewardResult:
-        addends = [weight * result.reward for weight, result in zip(weights, found, strict=True) if weight]
-        known = [addend for addend in addends if not math.isnan(addend)]
-        return RewardResult(math.nan if addends and not known else sum(known))
+        counted = [(weight, result) for weight, result in zip(weights, found, strict=True) if weight]
+        has_failed = any(result.error is not None for _, result in counted)
+        known = [weight * result.reward for weight, result in counted if not math.isnan(result.reward)]
+        return RewardResult(math.nan if has_failed or (counted and not known) else sum(known))
 
     return [
         [total(answer) for answer in zip(*question, strict=True)] for question in zip(*scored, strict=True)

@@ -44,7 +44,7 @@ class RewardFunction:
         Without a `pool` the function runs in this process, and a call that hangs never times out.
         """
         self._right_from = right_from
-        self._pool, self._timeout_s, self._stops_at_error = pool, timeout_s, stops_at_error
+        self._pool, self._timeout_s, self.stops_at_error = pool, timeout_s, stops_at_error
         is_sent = pool is not None and not isinstance(reward, str)
         self._reward: Reward = cloudpickle.dumps(reward) if is_sent else reward
         self._where = f" ({reward})" if isinstance(reward, str) else ""
@@ -59,7 +59,7 @@ class RewardFunction:
             WorkersDied: The worker processes crash again and again.
         """
         if self._pool is None:
-            found = run_reward(self._reward, items, self._timeout_s, self._stops_at_error)
+            found = run_reward(self._reward, items, self._timeout_s, self.stops_at_error)
         else:
             found = self._pool.submit(self._score(items, shares=False)).result() if items else []
         return [replace(result, right_from=self._right_from) for result in found]
@@ -134,7 +134,7 @@ class RewardFunction:
 
     def _note(self, scoring: _Scoring, place: int, result: RewardResult) -> None:
         scoring.results[place] = result
-        if self._stops_at_error and result.error is not None:
+        if self.stops_at_error and result.error is not None:
             raise _Stopped
 
 
@@ -171,7 +171,7 @@ def score_answers(
     """Score the answers to each prompt; without a function, return the rewards from their environments.
 
     Raises:
-        RewardError: The function raised or timed out; the message begins with `setting`.
+        RewardError: A function with `stops_at_error` raised or timed out; the message begins with `setting`.
     """
     if reward is None:
         return [
@@ -181,7 +181,7 @@ def score_answers(
     items = [shown(answer) for options in answers for answer in options]
     results = reward.score(items)
     for item, result in zip(items, results, strict=True):
-        if result.error is not None:
+        if result.error is not None and reward.stops_at_error:
             raise RewardError(f"{setting} failed: {item.failure(result.error)}. Correct the function.")
     found = iter(results)
     return [[next(found) for _ in options] for options in answers]
