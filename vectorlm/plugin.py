@@ -6,6 +6,7 @@ A run that starts from Python pickles the given functions to ``functions.pkl``, 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -31,6 +32,20 @@ def is_plugin(name: str) -> bool:
     """Return whether `name` has the form ``file.py:NAME`` or ``package.module:NAME``."""
     where, colon, what = name.rpartition(":")
     return bool(colon and where) and what.isidentifier()
+
+
+def file_of(name: str) -> str:
+    """Return the file with the code of ``file.py:NAME`` or ``package.module:NAME``; any other name unchanged."""
+    if not is_plugin(name):
+        return name
+    where = name.rpartition(":")[0]
+    if where.endswith((".py", ".pkl")):
+        return os.path.expanduser(where)
+    # Finding a module imports its package, which may raise anything.
+    with contextlib.suppress(Exception):
+        if (spec := importlib.util.find_spec(where)) is not None and spec.origin is not None:
+            return spec.origin
+    return where
 
 
 def load_plugin(name: str) -> Any:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from vectorlm.algorithms.support import WHOLE, Support
 from vectorlm.data.encoding import encode, end_tokens
 from vectorlm.data.tasks import Tasks
 from vectorlm.errors import ConfigError, RewardError
-from vectorlm.plugin import is_plugin
+from vectorlm.plugin import file_of
 from vectorlm.ranks.topology import Topology
 from vectorlm.report.step_lines import Timeline
 from vectorlm.rl.adapters import OtherAdapters
@@ -380,14 +379,10 @@ def code_of(rl: RLSettings) -> str:
     for source, settings in rl.by_source.items():
         for given in filter(None, (*settings.rewards, settings.environment)):
             name = without_arguments(given.removeprefix(AGENT))
-            where = name.rpartition(":")[0] if is_plugin(name) else name
-            file = Path(where).expanduser()
+            where = name.rpartition(":")[0]
             # Without the folder, because a run may move.
-            label = given.replace(where, file.name)
-            if where != name and file.suffix not in (".py", ".pkl"):
-                label, module = given, find_spec(where)
-                file = Path(str(module and module.origin))
-            found.append((source, label, content_of(str(file))))
+            label = given.replace(where, Path(where).name)
+            found.append((source, label, content_of(file_of(name))))
     return json.dumps(found)
 
 

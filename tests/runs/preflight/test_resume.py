@@ -238,12 +238,14 @@ def test_what_ranks_must_have_alike_are_settings_files_and_versions(path):
     assert changed() == {"content of mine.py:score", "content of p.jsonl", "content of models/tiny"}
 
 
-def test_ranks_compare_the_file_of_an_agent(path):
+@pytest.mark.parametrize("name", ["agents.py:play", "agents:play"])
+def test_ranks_compare_the_file_of_an_agent(path, monkeypatch, name):
+    monkeypatch.syspath_prepend(Path.cwd())
     Path("agents.py").write_text("def play(url, key, row):\n    return 1.0\n")
 
     def content():
-        config = load_config(path, [SAMPLER, RL, "rl.environment=openai:agents.py:play"])
-        return settings_of_rank(config)["content of openai:agents.py:play"]
+        config = load_config(path, [SAMPLER, RL, f"rl.environment=openai:{name}"])
+        return settings_of_rank(config)[f"content of openai:{name}"]
 
     before = content()
     Path("agents.py").write_text("def play(url, key, row):\n    return 2.0\n")

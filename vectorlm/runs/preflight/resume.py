@@ -15,7 +15,7 @@ from typing import Any
 from vectorlm.data.settings import PromptSettings
 from vectorlm.errors import CheckpointError
 from vectorlm.packages import versions_of_rank
-from vectorlm.plugin import is_plugin
+from vectorlm.plugin import file_of
 from vectorlm.report.runs import flat
 from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.rewards.registry import without_arguments
@@ -112,7 +112,7 @@ def settings_of_rank(config: Config) -> dict[str, Any]:
     """Return the values that must be equal on all ranks: settings, digests of their files, and package versions."""
     settings = _settings(config)
     named = {
-        path: content_of(path.removeprefix(AGENT).rpartition(":")[0] if is_plugin(path) else path)
+        path: content_of(file_of(path.removeprefix(AGENT)))
         for name, value in settings.items()
         if not name.startswith(OUTPUTS)
         # Rewards are keys.
