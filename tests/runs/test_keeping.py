@@ -11,7 +11,7 @@ from kit.sft_runs import WITH_CHECKPOINTS, are_equal, lines, make_config, weight
 
 from vectorlm import FakeEngine
 from vectorlm.cli import main
-from vectorlm.errors import CheckpointError, RewardError
+from vectorlm.errors import CheckpointError, RewardError, RolloutError
 from vectorlm.ranks import launcher
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.fine_tuning import finetune
@@ -227,6 +227,25 @@ def test_a_run_with_some_rewards_or_failing_calls_goes_on(inputs, tmp_path, body
         by_rewards(inputs, tmp_path / "run", *some)
     last = lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert (last["step"], last.get("eval/errors")) == (4, 1 if "/" in body else None)
+
+
+MUTE_AGENT = """
+import json
+import urllib.request
+
+def mute(url, key, row):
+    body = json.dumps({"model": "policy", "prompt": row["prompt"]}).encode()
+    urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body, {"Authorization": f"Bearer {key}"}))
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_that_returns_no_reward_is_named_unless_a_function_scores_its_rollouts(inputs, tmp_path):
+    (inputs / "agent.py").write_text(MUTE_AGENT)
+    by_agent = (f"rl.environment=openai:{inputs}/agent.py:mute", "rl.max_steps=1")
+    with pytest.raises(RolloutError, match=r"agent.py:mute' returned no reward"):
+        by_rewards(inputs, tmp_path / "run", *by_agent, "rl.rewards={}")
+    by_rewards(inputs, tmp_path / "scored", *by_agent)
 
 
 def test_one_of_two_rewards_that_returns_nothing_is_named(inputs, tmp_path, capsys):

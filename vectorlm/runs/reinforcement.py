@@ -350,8 +350,15 @@ def _source(
             )
         replay = replay_order(stored, rl.collect.group_size, seed)
     scorer = _scorer(run, rl, spec, judges)
-    sampler = environments.sampler(rl.collect, seed, needs_greedy=spec.needs_greedy, score=scorer.score_group)
     prompts, sources = run.checked.prompts, rl.by_source
+    others = spec.needs_teacher or any(rl.reward.reward_models.values())
+    sampler = environments.sampler(
+        rl.collect,
+        seed,
+        needs_greedy=spec.needs_greedy,
+        score=scorer.score_group,
+        unscored=[] if others else [name for name in sources if not any(sources[name].rewards.values())],
+    )
     curricula = {
         name: Curriculum(tasks, source.curriculum)
         for name, source in sources.items()

@@ -112,7 +112,14 @@ async def side_by_side(url, key, row):
 
 
 def sample(
-    tmp_path, name, group_size=3, timeout_s=20.0, code=AGENTS, answer=lambda text: " yes ", later_s=0.0
+    tmp_path,
+    name,
+    group_size=3,
+    timeout_s=20.0,
+    code=AGENTS,
+    answer=lambda text: " yes ",
+    later_s=0.0,
+    needs_reward=False,
 ):
     """Return the rollouts of one group, its engine and settings; answers after the first take `later_s` seconds."""
     (tmp_path / "agents.py").write_text(code)
@@ -133,7 +140,12 @@ def sample(
     async def run():
         with WorkerPool(4) as pool, Gateway(Letters(), 4000) as gateway:
             host = AgentHost(
-                f"{tmp_path}/agents.py:{name}", gateway, pool, sampling=settings.sampling, timeout_s=timeout_s
+                f"{tmp_path}/agents.py:{name}",
+                gateway,
+                pool,
+                sampling=settings.sampling,
+                timeout_s=timeout_s,
+                needs_reward=needs_reward,
             )
             sampler = GroupSampler(settings=settings, seed=5, max_model_len=4000, agents={"": host.rollout})
             found = await sampler.sample(Task(7, record), engine.ask)
@@ -160,6 +172,10 @@ def test_an_agent_makes_a_rollout_and_gives_the_reward(tmp_path):
 def test_an_agent_that_gives_no_reward_leaves_it_to_others(tmp_path):
     rollouts, *_ = sample(tmp_path, "once", group_size=1)
     assert rollouts[0].turn_rewards == ()
+    with pytest.raises(RolloutError, match=r"'.*:once' returned no reward.*rl\.rewards"):
+        sample(tmp_path, "once", group_size=1, needs_reward=True)
+    # An agent that failed because the context is full has a reward of 0.
+    assert sample(tmp_path, "too_long", group_size=1, needs_reward=True)[0][0].is_truncated
 
 
 @pytest.mark.slow

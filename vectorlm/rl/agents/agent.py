@@ -42,17 +42,21 @@ class AgentHost:
         sampling: Mapping[str, Any],
         timeout_s: float | None,
         is_trained_on: bool = True,
+        needs_reward: bool = False,
     ) -> None:
-        """Take the agent's name; `timeout_s` is the longest time between two of its requests, None for no limit."""
+        """Take the agent's name; `timeout_s` is the longest time between two of its requests, None for no limit.
+
+        With `needs_reward`, nothing else scores its rollouts, and returning None is an error.
+        """
         self._run, self._gateway, self._workers = run, gateway, workers
         self._sampling, self._timeout_s = sampling, math.inf if timeout_s is None else timeout_s
-        self._is_trained_on = is_trained_on
+        self._is_trained_on, self._needs_reward = is_trained_on, needs_reward
 
     async def rollout(self, record: PromptRecord, ask: Ask, seed_of: Callable[[int], int]) -> Rollout:
         """Return the agent's rollout of a prompt.
 
         Raises:
-            RolloutError: The agent raised, sent no request, or timed out.
+            RolloutError: The agent raised, sent no request, timed out, or returned no reward although it must.
         """
         gateway = self._gateway
         session = Session(
@@ -92,7 +96,13 @@ class AgentHost:
             work.cancel()
             gateway.end(session)
             session.close()
-        return replace(session.rollout(record), measured=measured).rewarded(reward)
+        rollout = replace(session.rollout(record), measured=measured)
+        if reward is None and self._needs_reward and not session.is_full:
+            raise RolloutError(
+                f"the agent {self._run!r} returned no reward, and no reward function scores its rollouts (prompt "
+                f"{str(record.prompt)[:80]!r}). Return a number from the agent, or set rl.rewards."
+            )
+        return rollout.rewarded(reward)
 
     async def _work(self, session: Session, record: PromptRecord) -> tuple[float | None, dict[str, float]]:
         row = {**record.columns, "prompt": record.prompt}

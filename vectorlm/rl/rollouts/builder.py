@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -78,8 +78,12 @@ class SamplerBuilder:
         needs_greedy: bool = False,
         score: Callable[[Sequence[Rollout]], Awaitable[Results]] | None = None,
         is_trained_on: bool = True,
+        unscored: Collection[str] = (),
     ) -> GroupSampler:
-        """Return a sampler of groups that plays these environments."""
+        """Return a sampler of groups that plays these environments.
+
+        The agents of the sources in `unscored` must return a reward, because nothing else scores their rollouts.
+        """
         agents: dict[str, Agent] = {}
         for source, name in self._agents.items():
             from vectorlm.rl.agents.agent import AgentHost
@@ -92,6 +96,7 @@ class SamplerBuilder:
                 sampling=settings.sampling,
                 timeout_s=self._timeout_s,
                 is_trained_on=is_trained_on,
+                needs_reward=source in unscored,
             )
             agents[source] = host.rollout
         return GroupSampler(
