@@ -6,11 +6,12 @@ import pytest
 import torch
 from datasets import Dataset
 from kit.rank_processes import on_ranks
-from tiny_rl import build, gradients, one_step, random_rows
+from tiny_rl import build, gradients, one_step, random_groups, random_rows, scored
 from transformers import AutoModelForCausalLM
 
 from vectorlm.data.loader import Collator, StepLoader
 from vectorlm.rl.prompts import Demonstrations
+from vectorlm.rl.rollout import make_batch
 from vectorlm.rl.settings import SFTSettings
 from vectorlm.rl.update import Updater
 
@@ -82,6 +83,40 @@ def test_the_gradient_is_the_sum_of_both_by_their_shares(folder, world_size, sha
             assert metrics["policy/loss"] == pytest.approx(without["policy/loss"], rel=1e-5)
             both = {name: (1 - SHARE) * alone[name].double() + SHARE * of_texts[name] for name in alone}
             torch.testing.assert_close(gradient, both, rtol=1e-3, atol=2e-6, check_dtype=False)
+
+
+def changes_without_completions(topology, folder):
+    """Return the changes of the weights in two steps of size 1 on texts: without a batch, and in an update."""
+    found = []
+    for num_mini_batches in (1, 2):
+        run = one_step(topology, folder, "grpo", entropy_coef=0.0)
+        settings = replace(
+            run.settings, update=replace(run.settings.update, num_mini_batches=num_mini_batches)
+        )
+        texts = demonstrations(topology, run.models.policy, share=SHARE)
+        updater = Updater(run.models, run.spec, settings, topology, texts)
+        before = run.weights()
+        if num_mini_batches == 1:
+            metrics = updater.update_on_texts(2)
+        else:
+            # One group with equal rewards: the second mini-batch of the batch has no group.
+            rows = make_batch(scored(random_groups()[:1], torch.ones(1, 4)), run.spec)
+            metrics = updater.update(run.prepare(rows), 2)
+        found.append(({name: before[name] - after for name, after in run.weights().items()}, metrics))
+    return found
+
+
+@pytest.mark.slow
+def test_optimizer_steps_without_completions_train_on_texts(folder):
+    ((alone, metrics), (twice, others)), *_ = on_ranks(1, changes_without_completions, folder)
+    of_texts, loss = expected(folder, "none")
+    assert metrics["sft/loss"] == pytest.approx(loss, rel=1e-5)
+    assert (metrics["policy/optimizer_steps"], others["policy/optimizer_steps"]) == (1, 2)
+    # A run ends if no step has a policy loss.
+    assert "policy/loss" not in metrics
+    wanted = {name: SHARE * gradient for name, gradient in of_texts.items()}
+    torch.testing.assert_close(alone, wanted, rtol=1e-3, atol=2e-6, check_dtype=False)
+    assert any(not twice[name].allclose(change) for name, change in alone.items())
 
 
 @pytest.mark.parametrize(

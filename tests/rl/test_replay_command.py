@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import yaml
+from datasets import Dataset
 from kit.rank_processes import save_tiny_llama
 from kit.rl_runs import config_of, lines, save_files
 
@@ -121,6 +122,16 @@ def test_a_step_that_dropped_all_its_groups_is_made_again_only_on_the_way_to_oth
     for num, step in {num: step for step, num in num_kept.items()}.items():
         assert main(["replay", str(run), "--step", str(step)]) == (0 if num else 2)
         assert (f"--step {step}:" in capsys.readouterr().err) == (num == 0)
+
+
+def test_a_step_that_dropped_all_its_groups_trains_on_texts(make_run, tmp_path, capsys):
+    texts = {"input_ids": [[5, 9, 3]] * 8, "labels": [[5, 9, 3]] * 8, "attention_mask": [[1] * 3] * 8}
+    Dataset.from_dict(texts).save_to_disk(tmp_path / "texts")
+    run, num_kept = make_run("a", f"rl.sft.dataset={tmp_path}/texts")
+    assert 0 in num_kept.values()
+    assert all(line["sft/loss"] > 0 for line in lines(run / "metrics.jsonl") if line["step"])
+    last = max(step for step, num in num_kept.items() if num)
+    assert main(["replay", str(run), "--step", str(last)]) == 0
 
 
 def test_a_replay_sends_the_engine_no_adapters_and_uploads_nothing(make_run, monkeypatch, capsys):

@@ -185,9 +185,9 @@ class RLLoop:
             # Logged before the update, which may end the run: the log then has the rollouts that it failed on.
             self.rollout_log.write(self.step + 1, groups, batch)
             self.recorder.callbacks.call("on_rollouts", self.step + 1, self.rollout_log.records)
+            is_warm = self.models.critic is None or self.step >= self.settings.critic.warmup_steps
             # The correction may have rejected every token.
             if batch is not None and batch.rows.mask.any():
-                is_warm = self.models.critic is None or self.step >= self.settings.critic.warmup_steps
                 kl_coef = self.kl_coef if self.settings.kl.kl_in == "loss" else 0.0
                 with timer.span("time/update_s"):
                     metrics |= batch_metrics(batch)
@@ -198,6 +198,9 @@ class RLLoop:
                     self.recorder.say(
                         f"step {self.step + 1}: the policy did not change: its gradient is 0{why}"
                     )
+            elif is_warm and self.updater.demonstrations is not None:
+                with timer.span("time/update_s"):
+                    metrics |= self.updater.update_on_texts(self.step)
             if routers is not None and (share := routers.differing_share()) is not None:
                 metrics["policy/routes_differ"] = share
         self._count_scores(groups, metrics)

@@ -96,7 +96,7 @@ class Updater:
             if self.models.policy.routers is not None:
                 # From here on, the policy's weights are not the weights that sampled.
                 self.models.policy.routers.compares = False
-            if self.models.critic is not None:
+            if self.models.critic is not None and mini_batch.micro_batches:
                 self._train_critic(batch, mini_batch, step, accumulator)
             num_tokens += mini_batch.num_computed
             num_passes += len(mini_batch.micro_batches)
@@ -115,6 +115,25 @@ class Updater:
                 "balance/micro_batches": float(num_passes),
             }
         )
+
+    def update_on_texts(self, step: int) -> dict[str, float]:
+        """Train on the texts of a step without completions to learn from, and return metrics.
+
+        The loss of the texts keeps its share, as in a batch whose advantages are all 0.
+
+        Raises:
+            NonFiniteLoss: A loss or a gradient norm is NaN or infinite; that step changed no weights.
+        """
+        accumulator, optimizer_step = MetricAccumulator(self.topology), self.models.policy_step
+        for index in range(self.settings.update.steps_per_batch):
+            accumulator.begin_step(1)
+            share, num_targets, texts = self._texts((step, index))
+            self._learn_texts(share, num_targets, texts, accumulator)
+            optimizer_step.require_finite(accumulator.end_step()["sft/loss"], step)
+            finished = optimizer_step.finish(step)
+            accumulator.note_all("policy", finished)
+            accumulator.note("policy/optimizer_steps", float(finished["grad_norm"] > 0))
+        return accumulator.averages()
 
     def follow_run(self, num_batches: int) -> None:
         """Set the learning rates for the position after `num_batches` batches of the run, trained on or skipped."""
@@ -195,6 +214,9 @@ class Updater:
             for index in range(settings.num_mini_batches):
                 groups = sorted(order[index :: settings.num_mini_batches])
                 if not groups:
+                    if self.demonstrations is not None:
+                        # This optimizer step has texts.
+                        yield MiniBatch([], [], 1, 1, 1, 0, is_first=False)
                     continue
                 computed = [group for group in groups if group not in skipped]
                 micro_batches: list[MicroBatch] = []
@@ -240,13 +262,8 @@ class Updater:
         accumulator.add("balance/rank_tokens_mean", here[0] / self.topology.num_data_shares)
         accumulator.add_largest("balance/rank_tokens_max", here, here > 0)
         accumulator.add("policy/loss", torch.zeros_like(here[0]))
-        optimizer_step, (step, index_in_batch) = self.models.policy_step, place
-        share, num_targets = 0.0, 0
-        texts: list[Batch] = []
-        if self.demonstrations is not None:
-            share = self.demonstrations.share(step)
-            before = step * self.settings.update.steps_per_batch
-            texts, num_targets = self.demonstrations.micro_batches(before + index_in_batch)
+        optimizer_step, (step, _) = self.models.policy_step, place
+        share, num_targets, texts = self._texts(place)
         last = len(micro_batches) + len(texts) - 1
         now = None
         reads_others = batch.rows.owners is not None and self._reads_rollouts
@@ -268,11 +285,7 @@ class Updater:
             loss = self._policy_loss(batch, micro_batch, mini_batch, kl_coef, accumulator, now)
             optimizer_step.backward((1 - share) * loss + meter.share(), is_last=index == last)
             accumulator.add("policy/loss", loss)
-        for index, text in enumerate(texts, len(micro_batches)):
-            assert self.demonstrations is not None
-            loss = self.demonstrations.loss(text, num_targets)
-            optimizer_step.backward(share * loss, is_last=index == last)
-            accumulator.add("sft/loss", loss)
+        self._learn_texts(share, num_targets, texts, accumulator)
         sums = accumulator.end_step()
         if (balance := meter.value()) is not None:
             accumulator.note("policy/router_aux_loss", balance)
@@ -285,6 +298,25 @@ class Updater:
         finished = optimizer_step.finish(step)
         accumulator.note_all("policy", finished)
         return sums.get("policy/kl", 0.0), finished["grad_norm"]
+
+    def _texts(self, place: tuple[int, int]) -> tuple[float, int, list[Batch]]:
+        """Return the share of the texts of an optimizer step, all ranks' number of target tokens, and the texts."""
+        if self.demonstrations is None:
+            return 0.0, 0, []
+        step, index_in_batch = place
+        index = step * self.settings.update.steps_per_batch + index_in_batch
+        texts, num_targets = self.demonstrations.micro_batches(index)
+        return self.demonstrations.share(step), num_targets, texts
+
+    def _learn_texts(
+        self, share: float, num_targets: int, texts: Sequence[Batch], accumulator: MetricAccumulator
+    ) -> None:
+        """Make the backward passes of the texts, which are the last ones of an optimizer step."""
+        for index, text in enumerate(texts, 1):
+            assert self.demonstrations is not None
+            loss = self.demonstrations.loss(text, num_targets)
+            self.models.policy_step.backward(share * loss, is_last=index == len(texts))
+            accumulator.add("sft/loss", loss)
 
     def _comparison(self, batch: TrainBatch, micro_batch: MicroBatch, beta: float) -> Comparison:
         """Return a function that compares the policy's distributions with the teacher's."""

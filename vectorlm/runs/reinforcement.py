@@ -113,7 +113,7 @@ def reinforce(
         finish(run, loop.models.policy.model, loop.recorder, loop.step)
         if loop.is_unscored:
             raise RewardError(
-                f"no completion of this run had a reward, so {run.output / 'final-model'} holds the initial weights. "
+                f"no completion of this run had a reward, so {run.output / 'final-model'} has learned from none. "
                 f"{loop.why_unscored}"
             )
 

@@ -81,7 +81,7 @@ class RolloutLogger:
             causes = ", ".join(f"{num} {what}" for what, num in counts.items() if num)
             self._say(
                 f"step {step}: nothing to learn from {sum(len(group.rollouts) for group in groups)} completions "
-                f"({causes or 'all rejected'}); the weights do not change"
+                f"({causes or 'all rejected'})"
             )
         else:
             self._warn_of_truncation(step, [rollout for group in groups for rollout in group.rollouts])
