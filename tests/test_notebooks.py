@@ -1,15 +1,20 @@
 """The notebooks: they run from top to bottom, and running a cell again does no harm."""
 
 import ast
+import importlib
+import os
 import re
 import shutil
+import sys
 import time
 from importlib import import_module
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import nbformat
 import psutil
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from kit.pages import run
 from kit.rank_processes import save_tiny_llama
 from nbclient import NotebookClient
@@ -39,6 +44,48 @@ def test_every_name_that_a_notebook_imports_from_vectorlm_exists(path):
     ]
     names = [(node.module, alias.name) for node in imports for alias in node.names]
     assert [(module, name) for module, name in names if not hasattr(import_module(module), name)] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_the_first_cell_of_a_notebook_can_run_again_in_a_restarted_kernel(path, tmp_path, monkeypatch):
+    """Outside a clone, as in Colab: a kernel starts in the folder that gets the clone."""
+    cell = next(cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+    source = TransformerManager().transform_cell(cell.source)
+    clone, calls = tmp_path / "vectorlm/examples/notebooks", []
+
+    class Shell:
+        def system(self, command):
+            calls.append(command.split()[:2])
+            clone.mkdir(parents=True)
+
+        def run_line_magic(self, name, arguments):
+            if name == "cd":
+                os.chdir(arguments.split()[-1])
+            else:
+                calls.append([name, *arguments.split()[:1]])
+                (tmp_path / "site/vectorlm").mkdir(parents=True)
+                (tmp_path / "site/vectorlm/__init__.py").touch()
+
+    def run_cell():
+        importlib.invalidate_caches()
+        exec(source, {"get_ipython": Shell})
+
+    monkeypatch.delitem(sys.modules, "vectorlm", raising=False)
+    # Like a kernel of Colab, whose path begins with the folder in which it starts.
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "site")])
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])
+    monkeypatch.chdir(tmp_path)
+    run_cell()
+    assert (calls, Path.cwd()) == ([["git", "clone"], ["pip", "install"]], clone)
+    run_cell()
+    monkeypatch.chdir(tmp_path)
+    run_cell()
+    assert (len(calls), Path.cwd()) == (2, clone)
+    # The installation was interrupted.
+    shutil.rmtree(tmp_path / "site/vectorlm")
+    monkeypatch.chdir(tmp_path)
+    run_cell()
+    assert (calls[2:], Path.cwd()) == ([["pip", "install"]], clone)
 
 
 @pytest.fixture
