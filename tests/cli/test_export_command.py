@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,12 +21,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 import vectorlm.runs.start
 from vectorlm.cli import main
 from vectorlm.cli.export import find_source, load_source
+from vectorlm.cli.sample import open_engine
+from vectorlm.packages import is_installed
 from vectorlm.report.card import card_of
 from vectorlm.runs.preflight.local_model import resolve_model
 from vectorlm.runs.start import Run
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.load import load_model, load_tokenizer
-from vectorlm.train.lora import add_lora, load_adapters
+from vectorlm.train.lora import add_lora, load_adapters, tokenizer_folder
 
 LORA = {
     "r": 2,
@@ -375,9 +378,9 @@ def test_adapters_apart_from_their_run_are_merged_into_the_base_they_were_traine
     assert are_equal(model.state_dict(), expected.state_dict())
 
 
-def adapters_of(path, dtype, quantization):
+def adapters_of(path, dtype, quantization, **size):
     """Write a base in float32, and adapters that say how a run loaded it; return their folder and the base's."""
-    base = save_tiny_llama(path / "base")
+    base = save_tiny_llama(path / "base", **size)
     train_parameters = {"lora_peft_config": {"r": 2}, "dtype": dtype, "quantization": quantization}
     (path / "run").mkdir()
     (path / "run/config.yaml").write_text(json.dumps({"train_parameters": train_parameters}))
@@ -391,14 +394,92 @@ def adapters_of(path, dtype, quantization):
     return path / "apart/adapters", base
 
 
+def coarsely(model, steps=1024):
+    """Round as NF4 does, but more coarsely and without bitsandbytes."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name and "lora_" not in name:
+                weight.copy_((weight * steps).round() / steps)
+
+
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_adapters_are_sampled_from_with_the_rounded_base_and_their_own_tokenizer(
+    tmp_path, monkeypatch, capsys, engine
+):
+    monkeypatch.setattr(vectorlm.runs.start, "round_blocks", partial(coarsely, steps=32))
+    path, base = adapters_of(tmp_path, "float32", "nf4", hidden_size=64)
+    tokenizer = load_tokenizer(base)
+    tokenizer.chat_template = "{{ messages[0].content }}b"
+    tokenizer.save_pretrained(path)
+    merged = export_of(capsys, path, "--merge")
+    found = []
+    for model, adapter in ((str(base), str(path)), (str(merged), None)):
+        arguments = {"dtype": "float32", "kv_cache_memory_bytes": 16 << 20} if engine == "vllm" else {}
+        with open_engine(engine, model, adapter, arguments) as opened:
+            chat, params = (
+                [{"role": "user", "content": "a"}],
+                {"max_tokens": 6, "temperature": 0, "logprobs": 0},
+            )
+            found += opened.sample([chat], {**params, "ignore_eos": True})[0]
+    of_adapters, of_merged = found
+    assert of_adapters.prompt_token_ids == of_merged.prompt_token_ids == (2, 3)
+    assert (of_adapters.token_ids, of_adapters.text) == (of_merged.token_ids, of_merged.text)
+    # Engines with the same weights agree bit for bit.
+    assert of_adapters.sampler_logprobs == of_merged.sampler_logprobs
+
+
+@pytest.mark.skipif(is_installed("bitsandbytes"), reason="the package would round the base")
+def test_without_the_package_that_rounds_the_base_adapters_are_refused(tmp_path, capsys):
+    path, _ = adapters_of(tmp_path, "float32", "nf4")
+    for command in (lambda: sample(path, "--engine", "hf"), lambda: main(["export", str(path), "--merge"])):
+        assert command() == 2
+        assert "needs the package bitsandbytes, which is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_harness_scores_adapters_with_the_rounded_base(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr(vectorlm.runs.start, "round_blocks", partial(coarsely, steps=32))
+    path, base = adapters_of(tmp_path, "float32", "nf4")
+    load_tokenizer(base).save_pretrained(path)
+    merged = export_of(capsys, path, "--merge")
+    (tmp_path / "docs.jsonl").write_text('{"question": "abcdef"}\n')
+    task = f"""
+task: rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {tmp_path}/docs.jsonl}}, cache_dir: {tmp_path}/cache}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: bits_per_byte}}]
+"""
+    (tmp_path / "rolling.yaml").write_text(task)
+    found = []
+    for model in (path, merged, base):
+        command = ["evaluate", "--engine", "hf", "--tasks", str(tmp_path / "rolling.yaml"), "--output"]
+        assert main([*command, str(tmp_path / "found.json"), "--model", str(model)]) == 0
+        found.append(json.loads((tmp_path / "found.json").read_text())["samples"]["rolling"][0]["resps"])
+    # W x + B A x and (W + B A) x differ by fp32 round-off.
+    numbers = [float(str(resps).strip("[]'")) for resps in found]
+    assert numbers[0] == pytest.approx(numbers[1], abs=1e-5)
+    assert numbers[0] != pytest.approx(numbers[2], abs=1e-3)
+
+
+def test_a_folder_without_a_processor_has_no_tokenizer_for_a_vision_model(tmp_path):
+    for name in ("base", "own"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer_config.json").touch()
+    base, own = tmp_path / "base", tmp_path / "own"
+    assert [tokenizer_folder(base, adapters) for adapters in (None, own)] == [base, own]
+    (base / "preprocessor_config.json").touch()
+    assert tokenizer_folder(base, own) == base
+    (own / "processor_config.json").touch()
+    assert tokenizer_folder(base, own) == own
+
+
 @pytest.mark.parametrize(("before", "now"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_a_run_merges_adapters_into_the_base_they_were_trained_on(inputs, tmp_path, monkeypatch, before, now):
-    def coarsely(model):
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if "proj" in name and "lora_" not in name:
-                    weight.copy_((weight * 1024).round() / 1024)
-
     monkeypatch.setattr(vectorlm.runs.start, "round_blocks", coarsely)
     path, base = adapters_of(tmp_path, before, "nf4")
     text = WITH_CHECKPOINTS.replace("{inputs}/model", str(path))

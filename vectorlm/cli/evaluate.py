@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.cli.arguments import add_set_argument
+from vectorlm.cli.export import find_source, load_source
 from vectorlm.cli.sample import (
     MAX_TOKENS,
     add_sampling_arguments,
@@ -42,6 +43,7 @@ from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.schema import Config
 from vectorlm.runs.preflight.sampling import answer_tokens
 from vectorlm.runs.preflight.user_code import signature_problems, source_tools
+from vectorlm.train.lora import tokenizer_folder
 from vectorlm.types import ENVIRONMENT, PromptRecord
 
 if TYPE_CHECKING:
@@ -285,7 +287,8 @@ def _answers(args: argparse.Namespace, exam: Exam) -> list[Sequence[Rollout]]:
 
         from vectorlm.rl.evaluation.harness import context_length
 
-        longest = context_length(AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model))
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(model, adapter))
+        longest = context_length(AutoConfig.from_pretrained(model), tokenizer)
     engine_args = {
         **trusted(args),
         **exam.engine_args,
@@ -329,8 +332,9 @@ def _answer_tasks(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     model, adapter = require_model(args)
     tasks = harness.load_tasks(args.tasks.split(","))
     if args.engine == "hf":
-        return harness.run_tasks(harness.transformers_model(model, adapter), tasks, args.limit)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+        loaded = (model,) if adapter is None else load_source(find_source(Path(adapter)))
+        return harness.run_tasks(harness.transformers_model(*loaded), tasks, args.limit)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(model, adapter))
     longest = harness.context_length(AutoConfig.from_pretrained(model), tokenizer)
     given = read_pairs("--engine_arg", "max_model_len=2048", args.engine_args)
     engine_args = {"max_model_len": longest, **trusted(args), **given}

@@ -15,7 +15,14 @@ from vectorlm.errors import ConfigError
 from vectorlm.runs.config.load import load_config
 from vectorlm.sampling.weights.lora_factors import SCORES
 from vectorlm.train.checkpoint import folder
-from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, load_adapters, merged
+from vectorlm.train.lora import (
+    ADAPTER_CONFIG,
+    base_of,
+    is_adapter_folder,
+    load_adapters,
+    merged,
+    tokenizer_folder,
+)
 
 
 @dataclass(frozen=True)
@@ -148,21 +155,20 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
 
 
 def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
-    """Load the model with its weights, and its tokenizer; with `merges`, merge adapters into their base."""
+    """Load the model with its weights, and its tokenizer; with `merges`, merge adapters into their base.
+
+    Adapters of an exported model are on the base of their training, with its dtype and rounding.
+    """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model, tokenizer = _load(source)
-    if merges and source.is_adapter:
-        from vectorlm.runs.start import base_settings_of, round_base
-
-        round_base(model, base_settings_of(source.run, source.path))
-        model = merged(model)
-    return model, tokenizer
+    model, tokenizer = _load(source, rounds=merges)
+    return (merged(model) if merges and source.is_adapter else model), tokenizer
 
 
-def _load(source: Source) -> tuple[Any, Any]:
-    from vectorlm.runs.start import base_settings_of, read_start, with_trained_parts
+def _load(source: Source, *, rounds: bool) -> tuple[Any, Any]:
+    """Load model and tokenizer; with `rounds`, round the base of a checkpoint's adapters too."""
+    from vectorlm.runs.start import base_settings_of, read_start, round_base, with_trained_parts
     from vectorlm.train.checkpoint.state import load_weights
     from vectorlm.train.load import (
         is_scorer,
@@ -185,6 +191,8 @@ def _load(source: Source) -> tuple[Any, Any]:
         # A checkpoint has no frozen weights. Without frozen weights, the adapters' folder is not needed.
         has_frozen = reads_images(config.model)
         model = read_start(read, config) if has_frozen else read(dtype=train.model.dtype)
+        if rounds and train.lora_peft_config is not None:
+            round_base(model, train.model)
         # The checkpoint has the adapters' values.
         model = with_trained_parts(model, config, is_empty=True)
         load_weights(source.path, model)
@@ -195,12 +203,15 @@ def _load(source: Source) -> tuple[Any, Any]:
         return model, tokenizer
     from transformers import AutoTokenizer
 
-    base, has_tokenizer = base_of(source.path), (source.path / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(source.path) if has_tokenizer else load_tokenizer(base)
+    base = base_of(source.path)
+    place = tokenizer_folder(base, source.path)
+    tokenizer = load_tokenizer(base) if place == base else AutoTokenizer.from_pretrained(place)
     described = json.loads((source.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     is_reward_model = described.get("task_type") == SCORES
-    dtype = base_settings_of(source.run, source.path).dtype
-    model = load_scorer(base, tokenizer, dtype=dtype) if is_reward_model else load_model(base, dtype=dtype)
+    settings = base_settings_of(source.run, source.path)
+    read = partial(load_scorer, tokenizer=tokenizer) if is_reward_model else load_model
+    model = read(base, dtype=settings.dtype)
+    round_base(model, settings)
     return load_adapters(source.path, model), tokenizer
 
 

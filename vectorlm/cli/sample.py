@@ -26,7 +26,7 @@ from vectorlm.runs.preflight.local_model import (
 )
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.sampling.weights.lora_factors import engine_arguments
-from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder
+from vectorlm.train.lora import ADAPTER_CONFIG, base_of, is_adapter_folder, tokenizer_folder
 from vectorlm.types import Prompt
 
 FLAGS = ("max_tokens", "temperature", "n", "seed")
@@ -114,10 +114,11 @@ def sample_command(args: argparse.Namespace) -> int:
     ]
     _require_readable(args.images, is_chat, args.engine)
     chat = chat_settings(args, PLAIN_CHAT)
-    has_template = chat.chat_template is not None or has_chat_template(model)
+    tokenizer = tokenizer_folder(model, adapter)
+    has_template = chat.chat_template is not None or has_chat_template(tokenizer)
     if is_chat and not has_template:
         raise ConfigError(
-            f"--chat needs a chat template, but the tokenizer of {model} has none. Leave it out."
+            f"--chat needs a chat template, but the tokenizer of {tokenizer} has none. Leave it out."
         )
     from vectorlm.report.step_lines import sample_with_progress
 
@@ -218,7 +219,7 @@ def open_engine(
     engine_args: Mapping[str, Any],
     chat: ChatSettings = PLAIN_CHAT,
 ) -> Iterator[Any]:
-    """Start the engine, with the weights of the adapters if there are any, and the chat template `chat`.
+    """Start the engine, with the weights and the tokenizer of the adapters if there are any, and the template `chat`.
 
     An `EngineError` keeps its first paragraph only, without the engine's traceback.
     """
@@ -228,6 +229,8 @@ def open_engine(
     if in_4_bits and adapter is not None:
         options = description_of(Path(adapter), ADAPTER_CONFIG) or {}
         engine_args = {**engine_args, **engine_arguments(options)}
+    if adapter is not None:
+        engine_args = {"tokenizer": str(tokenizer_folder(model, adapter)), **engine_args}
     try:
         if inference == "vllm":
             from vectorlm.sampling.engine import SamplingEngine
@@ -241,24 +244,16 @@ def open_engine(
             logging.disable_progress_bar()
             given = {
                 name: engine_args[name]
-                for name in ("max_model_len", "trust_remote_code")
+                for name in ("max_model_len", "tokenizer", "trust_remote_code")
                 if name in engine_args
             }
             opened = HFEngine(model, chat=chat, **given)
         with opened as engine:
             if adapter is not None:
-                from transformers import AutoConfig
-
-                from vectorlm.sampling.weights.model_size import auto_class
-                from vectorlm.train.load import load_model
-                from vectorlm.train.lora import load_adapters
+                from vectorlm.cli.export import find_source, load_source
 
                 # The engine receives the merged weights, as in a training step; with a base in 4 bits, only adapters.
-                if in_4_bits:
-                    base: Any = load_model(model, dtype="bfloat16")
-                else:
-                    base = auto_class(AutoConfig.from_pretrained(model)).from_pretrained(model, dtype="auto")
-                engine.update(load_adapters(Path(adapter), base), 0)
+                engine.update(load_source(find_source(Path(adapter)))[0], 0)
             yield engine
     except EngineError as error:
         raise type(error)(str(error).partition("\n\n")[0]) from error

@@ -283,9 +283,20 @@ def base_settings_of(run: Path, adapters: Path) -> ModelSettings:
 
 
 def round_base(model: Any, settings: ModelSettings) -> None:
-    """Round the base of adapters as in their training, whose `settings` `base_settings_of` returns."""
-    if settings.quantization is not None:
+    """Round the base of adapters as in their training, whose `settings` `base_settings_of` returns.
+
+    Raises:
+        ConfigError: Rounding needs a package that is not installed.
+    """
+    if settings.quantization is None:
+        return
+    try:
         round_blocks(model)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the adapters were trained on {model.name_or_path} in {settings.quantization}, and rounding it again "
+            f"needs the package {error.name}, which is not installed. Run: pip install 'vectorlm[qlora]'"
+        ) from error
 
 
 @contextmanager

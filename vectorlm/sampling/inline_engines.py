@@ -98,6 +98,7 @@ class HFEngine(SamplingEngine):
         logprobs_mode: `processed_logprobs`; or `raw_logprobs`, taken before penalties, temperature and cuts.
         timeout_s: Longest silence tolerated from a rank, in seconds.
         chat: The chat template.
+        tokenizer: The folder of the tokenizer; the model's when omitted.
         trust_remote_code: Run the Python files of a model that brings its own.
 
     Raises:
@@ -116,6 +117,7 @@ class HFEngine(SamplingEngine):
         logprobs_mode: str = "processed_logprobs",
         timeout_s: float = 300.0,
         chat: ChatSettings = PLAIN_CHAT,
+        tokenizer: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         topology = Topology.from_environment() if topology is None else topology
@@ -132,6 +134,7 @@ class HFEngine(SamplingEngine):
             max_model_len=max_model_len,
             logprobs_mode=logprobs_mode,
             device=topology.device,
+            tokenizer=tokenizer,
             trust_remote_code=trust_remote_code,
         )
         self.wait_until_ready()

@@ -135,6 +135,15 @@ def base_of(path: Path) -> Path:
     return Path(found).parent
 
 
+def tokenizer_folder(model: str | Path, adapters: str | Path | None) -> Path:
+    """Return the folder with the tokenizer of adapters on a model: their own if it is complete, else the model's."""
+    model, own = Path(model), Path(adapters or model)
+    processors = ("processor_config.json", "preprocessor_config.json")
+    reads_images, is_complete = (any((path / name).is_file() for name in processors) for path in (model, own))
+    has_own = (own / "tokenizer_config.json").is_file() and (is_complete or not reads_images)
+    return own if has_own else model
+
+
 def options_of(path: Path) -> dict[str, Any]:
     """Return the options of the adapters in `path` as arguments of ``peft.LoraConfig``, without unset ones.
 

@@ -145,11 +145,12 @@ def _score(row: Sequence[int], logprobs: Sequence[Any], num_scored: int) -> tupl
     return sum(token.logprob for token in found), all(token.rank == 1 for token in found)
 
 
-def transformers_model(path: str, adapter: str | None = None) -> Any:
-    """Return the harness's own transformers model, for machines without vLLM; `adapter` is a LoRA folder."""
+def transformers_model(model: Any, tokenizer: Any = None) -> Any:
+    """Return the harness's own transformers model, for machines without vLLM; `model` is a folder, or loaded."""
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(pretrained=path, peft=adapter, batch_size=8, device=device_of(0))
+    given = model if isinstance(model, str) else model.to(device_of(0))
+    return HFLM(pretrained=given, tokenizer=tokenizer, batch_size=8, device=device_of(0))
 
 
 def context_length(model_config: Any, tokenizer: Any) -> int:

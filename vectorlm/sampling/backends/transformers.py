@@ -47,6 +47,7 @@ class Transformers:
         max_model_len: int | None = None,
         device: str | None = None,
         fp32_head: bool = False,
+        tokenizer: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         """Load the model.
@@ -61,6 +62,8 @@ class Transformers:
             max_model_len: Longest sequence, prompt and completion together, in tokens; the model's limit if omitted.
             device: The device of the model; if omitted the first CUDA device, else the CPU.
             fp32_head: Whether to compute logits in float32.
+            tokenizer: The folder of the tokenizer; the model's if omitted.
+            trust_remote_code: Whether to run the Python files of a model that brings its own.
 
         Raises:
             EngineError: The folder or a tensor of the model is missing, or an argument is not supported.
@@ -75,7 +78,7 @@ class Transformers:
         self.model = _load(model, dtype, trust_remote_code).to(device).eval()
         if fp32_head:
             compute_head_in_float32(self.model.get_output_embeddings())
-        self._tokenizer = Detokenizer(model, self.model, trust_remote_code=trust_remote_code)
+        self._tokenizer = Detokenizer(tokenizer or model, self.model, trust_remote_code=trust_remote_code)
         # Otherwise `generate` would apply the folder's sampling defaults.
         self.model.generation_config = type(self.model.generation_config)()
         self._context_length = _context_length(self.model.config.get_text_config(), max_model_len)
