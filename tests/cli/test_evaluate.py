@@ -267,6 +267,17 @@ def test_a_reward_that_fails_ends_the_evaluation_by_its_name(files, capsys):
     assert "rewards.py:fails' failed: KeyError: 'no such answer'" in capsys.readouterr().err
 
 
+def test_held_out_rewards_have_the_time_limit_of_rewards(files, tmp_path):
+    config_of(files, "slow")
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef slow(completion):\n    time.sleep(0.5)\n    return 1.0\n"
+    )
+    sets = ["--set", f"evaluation.rewards={{'{tmp_path}/slow.py:slow': 1}}", "--set", "engine.timeout_s=0.1"]
+    assert evaluate(files, files / "slow.yaml", "--limit", 1, *sets) == 0
+    sets += ["--set", "rl.reward_timeout_s=0.1"]
+    assert evaluate(files, files / "slow.yaml", "--limit", 1, *sets) == 1
+
+
 def test_a_reward_whose_column_the_questions_lack_is_refused_before_the_model_is_loaded(
     files, capsys, monkeypatch
 ):

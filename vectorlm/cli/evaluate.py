@@ -436,7 +436,7 @@ def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
     settings = config.engine
     exam = Exam(
         sampling_params=evaluation.sampling_params,
-        timeout_s=settings.timeout_s,
+        timeout_s=config.held_out_timeout_s,
         at_k=evaluation.at_k,
         chat=config.chat,
         threshold_of=config.threshold_of,
@@ -461,5 +461,5 @@ def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
     elif rl is not None:
         if rl.reward.reward_models:
             raise ConfigError("rl.reward_models cannot be used by this command. Set evaluation.rewards.")
-        exam.rewards, exam.timeout_s = dict(rl.reward.rewards), rl.reward.reward_timeout_s
+        exam.rewards = dict(rl.reward.rewards)
     return exam

@@ -35,7 +35,7 @@ VERIFIERS = "openai:vectorlm.rl.environments.verifiers:play"
 """The agent that plays tasks of verifiers."""
 
 WITH_ENVIRONMENT = ReadIf("rl.environment", also=("rl.sources",))
-WITH_REWARDS = ReadIf("rl.rewards", also=("rl.sources",))
+WITH_REWARDS = ReadIf("rl.rewards", also=("rl.sources", "evaluation.rewards"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,7 +164,7 @@ def _make_evaluator(
     if turn is None:
         return None
     run_tasks: Callable[[], dict[str, float]] | None = None
-    timeout_s, rl = run.config.engine.timeout_s, run.config.rl
+    rl = run.config.rl
     if run.config.evaluation.tasks:
         from vectorlm.rl.evaluation import harness
 
@@ -189,7 +189,7 @@ def _make_evaluator(
         return RewardFunction(
             rewards.get(name, name),
             run.reward_workers,
-            timeout_s=timeout_s,
+            timeout_s=run.config.held_out_timeout_s,
             stops_at_error=rl is None or rl.reward.on_reward_error == "stop",
             right_from=right_from,
         )

@@ -120,8 +120,8 @@ class EngineSettings:
     check_finite: bool = True
     """Refuse an update with NaN or infinity in its weights, before the engine's weights change."""
     timeout_s: PositiveFloat = 300.0
-    """Longest silence tolerated from the engine or from a rank, and longest call of a reward in evaluations, in
-    seconds."""
+    """Longest silence tolerated from the engine or from a rank, in seconds; without `rl`, also longest call of a
+    reward."""
     start_timeout_s: PositiveFloat = 1800.0
     """Seconds that the engine may take to load; a server gets half as long, at most 600."""
     turn: HandoverSettings = inline(HandoverSettings)

@@ -256,7 +256,7 @@ def test_ranks_share_the_calls_of_rewards_and_have_the_same_metrics(folder):
     assert metrics["eval/pass_at_2"] == 1
     errors = on_ranks(2, evaluate_on_rank, folder, ValueError("no such answer"))
     assert errors[0] == errors[1]
-    assert "evaluation.rewards failed" in errors[0]
+    assert "held-out reward failed" in errors[0]
 
 
 def test_a_swap_that_was_skipped_reports_no_times_and_without_a_reward_nothing_is_scored(folder, tmp_path):
@@ -312,7 +312,7 @@ def test_a_reward_that_fails_is_named_with_its_prompt(folder):
     turn = turn_of(folder, load_model(folder))
     fails = RewardFunction(reward, stops_at_error=True)
     evaluator = Evaluator(turn, [PromptRecord("a b")], samples_path=None, of_source={"": fails})
-    with pytest.raises(RewardError, match=r"evaluation\.rewards.*'gone'.*'a b'"):
+    with pytest.raises(RewardError, match=r"held-out reward.*'gone'.*'a b'"):
         evaluator.evaluate(1)
 
 

@@ -251,8 +251,8 @@ class Evaluator:
             places = self._places.get(source, [])
             first, last = (len(places) * start // world_size for start in (rank, rank + 1))
             here = [answers[place] for place in places[first:last]]
-            setting = f"rl.sources.{source}.rewards" if source else "evaluation.rewards"
-            found = capture(partial(score_answers, reward, here, setting))
+            name = f"the held-out reward of source {source!r}" if source else "the held-out reward"
+            found = capture(partial(score_answers, reward, here, name))
             by_rank = results_or_first_error(gather(self._topology, found))
             for place, scored in zip(places, chain(*by_rank), strict=True):
                 results[place] = scored

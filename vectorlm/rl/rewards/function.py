@@ -166,12 +166,12 @@ def shown(rollout: Rollout) -> Scorable:
 
 
 def score_answers(
-    reward: RewardFunction | None, answers: Sequence[Sequence[Rollout]], setting: str
+    reward: RewardFunction | None, answers: Sequence[Sequence[Rollout]], name: str
 ) -> list[list[RewardResult]]:
     """Score the answers to each prompt; without a function, return the rewards from their environments.
 
     Raises:
-        RewardError: A function with `stops_at_error` raised or timed out; the message begins with `setting`.
+        RewardError: A function with `stops_at_error` raised or timed out; the message begins with `name`.
     """
     if reward is None:
         return [
@@ -182,6 +182,6 @@ def score_answers(
     results = reward.score(items)
     for item, result in zip(items, results, strict=True):
         if result.error is not None and reward.stops_at_error:
-            raise RewardError(f"{setting} failed: {item.failure(result.error)}. Correct the function.")
+            raise RewardError(f"{name} failed: {item.failure(result.error)}. Correct the function.")
     found = iter(results)
     return [[next(found) for _ in options] for options in answers]

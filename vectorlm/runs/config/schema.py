@@ -418,6 +418,11 @@ class Config:
         return given.get(reward, given.get(short_name(reward)))
 
     @property
+    def held_out_timeout_s(self) -> float | None:
+        """Seconds to wait for a reward call in an evaluation; None waits forever."""
+        return self.engine.timeout_s if self.rl is None else self.rl.reward.reward_timeout_s
+
+    @property
     def text(self) -> DatasetSettings:
         """The datasets of supervised fine-tuning.
 
