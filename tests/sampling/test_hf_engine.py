@@ -1,5 +1,8 @@
 """Limits of HFEngine that the contract does not cover; test_vllm_sampling.py compares it with vLLM."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 from kit.families import WITH_BUFFERS, save_family
@@ -11,13 +14,17 @@ from transformers import (
     BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    MambaConfig,
     MptConfig,
     MptForCausalLM,
+    OpenAIGPTConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
 )
 
 from vectorlm.errors import EngineError
 from vectorlm.ranks.topology import Topology
-from vectorlm.sampling.backends import generation
+from vectorlm.sampling.backends import generation, transformers
 from vectorlm.sampling.backends.transformers import Transformers
 from vectorlm.sampling.inline_engines import HFEngine
 
@@ -135,6 +142,52 @@ def test_a_limit_by_another_name_is_the_models(tmp_path):
     ).save_pretrained(tmp_path)
     with HFEngine(tmp_path) as engine, pytest.raises(EngineError, match="64 tokens"):
         engine.sample([[2] * 64])
+
+
+RECURRENT = {"vocab_size": 48, "hidden_size": 64, "num_hidden_layers": 3, "eos_token_id": None}
+RECURRENT_GEMMA = {"num_attention_heads": 4, "lru_width": 64, "attention_window_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        # It counts padding as tokens.
+        (RwkvConfig(**RECURRENT, attention_hidden_size=64, context_length=64), 1),
+        # A second call cannot continue its cache.
+        (RecurrentGemmaConfig(**RECURRENT, **RECURRENT_GEMMA), 1),
+        # Its cache has another name.
+        (MambaConfig(**RECURRENT, state_size=8), 64),
+        # It has no cache.
+        (OpenAIGPTConfig(vocab_size=48, n_embd=64, n_layer=2, n_head=4, n_positions=64), 64),
+    ],
+)
+def test_models_that_cannot_be_batched_or_continued_sample_as_alone(tmp_path, monkeypatch, config, size):
+    monkeypatch.setattr(generation, "SLICE_TOKENS", 5)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(6 if weight.ndim > 1 else 1)  # Otherwise all tokens are about as likely.
+    model.save_pretrained(tmp_path)
+    warns = (
+        contextlib.nullcontext() if size > 1 else pytest.warns(UserWarning, match="one completion at a time")
+    )
+    with warns, HFEngine(tmp_path, max_model_len=64) as engine:
+        assert engine.local._channel._scheduler._backend.max_num_seqs == size
+        answers = engine.sample([[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1]], SAMPLED)
+    for completion in itertools.chain(*answers):
+        read = len(completion.prompt_token_ids)
+        token_ids = torch.tensor([[*completion.prompt_token_ids, *completion.token_ids]])
+        with torch.no_grad():
+            logprobs = model.eval()(token_ids).logits.log_softmax(-1)[0, read - 1 : -1]
+        expected = logprobs.gather(1, token_ids[0, read:, None])[:, 0]
+        assert torch.allclose(torch.tensor(completion.sampler_logprobs), expected, atol=1e-3)
+
+
+def test_a_model_whose_slices_are_wrong_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(transformers, "computes_alike", lambda *_, **__: False)
+    with pytest.raises(EngineError, match="LlamaForCausalLM cannot be sampled with transformers"):
+        HFEngine(folder)
 
 
 def test_every_sequence_is_sampled_by_its_own_parameters(engine):

@@ -17,6 +17,7 @@ from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -139,21 +140,24 @@ class SequenceState:
 class Batch:
     """A left-padded batch of sequences, sampled together until the last one has ended.
 
-    ``generate`` runs the model (caches, positions, masks); every slice continues with the cache of the slice before.
+    ``generate`` runs the model (caches, positions, masks).
     """
 
-    def __init__(self, model: Any, sequences: Sequence[SequenceState], raw_logprobs: bool) -> None:
-        """Start a batch; `raw_logprobs` are those before penalties, temperature and cuts."""
+    def __init__(
+        self, model: Any, sequences: Sequence[SequenceState], raw_logprobs: bool, keeps_cache: bool
+    ) -> None:
+        """Start a batch.
+
+        `raw_logprobs` are those before penalties, temperature and cuts. With `keeps_cache`, a slice continues with the
+        cache of the slice before.
+        """
         self._model = model
         self.sequences = sequences
-        self._raw_logprobs = raw_logprobs
-        self._width = max(len(sequence.prompt_token_ids) for sequence in sequences)
-        self._token_ids = torch.zeros(len(sequences), self._width, dtype=torch.long, device=model.device)
-        self._mask = torch.zeros_like(self._token_ids)
-        for index, sequence in enumerate(sequences):
-            start = self._width - len(sequence.prompt_token_ids)
-            self._token_ids[index, start:] = torch.tensor(sequence.prompt_token_ids)
-            self._mask[index, start:] = 1
+        self._raw_logprobs, self._keeps_cache = raw_logprobs, keeps_cache
+        self._token_ids, self._mask = _left_padded(
+            [sequence.prompt_token_ids for sequence in sequences], model.device
+        )
+        self._width = self._token_ids.shape[1]
         self._processors = [sequence.make_processors(model.device) for sequence in sequences]
         self._cache: Any = None
 
@@ -167,35 +171,117 @@ class Batch:
         """Sample the next tokens with weights of `version`."""
         num_sampled = self._token_ids.shape[1] - self._width
         left = min(sequence.max_tokens - num_sampled for sequence in self.sequences if not sequence.has_ended)
-        config = GenerationConfig(
-            do_sample=False,  # `_Sampler` has sampled
-            pad_token_id=0,
-            # `generate` continues ended sequences. A learned position beyond the context is an IndexError, so a slice
-            # ends with the first sequence that reaches its limit, and the next one counts ended sequences from 0.
-            max_new_tokens=min(SLICE_TOKENS, left),
-            max_time=SLICE_S,
-            return_dict_in_generate=True,
-        )
         mask = torch.cat([self._mask, self._mask.new_ones(len(self.sequences), num_sampled)], dim=1)
         has_ended = torch.tensor([sequence.has_ended for sequence in self.sequences], device=mask.device)
         mask[has_ended, :-1] = 0
         # After an interrupt the cache has more tokens than `_token_ids`; the next slice then builds a new one.
         cache, self._cache = self._cache, None
-        output = self._model.generate(
+        self._token_ids, cache = _generate(
+            self._model,
             self._token_ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            generation_config=config,
-            logits_processor=LogitsProcessorList(
-                [_Sampler(self.sequences, self._processors, self._width, version, self._raw_logprobs)]
-            ),
-            stopping_criteria=[_HasEnded(self.sequences)],
+            mask,
+            cache,
+            _Sampler(self.sequences, self._processors, self._width, version, self._raw_logprobs),
+            _HasEnded(self.sequences),
+            # `generate` continues ended sequences. A learned position beyond the context is an IndexError, so a slice
+            # ends with the first sequence that reaches its limit, and the next one counts ended sequences from 0.
+            max_new_tokens=min(SLICE_TOKENS, left),
+            max_time=SLICE_S,
         )
-        self._token_ids, self._cache = output.sequences, output.past_key_values
+        self._cache = cache if self._keeps_cache else None
 
     def forget_cache(self) -> None:
         """Make the next slice recompute the cache of all tokens with the new weights."""
         self._cache = None
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the token ids and the mask of a batch, int64 [B, T]."""
+    width = max(map(len, prompts))
+    token_ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
+    mask = torch.zeros_like(token_ids)
+    for index, prompt in enumerate(prompts):
+        token_ids[index, width - len(prompt) :] = torch.tensor(prompt)
+        mask[index, width - len(prompt) :] = 1
+    return token_ids, mask
+
+
+def _generate(
+    model: Any,
+    token_ids: torch.Tensor,
+    mask: torch.Tensor,
+    cache: Any,
+    processor: LogitsProcessor,
+    *stops: StoppingCriteria,
+    **limits: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Continue a batch within transformers' limits; return its token ids and its cache."""
+    output = model.generate(
+        token_ids,
+        attention_mask=mask,
+        # Some models have no such argument.
+        **({} if cache is None else {"past_key_values": cache}),
+        generation_config=GenerationConfig(
+            do_sample=False,  # `processor` allows one token
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            **limits,
+        ),
+        logits_processor=LogitsProcessorList([processor]),
+        stopping_criteria=StoppingCriteriaList(stops),
+    )
+    return output.sequences, output.past_key_values
+
+
+PROBES = ((5, 9), (3, 4, 5, 6, 7, 8, 9, 10))
+"""Prompts of different lengths, to compare a batch with its prompts alone."""
+NUM_PROBED = 4
+"""Tokens that continue each of the `PROBES`."""
+
+
+def computes_alike(model: Any, together: bool, keeps_cache: bool) -> bool:
+    """Return whether a model gives the `PROBES` the same probabilities in slices as in passes over all tokens.
+
+    The slices are of one padded batch (`together`) or of single prompts. Recurrent layers may count padding as tokens,
+    and some models have no cache that the next slice can continue.
+    """
+    batches = [PROBES] if together else [(prompt,) for prompt in PROBES]
+    expected = torch.cat([_probabilities(model, [prompt], 1, False) for prompt in PROBES])
+    try:
+        found = torch.cat([_probabilities(model, batch, 2, keeps_cache) for batch in batches])
+    except Exception:  # The model's code may raise anything.
+        return False
+    divergence = (expected.exp() * (expected - found)).sum(-1)
+    # In 16 bits, batches are rounded differently than their rows, and tokens may get other experts.
+    return bool((divergence < (1e-4 if model.dtype == torch.float32 else 0.1)).all())
+
+
+@torch.no_grad()
+def _probabilities(
+    model: Any, prompts: Sequence[Sequence[int]], num_per_slice: int, keeps_cache: bool
+) -> torch.Tensor:
+    """Return the log-probabilities of all tokens after prompts, float64 [B, NUM_PROBED, V], in slices."""
+    token_ids, mask = _left_padded(prompts, model.device)
+    recorder, cache = _Recorder(), None
+    while len(recorder.found) < NUM_PROBED:
+        token_ids, cache = _generate(model, token_ids, mask, cache, recorder, max_new_tokens=num_per_slice)
+        cache = cache if keeps_cache else None
+        mask = torch.nn.functional.pad(mask, (0, num_per_slice), value=1)
+    return torch.stack(recorder.found, dim=1)
+
+
+@dataclass(eq=False)
+class _Recorder(LogitsProcessor):
+    """A processor that records the distributions, and allows only the token of the next number."""
+
+    found: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # A model may forbid tokens, with a probability of 0.
+        self.found.append(scores.double().log_softmax(-1).clamp(min=-100))
+        allowed = torch.full_like(scores, -torch.inf)
+        allowed[:, len(self.found)] = 0.0
+        return allowed
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -15,9 +16,12 @@ import torch
 from vectorlm.algorithms.logprobs import compute_head_in_float32
 from vectorlm.errors import EngineError
 from vectorlm.sampling.backends.generation import (
+    NUM_PROBED,
+    PROBES,
     Batch,
     Detokenizer,
     SequenceState,
+    computes_alike,
     read_parameters,
 )
 from vectorlm.sampling.contract import RequestOutput
@@ -56,7 +60,8 @@ class Transformers:
             model: A folder written by ``save_pretrained``.
             receiver: `live` or `auto`.
             dtype: The precision, such as ``bfloat16``.
-            max_num_seqs: Largest number of completions in a batch.
+            max_num_seqs: Largest number of completions in a batch. The engine uses 1 if the model's results depend on
+                the batch.
             logprobs_mode: `processed_logprobs` returns log-probabilities of the sampling distribution, `raw_logprobs`
                 the model's own, before penalties, temperature and cuts.
             max_model_len: Longest sequence, prompt and completion together, in tokens; the model's limit if omitted.
@@ -66,7 +71,8 @@ class Transformers:
             trust_remote_code: Whether to run the Python files of a model that brings its own.
 
         Raises:
-            EngineError: The folder or a tensor of the model is missing, or an argument is not supported.
+            EngineError: The folder or a tensor of the model is missing, an argument is not supported, or the model
+                computes something else in slices.
         """
         if receiver == "packed":
             raise EngineError("receiver='packed' needs vLLM. Use 'live' or 'auto' with transformers.")
@@ -89,7 +95,7 @@ class Transformers:
         self._waiting: deque[SequenceState] = deque()
         self._batch: Batch | None = None
         self._are_raw = logprobs_mode == "raw_logprobs"
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self._keeps_cache = self._working_batches(max_num_seqs)
         self.version = -1
         self.progress = 0
 
@@ -116,7 +122,8 @@ class Transformers:
         """Sample one slice of the batch, or start a batch; return the requests that have ended."""
         if self._batch is None and self._waiting:
             size = min(self.max_num_seqs, len(self._waiting))
-            self._batch = Batch(self.model, [self._waiting.popleft() for _ in range(size)], self._are_raw)
+            sequences = [self._waiting.popleft() for _ in range(size)]
+            self._batch = Batch(self.model, sequences, self._are_raw, self._keeps_cache)
         if self._batch is None:
             return []
         self.progress += 1
@@ -186,6 +193,26 @@ class Transformers:
     def close(self) -> None:
         """Close the arena."""
         self._weights.close()
+
+    def _working_batches(self, size: int) -> tuple[int, bool]:
+        """Return the size of batches, and whether slices keep their cache, with the results of single prompts."""
+        if min(self._context_length, self.vocab_size) < max(map(len, PROBES)) + NUM_PROBED:
+            return size, True
+        for way in ((size, True), (size, False), (1, False)):
+            if computes_alike(self.model, together=way[0] > 1, keeps_cache=way[1]):
+                break
+        else:
+            raise EngineError(
+                f"{type(self.model).__name__} cannot be sampled with transformers: its cache gives other "
+                "probabilities than a pass over all tokens. Use vLLM."
+            )
+        if way[0] < size:
+            warnings.warn(
+                f"{type(self.model).__name__} computes other probabilities in padded batches than alone: the engine "
+                "samples one completion at a time. Use vLLM if this is too slow.",
+                stacklevel=3,
+            )
+        return way
 
     def _fail_batch(self, batch: Batch, error: Exception) -> list[RequestOutput]:
         """Fail the requests of a batch that raised; others continue."""
