@@ -19,6 +19,7 @@ import vectorlm
 from vectorlm.errors import HandoffTimeout, LaunchError, RankFailed
 from vectorlm.ranks.collectives import Collectives, NoteFolder
 from vectorlm.ranks.launcher import process_group
+from vectorlm.ranks.process_end import scratch_folder
 
 
 def exchange():
@@ -162,6 +163,27 @@ def leave_a_fork_behind(began):
         os._exit(0)
     began.write_text(str(time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_scratch_folder_is_deleted_later_if_its_process_was_killed_and_kept_while_it_lives(tmp_path):
+    code = (
+        "import pathlib, time; from vectorlm.ranks.process_end import scratch_folder\n"
+        f"with scratch_folder(pathlib.Path({str(tmp_path)!r}), '.rows.') as folder: print(folder, flush=True); "
+        "time.sleep(60)"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        killed, living = (Path(process.stdout.readline().decode().strip()) for process in processes)
+        processes[0].kill()
+        processes[0].wait()
+        assert killed.is_dir()
+        with scratch_folder(tmp_path, ".rows.") as folder:
+            assert sorted(tmp_path.iterdir()) == sorted([living, folder])
+        assert list(tmp_path.iterdir()) == [living]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_a_killed_rank_is_noticed_although_what_it_started_keeps_its_pipes_open(tmp_path):

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from vectorlm.cli.export import find_source, load_source
 from vectorlm.errors import ConfigError
+from vectorlm.ranks.process_end import scratch_folder
 from vectorlm.report.card import noted_of
 from vectorlm.report.runs import read_lines
 from vectorlm.runs.config.load import load_config
@@ -124,8 +124,9 @@ def _replay(run: Path, step: int) -> int:
     if not kept.is_dir() and noted_of(run / "final-model", "step", int) == step:
         kept = run / "final-model"
     first = max((saved for saved in steps_in(run / "checkpoints") if saved < step), default=0)
-    with tempfile.TemporaryDirectory(prefix="replay-", dir=run) as folder:
-        output = Path(folder)
+    with scratch_folder(run, "replay-") as scratch:
+        # The run locks its folder too.
+        output = scratch / "run"
         if first:
             source = folder_of(run / "checkpoints", first)
             # Links take no disk space.

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vectorlm.data.images import takes_images
@@ -28,6 +27,7 @@ from vectorlm.data.summary import VALUE_COLUMNS, Summary, add_row, vocabulary_of
 from vectorlm.data.tokenise import ROWS_PER_CALL, make_tokeniser
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import is_installed
+from vectorlm.ranks.process_end import scratch_folder
 from vectorlm.ranks.wait import count_rows
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def preprocess(settings: PreprocessSettings, tokenizer: Any, max_seq_len: int) -
     path = Path(settings.save_path).resolve()
     _require_replaceable(path, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _bars_in_terminals(), TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        scratch = Path(folder)
+    with _bars_in_terminals(), scratch_folder(path.parent, f".{path.name}.") as scratch:
         source = open_source(settings, scratch)
         tokeniser = make_tokeniser(source, tokenizer, settings)
         bos = eos = None

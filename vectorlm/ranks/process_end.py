@@ -1,19 +1,23 @@
-"""The end of a process: together with its parent, and with an error file for torch's agent."""
+"""The end of a process: with its parent, with an error file for torch's agent, and without temporary folders."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
+import fcntl
+import glob
 import json
 import os
 import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,36 @@ def without_tracker_warnings(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that silences Python's resource tracker when it cleans up after an ended process."""
     filters = (environment.get("PYTHONWARNINGS"), "ignore:resource_tracker")
     return {"PYTHONWARNINGS": ",".join(filter(None, filters))}
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Make a temporary folder in `parent` for the block, and delete the folders of `name` that killed processes left.
+
+    A folder is locked while its process lives. Other machines may not see the lock, so the folder's name has the host.
+    """
+
+    def lock(path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        opened.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    prefix = f"{name}{os.uname().nodename}-"
+    with contextlib.ExitStack() as opened:
+        for leftover in parent.glob(f"{glob.escape(prefix)}*"):
+            # It is in use, or the file system has no locks.
+            with contextlib.suppress(OSError):
+                lock(leftover)
+                shutil.rmtree(leftover)
+        folder = Path(tempfile.mkdtemp(prefix=".", dir=parent))
+        with contextlib.suppress(OSError):
+            lock(folder)
+        # It gets the name after the lock: no other process may take it for a leftover.
+        folder = folder.rename(parent / f"{prefix}{folder.name[1:]}")
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:

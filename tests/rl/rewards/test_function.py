@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from unittest import mock
 
@@ -54,6 +55,16 @@ def marked(mark):
 
 def score(reward, pool, *texts, timeout_s=0.5, **more):
     return RewardFunction(reward, pool, timeout_s=timeout_s, **more).score(items(*texts))
+
+
+def test_temporary_files_of_workers_are_in_the_folder_of_their_rank(tmp_path, monkeypatch):
+    def is_here(text):
+        return float(tempfile.gettempdir() == text)
+
+    # The launcher and the ranks delete this folder, even if a worker was killed.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with WorkerPool(1) as pool:
+        assert [result.reward for result in score(is_here, pool, str(tmp_path), timeout_s=10.0)] == [1.0]
 
 
 def hang_in_c():

@@ -11,6 +11,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable
@@ -272,8 +273,13 @@ class WorkerPool:
             arguments = [str(descriptor), str(self._pid), str(self._log_path or "")]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "vectorlm.ranks.workers.supervisor", *arguments],
-                # The ranks need the cores.
-                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},
+                # The ranks need the cores. A rank's temporary folder is deleted even if a worker is killed.
+                env={
+                    "OMP_NUM_THREADS": "1",
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "TMPDIR": tempfile.gettempdir(),
+                },
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 # The ranks handle Ctrl-C; the supervisor ends with its rank.
