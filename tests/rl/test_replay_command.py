@@ -108,10 +108,14 @@ def make_run(tmp_path, monkeypatch):
 
 
 def test_what_is_compared_leaves_out_the_groups_that_were_dropped(make_run, capsys):
-    run, num_kept = make_run("abcd")
+    # The weight of the KL penalty adapts to the steps before, also to the number of groups that they kept.
+    run, num_kept = make_run("abcd", "rl.kl_coef=0.1", "rl.kl_target=0.001", "rl.kl_horizon=17")
     assert 0 < num_kept[4] < 4
+    assert len({line.get("reference/kl_coef") for line in lines(run / "metrics.jsonl")}) == 5
     assert main(["replay", str(run), "--step", "4"]) == 0
-    assert "  reward/trained_mean  0.25, as logged" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "  reward/trained_mean  0.25, as logged" in printed
+    assert "  weights              as logged" in printed
 
 
 def test_a_step_that_dropped_all_its_groups_is_made_again_only_on_the_way_to_others(make_run, capsys):
