@@ -244,6 +244,14 @@ def test_a_loop_without_end_costs_the_time_of_one_test(monkeypatch):
     assert len(started) == 1
 
 
+def test_slow_tests_fail_before_the_limit_of_the_reward():
+    logged = {}
+    tests = ["import time; time.sleep(0.5)"] * 8
+    reward = code.code("", tests, total_timeout_s=1.4, log=logged.__setitem__)
+    assert 0.0 < reward < 1.0
+    assert "of all tests" in logged["failure"]
+
+
 def is_running(pid):
     """Return whether a process exists and has not ended."""
     try:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -54,6 +55,7 @@ def code(
     tests: Sequence[str] | str | None,
     *,
     timeout_s: float = 10.0,
+    total_timeout_s: float = 120.0,
     memory_mib: int = 512,
     allow_network: bool = False,
     log: Callable[[str, Any], None] | None = None,
@@ -75,6 +77,7 @@ def code(
         tests: A column of the prompts: a list of tests, one test, or a JSON list as text. A test that only defines a
             function always passes.
         timeout_s: Maximum seconds of a test.
+        total_timeout_s: Maximum seconds of all tests together; it must be less than ``rl.reward_timeout_s``.
         memory_mib: MiB of memory that the process may write to; memory that it only reserves does not count. NumPy
             and similar libraries use one thread.
         allow_network: Run with network access, for kernels that give ordinary users no network namespace.
@@ -88,6 +91,7 @@ def code(
     if not listed:
         return None
     source = [completion, *fenced(completion, "python", "python3", "py")][-1]
+    end = time.monotonic() + total_timeout_s
     for test in listed:
         mark = secrets.token_hex()
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as passed:
@@ -102,11 +106,15 @@ def code(
                 start_new_session=True,
                 pass_fds=[passed.fileno()],
             ) as process:
+                limit_s = min(timeout_s, max(end - time.monotonic(), 0.0))
                 try:
-                    process.communicate(f"{mark}\0{source}\0{test}\n".encode(errors="replace"), timeout_s)
+                    process.communicate(f"{mark}\0{source}\0{test}\n".encode(errors="replace"), limit_s)
                 except subprocess.TimeoutExpired:
                     # The other tests would probably not end either.
-                    failure = failure or f"no end within {timeout_s:g} s"
+                    limit = (
+                        f"{timeout_s:g} s" if limit_s == timeout_s else f"{total_timeout_s:g} s of all tests"
+                    )
+                    failure = failure or f"no end within {limit}"
                     break
                 finally:
                     # Its children outlive it. The kernel does not give its pid to another process soon.
