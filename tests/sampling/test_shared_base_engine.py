@@ -41,6 +41,7 @@ def test_a_shared_base_trains_samples_and_is_guarded(engine, folder):
 
     report = engine.update(model, 1)
     assert report.num_bytes < shared.num_bytes / 5, "the base crossed"
+    assert engine.adapters == {"base": -1, "policy": 1}
     assert compare(engine, apart)[1] < FP32_GAP
     assert engine.update(model, 1).skipped
     move([model, apart], seed=2)

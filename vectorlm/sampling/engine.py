@@ -174,8 +174,9 @@ class SamplingEngine:
     def adapters(self) -> dict[str, int]:
         """The names that `sample` takes as `adapter`, with the training step of each one's weights.
 
-        Without LoRA layers it is `policy` alone. `base` is the model without an adapter; its step is the step of the
-        last update that sent the base's own weights.
+        Without LoRA layers it is `policy` alone. `base` is the model without an adapter. Its step is that of the last
+        update that sent the base's weights: usually the first update, because later ones send only adapters. It is -1
+        while the engine has the base of its folder, as always with `share_base` and with a base in 4 bits.
         """
         return dict(self._swap.adapters)
 
