@@ -232,6 +232,13 @@ def test_answers_are_as_long_as_in_the_run(files, tmp_path, overrides, fewest, m
         (["--prompts", "{files}/questions.jsonl", "--engine_arg", "max_model_len=8"], "--engine_arg"),
         (["--prompts", "{files}/questions.jsonl", "--output", "nowhere/o.json"], "--output nowhere/o.json"),
         (["--prompts", "{files}/questions.jsonl", "--reward", "countdown", "--at_k", "1,4"], "Use --n 4"),
+        (
+            [
+                *["--prompts", "{files}/questions.jsonl", "--reward", "countdown", "--chat_template"],
+                "nowhere.jinja",
+            ],
+            "chat_template='nowhere.jinja' cannot be read",
+        ),
     ],
 )
 def test_a_wrong_argument_ends_with_one_line_and_code_2(files, capsys, arguments, message):

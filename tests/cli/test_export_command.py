@@ -436,6 +436,32 @@ def test_without_the_package_that_rounds_the_base_adapters_are_refused(tmp_path,
         assert "needs the package bitsandbytes, which is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("adapter_model.safetensors", b"x", "cannot be read (Error while deserializing header"),
+        ("adapter_model.safetensors", None, "have no adapter_model.safetensors"),
+        ("adapter_config.json", {"peft_type": "UNKNOWN"}, "adapter_config.json cannot be read by PEFT"),
+        ("adapter_config.json", {"peft_type": None}, "adapter_config.json cannot be read by PEFT"),
+        ("adapter_config.json", b'{"peft_ty', "does not name a base model"),
+        # Cards of other programs.
+        ("README.md", b"---\ndtype: 4bit\nquantization: gptq\n---\n", ""),
+        ("README.md", b"\xff\xfe", ""),
+    ],
+)
+def test_broken_adapters_are_named(tmp_path, capsys, file, content, message):
+    path, base = adapters_of(tmp_path, "float32", None)
+    load_tokenizer(base).save_pretrained(path)
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((path / file).read_text()) | content).encode()
+    (path / file).unlink()
+    if content is not None:
+        (path / file).write_bytes(content)
+    for command in (lambda: sample(path, "--engine", "hf"), lambda: main(["export", str(path), "--merge"])):
+        assert command() == (2 if message else 0)
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_harness_scores_adapters_with_the_rounded_base(tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval")

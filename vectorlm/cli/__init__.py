@@ -138,6 +138,11 @@ def exit_code(command: Callable[[], int]) -> int:
     except VectorLMError as error:
         print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        # The reason is a path of the user. A missing file may also be a fault of this program, which needs a traceback.
+        fix = "Correct the path, or its permissions."
+        print(f"{type(error).__name__}: {error.filename}: {error.strerror}. {fix}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as interrupt:
         first = "; ".join(["interrupted", *map(str, interrupt.args)])
         print(first, *getattr(interrupt, "__notes__", ()), sep="\n", file=sys.stderr)

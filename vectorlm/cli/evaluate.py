@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -185,13 +186,15 @@ def _require_sense(args: argparse.Namespace) -> None:
         path = Path(getattr(args, name) or "new")
         if not path.parent.is_dir() or path.is_dir():
             raise ConfigError(f"--{name} {path}: the file needs a folder that exists. Name another file.")
+        if getattr(args, name) and not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"--{name} {path} must be a file that you may write to. Name another file.")
 
 
 def _ints(text: str) -> tuple[int, ...]:
-    found = tuple(map(int, text.split(",")))
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be integers >= 1")
-    return found
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} must be integers >= 1, separated by commas")
+    return tuple(map(int, numbers))
 
 
 def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

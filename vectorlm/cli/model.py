@@ -57,6 +57,11 @@ def _make(name: str, path: Path) -> None:
     if is_mxfp4(Path(name)):
         convert_mxfp4(Path(name), path)
         return
+    if Path(name).exists():
+        raise ConfigError(
+            f"{name} exists, so there is nothing to download, and it is neither a .gguf file nor a folder in MXFP4. "
+            "Use it as it is, or correct the name."
+        )
     if not HUB_NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} must be a .gguf file or a name on the Hugging Face Hub. Use {SMALL}, for example."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from itertools import product
@@ -28,8 +29,10 @@ def add_new_arguments(parser: argparse.ArgumentParser) -> None:
 def new_command(args: argparse.Namespace) -> int:
     """Create the folder and print the command that runs its tests."""
     path = Path(args.path)
-    if path.exists() and any(path.iterdir()):
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} must be empty or new. Name another folder.")
+    if path.is_dir() and not os.access(path, os.W_OK):
+        raise ConfigError(f"{path} must be a folder that you may write to. Name another folder.")
     shutil.copytree(TEMPLATE, path, dirs_exist_ok=True)
     for module in path.glob("*.py.in"):
         module.rename(module.with_suffix(""))

@@ -63,7 +63,8 @@ def _by_step(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
         )
     found: dict[int, list[dict[str, Any]]] = {}
     for line in read_lines(path):
-        found.setdefault(line[key], []).append(line)
+        if isinstance(line.get(key), int):
+            found.setdefault(line[key], []).append(line)
     return found
 
 
@@ -71,7 +72,10 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
     """Yield the differences of the first step that differs, causes before their effects."""
     rollouts = [_by_step(folder / "rollouts.jsonl", "train_step") for folder in (run, other)]
     metrics = [_by_step(folder / "metrics.jsonl", "step") for folder in (run, other)]
-    for step in sorted(rollouts[0].keys() & rollouts[1].keys()):
+    common = sorted(rollouts[0].keys() & rollouts[1].keys())
+    if not common:
+        raise ConfigError(f"{run} and {other} have no step in common, so they cannot be compared.")
+    for step in common:
         here, there = (steps[step] for steps in rollouts)
         found = []
         if len(here) != len(there):
@@ -103,7 +107,8 @@ def _replay(run: Path, step: int) -> int:
 
     logged = _by_step(run / "metrics.jsonl", "step")
     if step < 1 or step not in logged:
-        raise ConfigError(f"--step {step} is not in {run}/metrics.jsonl, which ends at step {max(logged)}.")
+        last = f"ends at step {max(logged)}" if logged else "has no step"
+        raise ConfigError(f"--step {step} is not in {run}/metrics.jsonl, which {last}.")
     config = load_config(run / "config.yaml")
     train, rl = config.train_parameters, config.rl
     if rl is None:

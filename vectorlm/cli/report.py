@@ -29,6 +29,8 @@ def report_command(args: argparse.Namespace) -> int:
 
     runs = [RunFolder(path) for path in args.runs]
     output = args.output or args.runs[0] / "report.html"
+    if output.is_dir():
+        raise ConfigError(f"--output {output} must be a file, but is a folder. Name a file in it.")
     write_page(runs, output, EVERY_S if args.follow else None)
     until = ", updated until the runs end or Ctrl-C" if args.follow else ""
     print(f"{output} ({output.stat().st_size / 1e6:.1f} MB){until}", flush=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vectorlm.data.encoding import has_chat_template
+from vectorlm.data.encoding import has_chat_template, read_template
 from vectorlm.data.images import picture_of, with_images
 from vectorlm.data.settings import PLAIN_CHAT, ChatSettings
 from vectorlm.errors import ConfigError, EngineError
@@ -162,6 +162,8 @@ def trusted(args: argparse.Namespace) -> dict[str, Any]:
 def chat_settings(args: argparse.Namespace, given: ChatSettings) -> ChatSettings:
     """Return `given` with the template and the variables of the command line."""
     variables = read_pairs("--chat_template_kwarg", "enable_thinking=false", args.variables)
+    if args.chat_template is not None:
+        read_template(args.chat_template)  # An unreadable file is refused before the engine starts.
     return ChatSettings(
         chat_template=args.chat_template or given.chat_template,
         chat_template_kwargs={**given.chat_template_kwargs, **variables},

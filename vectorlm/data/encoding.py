@@ -63,8 +63,23 @@ def load_tokenizer(name: str | Path, **options: Any) -> Any:
         raise EngineError(f"{str(name)!r} has no tokenizer: prompts must be token ids.")
     try:
         return AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"the tokenizer of {str(name)!r} cannot be read: {error}") from error
+    except Exception as error:  # transformers raises all kinds of errors for broken files.
+        text = (
+            f"the tokenizer of {str(name)!r} cannot be read ({type(error).__name__}: {error}). Save it again."
+        )
+        raise EngineError(text) from error
+
+
+def read_template(path: str) -> str:
+    """Read the file with a chat template.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template={path!r} cannot be read: {error}") from error
 
 
 def with_template(tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]) -> Any:
@@ -74,10 +89,7 @@ def with_template(tokenizer: Any, chat_template: str | None, variables: Mapping[
         ConfigError: The file cannot be read, or the template does not read a variable.
     """
     if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template={chat_template!r} cannot be read: {error}") from error
+        tokenizer.chat_template = read_template(chat_template)
     if variables:
         read = set(re.findall(r"[A-Za-z_]\w*", str(tokenizer.chat_template or "")))
         for name in variables:
@@ -226,7 +238,10 @@ def end_tokens(tokenizer: Any) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         path = Path(tokenizer.name_or_path or "", name)
         if path.is_file():
-            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            try:
+                named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            except ValueError:
+                continue  # transformers and vLLM ignore it too.
             ends += named if isinstance(named, list) else [named]
             break
     return frozenset(end for end in ends if end is not None)
@@ -475,7 +490,7 @@ def encode_all(prompts: Sequence[Prompt], tokenizer: Callable[[], Any]) -> list[
     for index, prompt in enumerate(prompts):
         try:
             found.append(encode(prompt, tokenizer))
-        except EngineError:
+        except (ConfigError, EngineError):
             raise
         except Exception as error:  # Templates may raise any exception.
             raise EngineError(f"prompt {index} cannot be encoded: {type(error).__name__}: {error}") from error

@@ -152,6 +152,6 @@ def noted_of(model: Path, name: str, kind: type) -> Any:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from html import escape
@@ -31,6 +31,9 @@ MAX_TEXT = 500
 MAX_WORST = 50
 MAX_PICTURES, PICTURE_SIZE = 300, 96
 """Largest number of pictures, and pixels of the longer side."""
+OF_ANSWER = ("train_step", "prompt", "options")
+OF_ROLLOUT = ("train_step", "prompt", "completion", "reward", "advantage")
+"""Keys of a line; lines without them come from another program."""
 
 
 def write_page(runs: Sequence[RunFolder], output: Path, reload_s: float | None = None) -> None:
@@ -75,8 +78,8 @@ def _describe(run: RunFolder, name: str) -> dict[str, Any]:
         "series": {metric: _thin(run.series(metric)) for metric in run.metric_names},
         "phases": run.phases(),
         "timeline": _timeline(run.path / "timeline.jsonl"),
-        "samples": _sampled(run.samples_path, _answer),
-        "rollouts": _sampled(rollouts, _rollout),
+        "samples": _sampled(run.samples_path, _answer, OF_ANSWER),
+        "rollouts": _sampled(rollouts, _rollout, OF_ROLLOUT),
         "worst": _worst_prompts(rollouts),
     }
 
@@ -113,17 +116,19 @@ def _timeline(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _sampled(path: Path, row_of: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+def _sampled(
+    path: Path, row_of: Callable[[Mapping[str, Any]], dict[str, Any]], keys: Collection[str]
+) -> dict[str, Any]:
     """Return the first rows of some steps, spread over the run from first to last, and the number of all rows."""
     counts: dict[int, int] = {}
-    for line in read_lines(path):
+    for line in read_lines(path, keys=keys):
         counts[line["train_step"]] = counts.get(line["train_step"], 0) + 1
     steps = sorted(counts)
     last = len(steps) - 1
     chosen = {steps[round(index * last / (MAX_STEPS - 1))] for index in range(MAX_STEPS)} if steps else set()
     left = dict.fromkeys(chosen, MAX_ROWS)
     rows = []
-    for line in read_lines(path):
+    for line in read_lines(path, keys=keys):
         step = line["train_step"]
         if left.get(step, 0) > 0:
             left[step] -= 1
@@ -185,7 +190,7 @@ def _worst_prompts(path: Path) -> list[dict[str, Any]]:
     """Return the prompts with the lowest mean reward; if means are equal, prompts with more rollouts come first."""
     totals: dict[str, float] = {}
     found: dict[str, dict[str, Any]] = {}
-    for line in read_lines(path):
+    for line in read_lines(path, keys=OF_ROLLOUT):
         if line["reward"] is not None:
             # The whole prompt: examples or a system message may fill the part that is shown.
             prompt = json.dumps(line["prompt"])

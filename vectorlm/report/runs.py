@@ -7,7 +7,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,7 +112,8 @@ class RunFolder:
     @property
     def num_steps(self) -> int | None:
         """Steps of the whole run; None if unknown."""
-        return self.start.get("num_steps", self.config.get("rl.max_steps"))
+        found = self.start.get("num_steps", self.config.get("rl.max_steps"))
+        return found if isinstance(found, int) else None
 
     @property
     def step_s(self) -> float | None:
@@ -130,7 +131,10 @@ class RunFolder:
 
     def series(self, metric: str) -> Series:
         """Return the metric over the steps; values that were not finite are NaN."""
-        values = {line["step"]: line[metric] for line in self.metrics if metric in line}
+        numbers = (int, float, type(None))
+        values = {
+            line["step"]: line[metric] for line in self.metrics if isinstance(line.get(metric, ""), numbers)
+        }
         return [(step, math.nan if value is None else value) for step, value in sorted(values.items())]
 
     def phases(self, num_lines: int = 0) -> list[tuple[str, float, float]]:
@@ -201,7 +205,7 @@ class RunFolder:
 
 
 class GrowingLines:
-    """The lines of a JSONL file that grows: only new lines are read, unless the file was cut or replaced."""
+    """The steps in a JSONL file that grows: only new lines are read, unless the file was cut or replaced."""
 
     def __init__(self) -> None:
         self._end, self._last = 0, b""
@@ -220,12 +224,14 @@ class GrowingLines:
                 if not text.endswith(b"\n"):
                     break
                 self._end, self._last = self._end + len(text), text
-                self._lines += _parsed(text)
+                self._lines += [line for line in _parsed(text) if isinstance(line.get("step"), int)]
         return [*self._lines]
 
 
-def read_lines(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file, or of its `last_bytes`; nothing without a file.
+def read_lines(
+    path: Path, last_bytes: int | None = None, keys: Collection[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield the objects with `keys` of a JSONL file, or of its `last_bytes`; nothing without a file.
 
     An incomplete line, still being written or cut short by a crash, is left out.
     """
@@ -236,7 +242,7 @@ def read_lines(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, 
             file.seek(-last_bytes, 2)
             file.readline()
         for text in file:
-            yield from _parsed(text)
+            yield from (line for line in _parsed(text) if line.keys() >= set(keys))
 
 
 def _parsed(text: bytes) -> list[dict[str, Any]]:

@@ -277,9 +277,10 @@ def base_settings_of(run: Path, adapters: Path) -> ModelSettings:
     """
     settings = run / "config.yaml"
     found = load_config(settings).train_parameters.model if settings.is_file() else ModelSettings()
-    names: Any = ("dtype", "quantization")
-    noted = {name: noted_of(adapters, name, str) for name in names}
-    return replace(found, **{name: value for name, value in noted.items() if value is not None})
+    known: Any = {"dtype": ("float32", "bfloat16"), "quantization": ("nf4",)}
+    noted = {name: noted_of(adapters, name, str) for name in known}
+    # A card of other programs may use these names for something else.
+    return replace(found, **{name: value for name, value in noted.items() if value in known[name]})
 
 
 def round_base(model: Any, settings: ModelSettings) -> None:

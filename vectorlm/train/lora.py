@@ -207,10 +207,20 @@ def load_adapters(path: Path, base: PreTrainedModel) -> Any:
     """Put the adapters in `path` on their base model.
 
     Raises:
-        ConfigError: They do not fit the base model.
+        ConfigError: They cannot be read, or do not fit the base model.
     """
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
+    from safetensors import SafetensorError
 
+    try:
+        PeftConfig.from_pretrained(str(path))
+    except Exception as error:  # PEFT raises all kinds of errors for a broken file.
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{path / ADAPTER_CONFIG} cannot be read by PEFT ({why}). Save it again."
+        ) from error
+    if not any((path / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
+        raise ConfigError(f"the adapters in {path} have no adapter_model.safetensors. Complete the folder.")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
@@ -223,9 +233,11 @@ def load_adapters(path: Path, base: PreTrainedModel) -> Any:
         ):
             if names:
                 raise ValueError(f"{len(names)} tensors {problem} ({', '.join(names[:3])})")
+    except SafetensorError as error:
+        raise ConfigError(f"the adapters in {path} cannot be read ({error}). Save them again.") from error
     except (ValueError, RuntimeError, KeyError) as error:
         # If a whole module is missing, PEFT raises KeyError with its name.
-        why = f"the tensor {error} is missing" if isinstance(error, KeyError) else error
+        why = f"the tensor {error} is missing" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise ConfigError(
             f"the adapters in {path} do not fit {base.config.name_or_path}: {why}. Correct base_model_name_or_path "
             f"in {path / ADAPTER_CONFIG}."

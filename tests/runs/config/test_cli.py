@@ -1,4 +1,5 @@
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from kit.config_texts import FULL, MINIMAL
 
-from vectorlm.cli import COMMANDS, build_parser, main
+from vectorlm.cli import COMMANDS, build_parser, exit_code, main
 from vectorlm.cli.arguments import add_config_arguments, config_from_arguments
 
 
@@ -21,6 +22,70 @@ def test_output_that_nobody_reads_ends_a_command_without_a_traceback():
     reader.stdout.close()
     assert (reader.stderr.read(), reader.wait()) == ("", 141)
     reader.stderr.close()
+
+
+@pytest.fixture
+def wrong(tmp_path, monkeypatch):
+    """Go to a folder with files and folders that commands cannot use."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "other", "run", "config_is_folder/config.yaml"):
+        Path(name).mkdir(parents=True)
+    Path("file").write_text("text")
+    Path("config_is_folder/metrics.jsonl").touch()
+    # A run's folder, and one with files of these names by another program.
+    line = {"train_step": 1, "prompt": "a", "completion": "b", "reward": 1.0, "advantage": 0.5, "group": 0}
+    Path("run/metrics.jsonl").write_text('{"step": 1, "train/loss": 0.5}\n')
+    Path("run/rollouts.jsonl").write_text(json.dumps(line) + "\n")
+    Path("other/metrics.jsonl").write_text('{"loss": 1}\n{"step": 2, "loss": "low"}\n{"step": "a"}\n')
+    Path("other/rollouts.jsonl").write_text('{"reward": 1}\n{"train_step": 3, "reward": 1}\n')
+    Path("other/run.json").write_text('{"num_steps": "many"}')
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("replay other --step 1", "--step 1 is not in other/metrics.jsonl, which ends at step 2"),
+        ("replay empty --step 1", "empty/metrics.jsonl does not exist"),
+        ("replay run --bisect other", "run and other have no step in common"),
+        ("report config_is_folder", "config_is_folder/config.yaml: Is a directory"),
+        ("report run --output empty", "--output empty must be a file"),
+        ("report file/x", "'file/x' is not a folder"),
+        ("new file", "file must be empty or new"),
+        ("new file/new", "file/new: Not a directory"),
+        ("model file new", "file exists, so there is nothing to download"),
+        ("model empty new", "empty exists, so there is nothing to download"),
+        ("sample --model file --prompt a", "--model file must be a folder, but is a file"),
+        ("sample --model empty --prompt a", "--model empty must have a config.json"),
+    ],
+)
+def test_a_wrong_path_ends_a_command_with_one_line_that_names_it(wrong, capsys, command, message):
+    assert main(command.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
+@pytest.mark.parametrize("command", ["report other --output page.html", "watch other"])
+def test_files_of_another_program_are_read_as_far_as_they_are_a_run_s(wrong, capsys, command):
+    assert main(command.split()) == 0
+    assert "page.html" in (printed := capsys.readouterr().out) or "step 2" in printed
+
+
+def test_a_file_without_permission_is_named(capsys):
+    def read():
+        raise PermissionError(13, "Permission denied", "runs/x/metrics.jsonl")
+
+    assert exit_code(read) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("PermissionError: runs/x/metrics.jsonl: Permission denied.")
+
+
+@pytest.mark.parametrize("text", ["a", "", "1,x", "0", "-1"])
+def test_numbers_that_cannot_be_read_are_shown(capsys, text):
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--model", "m", f"--at_k={text}"])
+    assert f"argument --at_k: {text!r} must be integers >= 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["my.yaml", "a.b=c", "d=1"], ["a.b=c"]])

@@ -194,6 +194,8 @@ def describe_absent(name: str) -> tuple[str, str]:
     """Return rule and fix for a model that is not a folder."""
     if (converted := _converted(name)) is not None:
         return "must be converted, because it is a GGUF file", f"Run `vectorlm model {name} {converted}`."
+    if Path(name).exists():
+        return "must be a folder, but is a file", "Name the folder of a model."
     if not HUB_NAME.fullmatch(name):
         near = next(folder for folder in Path(name).absolute().parents if folder.is_dir())
         names = sorted(path.name for path in near.iterdir() if path.is_dir())[-5:]
