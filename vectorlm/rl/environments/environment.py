@@ -174,7 +174,11 @@ def trl_tools(environment: Any) -> list[Callable[..., Any]]:
 
 def tools_of(environment: Any, kind: str) -> list[Callable[..., Any]]:
     """Return the tools of an environment."""
-    return trl_tools(environment) if kind == "trl" else list(getattr(environment, "tools", ()))
+    if kind == "trl":
+        return trl_tools(environment)
+    tools = getattr(environment, "tools", ())
+    # A class may have a property.
+    return [] if isinstance(tools, property) else list(tools)
 
 
 def make_environment(make: Callable[..., Any], columns: Mapping[str, Any]) -> Any:

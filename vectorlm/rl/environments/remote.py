@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Any
 
 import cloudpickle
@@ -138,7 +138,11 @@ class RemoteEnvironment:
         except ConfigError:
             raise
         except (WorkerLost, RuntimeError) as error:
-            methods = {"describe": "its import or constructor", "begin": "reset", "end": "close"}
+            methods = {
+                "describe": "its import or constructor",
+                "begin": "its constructor or reset",
+                "end": "close",
+            }
             method = methods.get(what, what.replace("_", " "))
             if what == "step" and isinstance(error, WorkerLost):
                 method = "step or a tool"  # Errors of tools go to the policy.
@@ -181,10 +185,16 @@ def describe(make: str | bytes, where: str, columns: Mapping[str, Any]) -> Any:
     """Yield None after the import; then whether the environment is asynchronous."""
     made: Any = _loaded(make)
     yield None
-    # The class of a `respond` environment is enough; it is not instantiated.
+    # An instance may hold a container or a session, so one is made only if it may have tools that its class has not.
+    if inspect.isclass(made) and not environments.is_asynchronous(made, where):
+        yield False
+        return
     if not hasattr(made, "respond") or environments.kind_of(made, where) != "respond":
         made = environments.make_environment(made, columns)
     yield environments.is_asynchronous(made, where)
+    if not inspect.isclass(made) and hasattr(made, "close"):
+        with suppress(Exception):
+            _value(made.close())
 
 
 async def describe_tools(key: int, where: str) -> Any:

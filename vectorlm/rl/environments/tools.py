@@ -223,13 +223,24 @@ async def call_tool(
     if call.name not in tools:
         return tool_message(call, f"error: there is no tool {call.name!r}, only {', '.join(tools)}"), True
     try:
-        found = await value_of(tools[call.name](**call.arguments))
+        found = await value_of(await _result_of(tools[call.name], call.arguments))
         content = content_of(found)
     except BaseException as error:  # A tool may run the policy's text, which may raise anything.
         if isinstance(error, asyncio.CancelledError) and _is_cancelled():
             raise
         return tool_message(call, f"error: {type(error).__name__}: {text_of(error)}"), True
     return tool_message(call, content), False
+
+
+async def _result_of(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a tool; on an event loop in a thread, because other environments share the loop, unless it is `async`."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return tool(**arguments)
+    if inspect.iscoroutinefunction(tool):
+        return tool(**arguments)
+    return await asyncio.to_thread(tool, **arguments)
 
 
 def _is_cancelled() -> bool:
