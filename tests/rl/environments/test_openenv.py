@@ -127,11 +127,18 @@ def test_a_reset_that_the_server_refuses_is_an_error():
         socket.recv()
         socket.send(json.dumps({"type": "error", "data": {"message": "no seed", "code": "EXECUTION_ERROR"}}))
 
+    async def begin(url):
+        playing = OpenEnv()
+        try:
+            await playing.reset({"openenv_url": url})
+        finally:
+            await playing.close()
+
     with serve(refuse, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
         with pytest.raises(RuntimeError, match=r"refused 'reset': no seed \(EXECUTION_ERROR\)"):
-            asyncio.run(OpenEnv().reset({"openenv_url": url}))
+            asyncio.run(begin(url))
         server.shutdown()
         thread.join()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
 from vectorlm.data.encoding import without_thoughts
 from vectorlm.rl.environments.environment import Reply
@@ -52,7 +54,9 @@ class OpenEnv:
     async def close(self) -> None:
         """End the session."""
         if hasattr(self, "_socket"):
-            await self._socket.send(json.dumps({"type": "close"}))
+            # The server may have ended the session with the episode.
+            with suppress(ConnectionClosed):
+                await self._socket.send(json.dumps({"type": "close"}))
             await self._socket.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
