@@ -248,6 +248,18 @@ def test_the_optimal_token_baseline_counts_the_squares_of_a_corrections_weights(
 
 
 @pytest.mark.parametrize(
+    "norms", [(3e-8, -3e-8, 0.0), (-6e-8, -6e-8, 0.0), (0.0, 0.0, 0.0), (3e-8, -6e-8, 1e-9)]
+)
+def test_norms_that_rounding_made_negative_do_not_make_the_optimal_baseline_explode(norms):
+    rewards = torch.tensor([[1.0], [0.0], [0.0]])
+    ones = torch.ones(3, 1, dtype=torch.bool)
+    found = optimal_token_advantages(rewards, torch.tensor(norms)[:, None], ones, 3)
+    kept = [max(norm, 0.0) for norm in norms]
+    baseline = kept[0] / sum(kept) if any(kept) else 1 / 3
+    assert found.flatten().tolist() == pytest.approx([1 - baseline, -baseline, -baseline])
+
+
+@pytest.mark.parametrize(
     "parts", [((0.7, 0.2), (0.8, 0.1)), ((100.1, 0.2), (100.0, 0.3)), ((-0.7, -0.2), (-0.8, -0.1))]
 )
 def test_rewards_that_differ_by_rounding_are_equal(parts):

@@ -7,8 +7,9 @@ from tiny_rl import BY_KIND, build, leave_reference, random_groups, random_rewar
 
 from vectorlm.algorithms.critic import gae_advantages
 from vectorlm.algorithms.groups import leave_one_out_advantages, whiten
+from vectorlm.algorithms.logprobs import token_values
 from vectorlm.algorithms.registry import get_algorithm
-from vectorlm.rl.prepare import _highest
+from vectorlm.rl.prepare import _gradient_norms, _highest
 from vectorlm.rl.settings import KLSettings
 
 
@@ -113,3 +114,18 @@ def test_completions_that_the_loss_leaves_out_stay_in_every_baseline(folder, alg
     for algorithm, ((whole, mask), (dropped, trained)) in found.items():
         assert torch.equal(trained, mask & ~torch.tensor(truncated)[:, None]), algorithm
         torch.testing.assert_close(dropped, torch.where(trained, whole, 0.0), msg=algorithm)
+
+
+def test_norms_of_gradients_are_right_for_tokens_of_probability_near_one():
+    scores = torch.randn(400, 50, generator=torch.Generator().manual_seed(0))
+    scores[:, 0] = torch.linspace(0.0, 20.0, 400)
+    targets = torch.zeros(400, dtype=torch.int64)
+    found = token_values(scores, targets, entropy="collision")
+    norms = _gradient_norms(found.logprobs, found.entropies).double()
+    gradients = torch.nn.functional.one_hot(targets, 50) - torch.softmax(scores.double(), -1)
+    exact = gradients.square().sum(-1)
+    # The part of the other tokens, at most half, is lost in rounding; 1 - p keeps a rounding step of log p.
+    uncertain = exact > 1e-4
+    torch.testing.assert_close(norms[uncertain], exact[uncertain], rtol=2e-2, atol=0)
+    assert (norms >= 0).all()
+    assert ((norms.sqrt() - exact.sqrt()).abs() <= 0.5 * exact.sqrt() + 1.2e-7).all()

@@ -150,8 +150,8 @@ def optimal_token_advantages(
 
         A[i, t] = G[i, t] - sum_j W[j, t] G[j, t] / sum_j W[j, t]
 
-    over the completions j of the group that have a token at t. A position that only one completion has uses the
-    baseline of the last position that at least two completions have.
+    over the completions j of the group that have a token at t, or the mean of their returns if all W are 0. A position
+    that only one completion has uses the baseline of the last position that at least two completions have.
 
     Args:
         token_rewards: float [B, T], the rows of a group next to each other, with prompts of equal length.
@@ -167,7 +167,10 @@ def optimal_token_advantages(
     is_there = mask.view(shape)
     returns = returns_to_go(token_rewards, mask).view(shape)
     norms = gradient_norms if weights is None else gradient_norms * weights.square()
-    norms = torch.where(is_there, torch.where(mask, norms, 0.0).cumsum(1).view(shape), 0.0)
+    # Rounding can make a norm negative. Norms of both signs can cancel, and the baseline would then explode.
+    norms = torch.where(mask, norms.clamp(min=0), 0.0).cumsum(1).view(shape)
+    norms = torch.where(is_there, norms, 0.0)
+    norms = torch.where(norms.any(dim=1, keepdim=True), norms, is_there.to(norms.dtype))
     baseline = (norms * returns).sum(dim=1) / norms.sum(dim=1).clamp(min=torch.finfo(norms.dtype).tiny)
     # The last position, up to this one, that at least two completions have.
     places = torch.arange(mask.shape[1], device=mask.device)

@@ -137,7 +137,7 @@ def _first_pass(
     old = gradient_norms = entropies = weights = None
     if spec.needs_gradient_norms:
         old, collision = logprobs_and_entropy(batch, "collision")
-        gradient_norms = 1 - 2 * old.exp() + collision
+        gradient_norms = _gradient_norms(old, collision)
         weights = weights_in_update(settings.correction, old, batch.sampler_logprobs, batch.mask)
     if settings.update.top_entropy_quantile < 1:
         logprobs, entropies = logprobs_and_entropy(batch, "value")
@@ -147,6 +147,14 @@ def _first_pass(
     elif old is None and needs_old:
         old = all_rows(batch, models.policy.logprobs)
     return old, gradient_norms, entropies, weights
+
+
+def _gradient_norms(logprobs: torch.Tensor, collision: torch.Tensor) -> torch.Tensor:
+    """Return 1 - 2 p + `collision`, the sum of all squared probabilities, for tokens of probability p; float [B, T]."""
+    # 1 - 2 p cancels for p near 1. The squares of the other tokens add up to at most (1 - p)^2.
+    of_token = torch.expm1(logprobs).square()
+    of_others = torch.minimum((collision - (2 * logprobs).exp()).clamp(min=0), of_token)
+    return of_token + of_others
 
 
 def _mismatch(
