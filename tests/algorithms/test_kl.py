@@ -191,9 +191,13 @@ def test_equal_policies_are_0_apart_and_stay(beta):
     torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-14, rtol=0)
 
 
-@pytest.mark.parametrize("beta", [0.5, 1.0])
-def test_a_token_that_the_policy_cannot_draw_has_no_part_in_its_own_terms(beta):
+@pytest.mark.parametrize(
+    ("beta", "teacher_draws"), [(0.5, True), (1.0, True), (0.0, False), (0.5, False), (1.0, False)]
+)
+def test_a_token_that_the_policy_cannot_draw_has_no_part_in_its_own_terms(beta, teacher_draws):
     logits, teacher = two_policies(2)
+    if not teacher_draws:
+        teacher[:, 3] = -torch.inf
     masked = logits.detach().clone()
     masked[:, 3] = -torch.inf
     masked.requires_grad_()
@@ -201,10 +205,10 @@ def test_a_token_that_the_policy_cannot_draw_has_no_part_in_its_own_terms(beta):
     (gradient,) = torch.autograd.grad(found.sum(), masked)
     assert found.isfinite().all()
     assert gradient.isfinite().all()
-    if beta == 1:
+    if beta == 1 or not teacher_draws:
         others = [0, 1, 2, 4, 5, 6]
         torch.testing.assert_close(
-            found, generalised_jsd(torch.log_softmax(masked, -1)[:, others], teacher[:, others], 1.0)
+            found, generalised_jsd(torch.log_softmax(masked, -1)[:, others], teacher[:, others], beta)
         )
 
 

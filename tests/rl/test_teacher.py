@@ -27,7 +27,7 @@ from vectorlm.algorithms.logprobs import token_values
 from vectorlm.algorithms.support import Support
 from vectorlm.errors import EngineTimeout
 from vectorlm.rl.micro_batch import map_rows
-from vectorlm.rl.models import ServerTeacher, Teacher, load_reference, num_logits
+from vectorlm.rl.models import ServerTeacher, Teacher, compared_with_top, load_reference, num_logits
 from vectorlm.rl.rollout import make_batch
 from vectorlm.rl.settings import TeacherSettings
 from vectorlm.train.language_model import LanguageModel, Scores
@@ -271,6 +271,20 @@ def test_the_most_probable_tokens_of_a_server_are_compared_and_the_rest_as_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("beta", [0.5, 1.0])
+def test_a_policy_that_can_draw_none_of_the_most_probable_tokens_has_a_gradient(beta):
+    logits = torch.zeros(2, 6, requires_grad=True)
+    masked = logits.masked_fill(torch.arange(6) >= torch.tensor([[3], [6]]), -torch.inf)
+    teacher = torch.tensor([[0.5, 0.3], [0.5, 0.3]]).log()
+    compare = compared_with_top(torch.tensor([[3, 4], [3, 4]]), teacher, beta)
+    found = compare(slice(0, 2), masked.log_softmax(-1))
+    (gradient,) = torch.autograd.grad(found[:, 0].sum(), logits)
+    assert found.isfinite().all()
+    assert gradient[0].eq(0).all()
+    assert gradient.isfinite().all()
+    assert gradient[1].any()
+
+
 @pytest.mark.parametrize(("beta", "expected"), [(0.0, 12 + 13), (0.5, 12 + 30), (1.0, 12 + 9)])
 def test_distributions_take_as_many_bytes_for_each_logit_as_the_memory_plan_says(beta, expected):
     states = torch.randn(256, 8, requires_grad=True)

@@ -119,7 +119,9 @@ def generalised_jsd(
         return _mean_log_ratio(teacher_logprobs, policy_logprobs)
     if beta == 1:
         return _mean_log_ratio(policy_logprobs, teacher_logprobs)
-    mixture = torch.logaddexp(teacher_logprobs + math.log(beta), policy_logprobs + math.log1p(-beta))
+    # logaddexp of -inf and -inf has the gradient NaN. This bound is below every probability above 0.
+    of_teacher = (teacher_logprobs + math.log(beta)).clamp_(min=-1e4)
+    mixture = torch.logaddexp(of_teacher, policy_logprobs + math.log1p(-beta))
     of_teacher, of_policy = (
         _mean_log_ratio(logprobs, mixture) for logprobs in (teacher_logprobs, policy_logprobs)
     )

@@ -437,7 +437,8 @@ def compared_with_top(token_ids: torch.Tensor, teacher: torch.Tensor, beta: floa
     """
 
     def with_rest(logprobs: torch.Tensor) -> torch.Tensor:
-        rest = torch.log1p(-logprobs.logsumexp(-1).exp().clamp(max=1 - REST))
+        # logsumexp has the gradient NaN if the policy can draw none of these tokens.
+        rest = torch.log1p(-logprobs.exp().sum(-1).clamp(max=1 - REST))
         return torch.cat([logprobs, rest[:, None]], dim=-1)
 
     def compare(places: Places, logprobs: torch.Tensor) -> torch.Tensor:
