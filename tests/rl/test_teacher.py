@@ -1,5 +1,6 @@
 """Learning from a teacher: advantages and loss stay the same if rows are split, packed or sharded in other ways."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ import vectorlm.train.language_model
 from vectorlm.algorithms.logprobs import token_values
 from vectorlm.algorithms.support import Support
 from vectorlm.errors import EngineTimeout
+from vectorlm.ranks.topology import Topology
 from vectorlm.rl.micro_batch import map_rows
 from vectorlm.rl.models import ServerTeacher, Teacher, compared_with_top, load_reference, num_logits
 from vectorlm.rl.rollout import make_batch
@@ -285,6 +287,30 @@ def test_a_policy_that_can_draw_none_of_the_most_probable_tokens_has_a_gradient(
     assert gradient[1].any()
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_tokens_that_only_a_server_has_count_as_the_rest(beta):
+    rows = random_rows("grpo")
+    teacher = ServerTeacher(
+        None,
+        Topology(),
+        48,
+        lambda asked, k: [[[(48, math.log(0.4)), (2, math.log(0.5))]] * (len(row) - 1) for row in asked],
+    )
+    token_ids, logprobs = teacher.top_logprobs(rows, 2)
+    count = int(rows.mask.sum())
+    assert token_ids.tolist() == [[0, 2]] * count
+    policy = torch.randn(count, 48, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    results = []
+    for compare in (
+        compared_with_top(token_ids, logprobs, beta),
+        compared_with_top(token_ids[:, 1:], logprobs[:, 1:], beta),
+    ):
+        found = compare(slice(count), policy.log_softmax(-1))
+        results.append((found.detach(), torch.autograd.grad(found[:, 0].sum(), policy)[0]))
+    torch.testing.assert_close(*results)
+    assert results[0][1].any()
+
+
 @pytest.mark.parametrize(("beta", "expected"), [(0.0, 12 + 13), (0.5, 12 + 30), (1.0, 12 + 9)])
 def test_distributions_take_as_many_bytes_for_each_logit_as_the_memory_plan_says(beta, expected):
     states = torch.randn(256, 8, requires_grad=True)
@@ -372,7 +398,7 @@ def ask_a_server(topology, fails_on):
     # With an algorithm that learns from rewards, completions without a reward are not trained on.
     rows = random_rows("grpo")
     try:
-        return rows, ServerTeacher(score, topology).logprobs(rows, None), asked
+        return rows, ServerTeacher(score, topology, 48).logprobs(rows, None), asked
     except EngineTimeout as error:
         return str(error)
 

@@ -194,7 +194,7 @@ def build(
     taught_by = None
     if teacher is not None:
         if teacher.server is not None:
-            taught_by = ServerTeacher(None, topology, teacher_top)
+            taught_by = ServerTeacher(None, topology, num_logits(model), teacher_top)
         elif teacher.model == SELF:
             taught_by = SelfTeacher(policy)
         else:

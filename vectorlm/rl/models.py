@@ -432,7 +432,7 @@ def compared_with_top(token_ids: torch.Tensor, teacher: torch.Tensor, beta: floa
 
     Args:
         token_ids: int64 [M, k], the most probable tokens.
-        teacher: float32 [M, k], the teacher's log-probabilities of these tokens.
+        teacher: float32 [M, k], the teacher's log-probabilities of these tokens; -inf for a token to ignore.
         beta: See `generalised_jsd`.
     """
 
@@ -442,7 +442,9 @@ def compared_with_top(token_ids: torch.Tensor, teacher: torch.Tensor, beta: floa
         return torch.cat([logprobs, rest[:, None]], dim=-1)
 
     def compare(places: Places, logprobs: torch.Tensor) -> torch.Tensor:
-        mine, its = with_rest(logprobs.gather(1, token_ids[places])), with_rest(teacher[places])
+        theirs = teacher[places]
+        chosen = logprobs.gather(1, token_ids[places]).masked_fill(theirs == -torch.inf, -torch.inf)
+        mine, its = with_rest(chosen), with_rest(theirs)
         divergence = generalised_jsd(mine, its, beta)
         reverse = divergence if beta == 1 else generalised_jsd(mine.detach(), its, 1.0)
         return torch.stack([divergence, reverse.detach()], dim=-1)
@@ -456,9 +458,14 @@ class ServerTeacher:
     model: nn.Module | None = None
     why_padded: str | None = None
 
-    def __init__(self, score: ScoreTokens, topology: Topology, top: ScoreTop | None = None) -> None:
-        """Take functions that send rows to the server: for the tokens of the rows, and for the most probable tokens."""
-        self._score, self._topology, self._top = score, topology, top
+    def __init__(
+        self, score: ScoreTokens, topology: Topology, num_tokens: int, top: ScoreTop | None = None
+    ) -> None:
+        """Take functions that send rows to the server: for the tokens of the rows, and for the most probable tokens.
+
+        `num_tokens` is the number of the policy's logits; a teacher of its family may have more.
+        """
+        self._score, self._topology, self._num_tokens, self._top = score, topology, num_tokens, top
 
     def logprobs(self, batch: RolloutBatch, all_rows: AllRows) -> torch.Tensor:
         """Return the log-probability of every token that the policy chose, float32 [B, T] on the CPU.
@@ -475,14 +482,17 @@ class ServerTeacher:
         """Return the teacher's `k` most probable tokens at the place of every token that the policy chose.
 
         Returns:
-            int64 and float32 [M, k], row by row; see `TrainBatch.teacher_top`.
+            int64 and float32 [M, k], row by row; see `TrainBatch.teacher_top`. A token that the policy does not have
+            gets the log-probability -inf.
         """
         assert self._top is not None
         answers = self._ask(batch, partial(self._top, k=k))
         # The server returns nothing for the first token of a row.
         shown = [answers[row][place - 1] for row, place in batch.mask.nonzero().tolist()]
         pairs = torch.tensor(shown, dtype=torch.float64).view(-1, k, 2)
-        return pairs[..., 0].long(), pairs[..., 1].float()
+        token_ids, logprobs = pairs[..., 0].long(), pairs[..., 1].float()
+        is_shared = token_ids < self._num_tokens
+        return torch.where(is_shared, token_ids, 0), torch.where(is_shared, logprobs, -torch.inf)
 
     def _ask(
         self, batch: RolloutBatch, ask: Callable[[Sequence[Sequence[int]]], list[Any]]

@@ -284,7 +284,7 @@ def _models(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> RLModels:
         from vectorlm.sampling.backends.server.client import ScoringServer
 
         server = ScoringServer(rl.teacher.server, rl.teacher.timeout_s)
-        teacher = ServerTeacher(server.logprobs, run.topology, server.top_logprobs)
+        teacher = ServerTeacher(server.logprobs, run.topology, num_logits(policy.model), server.top_logprobs)
     return RLModels(policy, policy_step, reference, critic, critic_step, teacher)
 
 
