@@ -383,6 +383,20 @@ def test_a_batch_without_any_advantage_makes_no_pass_with_gradient(folder):
         assert not any(tensor.any() for tensor in change.values())
 
 
+def metrics_without_mismatch(topology, folder, num_epochs):
+    run = build(topology, folder, "best_of_k", num_epochs=num_epochs, num_mini_batches=1)
+    run = replace(run, settings=replace(run.settings, logs_mismatch=False))
+    batch = run.prepare(random_rows("best_of_k"))
+    return batch.metrics | run.update(batch)
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_log_probabilities_of_other_distributions_are_not_compared_with_the_engines(folder, num_epochs):
+    for metrics in on_ranks(1, metrics_without_mismatch, folder, num_epochs):
+        assert "policy/loss" in metrics
+        assert not [name for name in metrics if name.startswith(("sampler/", "correction/"))]
+
+
 def skipped_with(topology, folder, algorithm, **more):
     run = build(topology, folder, algorithm, **more)
     batch = equal_in_some(run.prepare(random_rows(algorithm)), (0, 3))

@@ -143,10 +143,26 @@ def test_the_check_refuses_settings_that_are_not_exact(files, tmp_path, setting,
     assert setting in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "parameter",
+    ["top_p: 0.9", "top_k: 5", "bad_words: ['a']", "min_tokens: 2", "structured_outputs: {regex: 'b'}"],
+)
+def test_the_check_refuses_exact_losses_of_all_tokens_if_the_engine_truncates(files, tmp_path, parameter):
+    overrides = [f"rl.sampling_params={{max_tokens: 8, temperature: 0.8, {parameter}}}"]
+    config = exact_of(files, tmp_path / "run", overrides=[*overrides, "rl.algorithm=best_of_k"])
+    with pytest.raises(ConfigError, match="exact") as refused:
+        preflight(config, 1)
+    assert f"rl.sampling_params.{parameter.partition(':')[0]}" in str(refused.value)
+    if parameter[:3] == "top":
+        preflight(exact_of(files, tmp_path / "run", overrides=overrides), 1)
+
+
 def test_the_check_refuses_other_families_and_takes_auto_for_live(files, tmp_path):
     config = exact_of(files, tmp_path / "run")
     assert config.engine.receiver == "live"
     preflight(config, 2)
+    overrides = ["rl.algorithm=best_of_k", "rl.sampling_params={max_tokens: 8, temperature: 0.8, top_p: 1.0}"]
+    preflight(exact_of(files, tmp_path / "run", overrides=overrides), 1)
     description = json.loads((files / "model/config.json").read_text())
     other = tmp_path / "model"
     other.mkdir()

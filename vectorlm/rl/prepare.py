@@ -61,9 +61,10 @@ def prepare_batch(
         batch = replace(batch, replayed=recorded.together(topology, partial(of_policy, read)))
     metrics, log_ratios = dict[str, float](), None
     if old is not None and not correction.bypass:
-        metrics, log_ratios = _mismatch(batch, old, settings)
         corrected, weights = apply_correction(correction, batch, old)
-        metrics |= correction_effect(batch, corrected, weights)
+        if settings.logs_mismatch:
+            metrics, log_ratios = _mismatch(batch, old, settings)
+            metrics |= correction_effect(batch, corrected, weights)
         batch = corrected
     read = batch.with_compared() if in_reward else batch
     reference = None if models.reference is None else all_rows(read, models.reference)

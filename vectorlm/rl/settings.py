@@ -414,6 +414,8 @@ class StepSettings:
     pad_token_id: int = 0
     exact: bool = False
     """Whether to stop if trainer and engine differ in a log-probability of the first optimizer step of a batch."""
+    logs_mismatch: bool = True
+    """Whether to log how log-probabilities of trainer and engine differ; False if only the engine truncates them."""
     reads_text_alone: str | None = None
     """The setting that does not allow images in rollouts; None allows images."""
     peak_flops: float | None = None

@@ -185,7 +185,8 @@ class Updater:
         rows, is_exact = batch.rows, self.settings.exact
         trained = {*_trained_groups(rows)}
         groups = sorted(trained - measured) if is_exact else []
-        if not is_exact and batch.old_logprobs is None and skipped == trained != set():
+        is_unmeasured = batch.old_logprobs is None and skipped == trained != set()
+        if not is_exact and self.settings.logs_mismatch and is_unmeasured:
             groups = [min(skipped)]
         if not groups:
             return {}
@@ -400,7 +401,7 @@ class Updater:
         is_held = self.settings.exact and mini_batch.is_first
         if is_held and not micro_batch.is_filler and accumulator.difference is None:
             accumulator.difference = first_difference(batch.rows, micro_batch.rows, logprobs.detach())
-        if batch.old_logprobs is None or is_held:
+        if self.settings.logs_mismatch and (batch.old_logprobs is None or is_held):
             # This is the trainer's only forward pass with the weights that sampled these tokens.
             gap = (logprobs.detach() - micro_batch.cut(batch.rows.sampler_logprobs)).abs()
             accumulator.add_tokens("sampler/logprob_gap_mean", gap, inputs.mask)

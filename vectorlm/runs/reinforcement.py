@@ -58,7 +58,7 @@ from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.output import finish, open_recorder
 from vectorlm.runs.preflight.checked import CheckedConfig
 from vectorlm.runs.preflight.resume import content_of
-from vectorlm.runs.preflight.rl import text_alone
+from vectorlm.runs.preflight.rl import reshaped_by, text_alone
 from vectorlm.runs.preflight.user_code import source_tools
 from vectorlm.runs.start import Run, open_run
 from vectorlm.sampling.engine import SamplingEngine
@@ -304,6 +304,7 @@ def _step_settings(run: Run, rl: RLSettings, spec: AlgorithmSpec) -> StepSetting
         seed=settings.seed,
         pad_token_id=run.tokenizer.pad_token_id or 0,
         exact=settings.model.exact,
+        logs_mismatch=not any(reshaped_by(run.config, rl)),
         reads_text_alone=next((path for path, _, _ in text_alone(run.config, rl)), None),
         peak_flops=peak_tflops and peak_tflops * 1e12 * run.topology.world_size,
     )

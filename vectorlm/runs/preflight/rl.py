@@ -166,6 +166,10 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
             rule = "cannot be used: the engine would sample from a different distribution than the trained policy's"
             fix = "Use only temperature, top_p, top_k and min_p; online_dpo, best_of_k and copg may use it."
             yield refuse(config, f"rl.sampling_params.{name}", rule, fix)
+    for path, value in reshaped_by(config, rl) if config.train_parameters.model.exact else ():
+        # Costs more than a minute: the first step ends the run.
+        rule = f"cannot be used with train_parameters.exact: {spec.name} does not truncate probabilities"
+        yield refuse(config, path, rule, "Leave it out.", value)
     engine_args = config.engine.engine_args
     for name, harmless in _RESHAPING_ENGINE.items():
         if spec.samples_from_policy and name in engine_args and engine_args[name] not in harmless:
@@ -181,6 +185,26 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
             if name in engine_args:
                 rule = "cannot be used with structured_outputs: the trainer does not know where the grammar begins"
                 yield refuse(config, f"engine.{name}", rule, "Leave it out.")
+
+
+def reshaped_by(config: Config, rl: RLSettings) -> Iterator[tuple[str, Any]]:
+    """Yield the settings that reshape only the engine's distribution, and their values.
+
+    Only algorithms that learn from completions of any policy allow them; `_sampling_problems` refuses them for others.
+    """
+    if get_algorithm(rl.algorithm.name).samples_from_policy:
+        return
+    neutral = {name: parameter.neutral for name, parameter in PARAMETERS.items() if parameter.neutral}
+    # The trainer applies the temperature.
+    del neutral["temperature"]
+    for name, values in (neutral | {"structured_outputs": ({},)}).items():
+        value = rl.collect.sampling.get(name)
+        if value is not None and value not in values:
+            yield f"rl.sampling_params.{name}", value
+    for name, harmless in _RESHAPING_ENGINE.items():
+        value = config.engine.engine_args.get(name, harmless[0])
+        if value not in harmless:
+            yield f"engine.{name}", value
 
 
 def correction_problems(
