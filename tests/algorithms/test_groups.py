@@ -3,12 +3,14 @@
 import itertools
 import math
 import statistics
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.batches import batch_of
 from random_batch import random_batch
 
 from vectorlm.algorithms.batch import RolloutBatch, place_rewards
@@ -204,6 +206,25 @@ def test_groups_that_teach_nothing_do_not_shrink_the_others():
     rewards = torch.tensor([[1.0, 0.0], [0.5, 0.5], [1.0, 1.0]])
     assert rescaled_advantages(rewards).tolist() == [[1.5, -1.5], [0.0, 0.0], [0.0, 0.0]]
     assert rescaled_advantages(torch.ones(2, 2)).eq(0).all()
+
+
+@pytest.mark.parametrize("has_turns", [False, True])
+@pytest.mark.parametrize("why", ["no reward", "rejected", "truncated"])
+def test_groups_without_trained_tokens_do_not_scale_up_the_others(why, has_turns):
+    """Group 0 differs, group 1 is constant, and no token of group 2 is in the denominator of the loss."""
+    mask, spec = torch.ones(6, 2, dtype=torch.bool), get_algorithm("gpg")
+    rewards = torch.tensor([[1.0, 0.0], [0.5, 0.5], [NAN, NAN] if why == "no reward" else [2.0, 0.0]])
+    last = mask & (torch.arange(6) >= 4)[:, None]
+    batch = batch_of(mask, rewards)
+    if has_turns:
+        turns = {"turns": torch.zeros(6, 2, dtype=torch.int64), "turn_rewards": torch.zeros(6, 2)}
+        batch = replace(batch, **turns)
+    is_cut = why == "truncated"
+    batch = replace(batch, mask=mask & ~last, baseline_mask=mask) if is_cut else batch.without(last)
+    found = spec.advantages(batch.for_baselines(), spec.settings)
+    assert found[:4, 0].tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert found[4:].any() == is_cut
+    assert rescaled_advantages(torch.tensor([[1.0, 0.0], [0.5, 0.5], [NAN, NAN]]))[0].tolist() == [1.0, -1.0]
 
 
 def test_the_optimal_token_baseline_equals_a_slow_loop():

@@ -52,6 +52,9 @@ class RolloutBatch:
     1 for completions used only as a baseline. None means 1 for every token."""
     baseline_mask: torch.Tensor | None = None
     """bool [B, T], `mask` plus completions that enter baselines but no loss; None if there are none."""
+    trained_mask: torch.Tensor | None = None
+    """bool [B, T], the tokens of the loss, in `AlgorithmSpec.advantages`, where `mask` has tokens of baselines; None
+    means `mask`."""
     owners: torch.Tensor | None = None
     """int64 [B], index of the main row of each row's rollout; None if every row is a rollout. Only main rows are
     `valid` and in `baseline_mask`. The other rows, branches that an agent made, are in `mask` only."""
@@ -142,6 +145,12 @@ class RolloutBatch:
         rows = torch.arange(len(self.mask))
         return (self.lengths > 0) & (rows == (rows if self.owners is None else self.owners))
 
+    @property
+    def trained_groups(self) -> torch.Tensor:
+        """Whether each group has tokens to train on, bool [P]."""
+        mask = self.mask if self.trained_mask is None else self.trained_mask
+        return mask.view(len(self.rewards), -1).any(dim=1)
+
     def for_baselines(self) -> RolloutBatch:
         """Return the batch with all completions that enter baselines in its mask.
 
@@ -158,6 +167,7 @@ class RolloutBatch:
         return replace(
             self,
             mask=mask,
+            trained_mask=self.mask,
             branch_lengths=branch_lengths,
             rewards=of_valid(self.rewards),
             reward_parts=None if self.reward_parts is None else of_valid(self.reward_parts),

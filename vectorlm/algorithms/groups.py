@@ -125,16 +125,21 @@ def length_weighted_advantages(
     return torch.where(is_constant(rewards, kept), 0.0, advantages)
 
 
-def rescaled_advantages(rewards: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+def rescaled_advantages(
+    rewards: torch.Tensor, valid: torch.Tensor | None = None, trained: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compare each completion with the mean of its group, times (groups / groups whose rewards differ).
 
-    Groups of equal rewards have no gradient; the factor compensates for their share of the batch.
+    Groups of equal rewards have no gradient; the factor compensates for their share of the batch. It counts only groups
+    that are `trained`, bool [P], because the loss's denominator has no tokens of others; None means all groups with a
+    valid completion.
 
     Source: Chu et al. 2025 (GPG), arXiv:2504.02546.
     """
-    kept, _ = _kept(rewards, valid)
-    num_differing = (~is_constant(rewards, kept)).sum().clamp(min=1)
-    return group_advantages(rewards, "none", valid) * (len(rewards) / num_differing)
+    kept, count = _kept(rewards, valid)
+    trained = count[:, 0] > 0 if trained is None else trained
+    num_differing = (trained & ~is_constant(rewards, kept)[:, 0]).sum().clamp(min=1)
+    return group_advantages(rewards, "none", valid) * (trained.sum() / num_differing)
 
 
 def optimal_token_advantages(

@@ -40,10 +40,10 @@ def _leave_one_out(batch: RolloutBatch, hparams: settings.AlgorithmSettings) -> 
 
 def _rescaled(batch: RolloutBatch, hparams: settings.AlgorithmSettings) -> torch.Tensor:
     if batch.turns is not None:
-        advantages = pure.scaled_as_groups(*_turns(batch), "none")
-        num_differing = advantages.flatten(1).any(dim=1).sum().clamp(min=1)
-        return batch.spread_turns(advantages * (len(advantages) / num_differing))
-    return batch.spread(pure.rescaled_advantages(batch.rewards, batch.valid))
+        advantages, trained = pure.scaled_as_groups(*_turns(batch), "none"), batch.trained_groups
+        num_differing = (trained & advantages.flatten(1).any(dim=1)).sum().clamp(min=1)
+        return batch.spread_turns(advantages * (trained.sum() / num_differing))
+    return batch.spread(pure.rescaled_advantages(batch.rewards, batch.valid, batch.trained_groups))
 
 
 def _reward(batch: RolloutBatch, hparams: settings.AlgorithmSettings) -> torch.Tensor:
