@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 import vectorlm
 from vectorlm.data.prompts import as_list
 from vectorlm.errors import EngineError, RankMismatch
-from vectorlm.sampling.arguments import merge
+from vectorlm.ranks.engine_ranks import comparable, require_equal
+from vectorlm.sampling.arguments import merge, same_on_ranks
 
 MESSAGE = {"role": "user", "content": "ab"}
 
@@ -77,6 +78,12 @@ def test_engines_with_other_arguments_are_refused_on_every_rank():
     for text in on_ranks(4, start_with_own_arguments, num_nodes=2):
         assert "ranks 2, 3 " in text
         assert "num_steps=5 instead of 4" in text
+
+
+def test_every_rank_may_have_a_device_of_its_own():
+    settings = vectorlm.EngineSettings(inference="transformers")
+    devices = [{"device": f"cuda:{rank}", "max_num_seqs": 4} for rank in range(2)]
+    require_equal([comparable(same_on_ranks(settings, arguments)) for arguments in devices])
 
 
 def refusal(topology, prompt, params=None):

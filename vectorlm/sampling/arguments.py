@@ -29,8 +29,8 @@ from vectorlm.sampling.weights.plan import BASE
 from vectorlm.settings import nearest, require_choice
 from vectorlm.types import POLICY, InFlight
 
-PLACES = ("url", "token", "download_dir")
-"""Arguments of engines that may differ between machines."""
+PLACES = ("url", "token", "download_dir", "device")
+"""Arguments of engines that may differ between machines or ranks."""
 
 
 def merge(
