@@ -1,12 +1,13 @@
 import doctest
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kit.rank_processes import on_ranks
 
 from vectorlm.errors import EngineError, EngineTimeout
-from vectorlm.sampling import inline_engines
+from vectorlm.sampling import inline_channel, inline_engines
 from vectorlm.sampling.inline_engines import FakeEngine
 from vectorlm.sampling.weights.arena import Arena
 from vectorlm.sampling.weights.inspection import checksum
@@ -59,6 +60,30 @@ def test_it_remembers_its_updates_and_fails_when_told_to():
         assert engine.updates == [3, 5]
         with pytest.raises(ValueError, match="call='close' cannot be told to fail"):
             engine.fail_next("close", EngineError(""))
+
+
+def test_only_the_time_inside_calls_is_the_silence_of_an_engine_without_a_process(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(inline_channel, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with FakeEngine(lambda prompt, version: "a", num_steps=4, timeout_s=2.0) as engine:
+        handle = engine.submit("a")
+        for look in (engine.poll, handle.done, handle.result):
+            now[0] += 3.0
+            look()
+
+        scheduler = engine._channel._scheduler
+
+        def sample_nothing():
+            now[0] += 1.5
+            return []
+
+        handle = engine.submit("a")
+        step, scheduler.step = scheduler.step, sample_nothing
+        with pytest.raises(EngineTimeout, match="nothing for 2 s"):
+            handle.result()
+        # The engine is slow, but not dead: a second call lets it continue.
+        scheduler.step = step
+        assert handle.result()
 
 
 class FailsOnce:

@@ -66,6 +66,8 @@ class WorkQueue:
 
     def collect(self, deadline_s: float | None) -> Answers:
         """Wait for all answers; raises what `Channel.answer` raises, and may be called again after a time-out."""
+        # After a time-out, an engine that goes on must be able to show it.
+        self._channel.advance()
         self._take_more()
         while self._in_flight:
             place, number = next(iter(self._in_flight.items()))

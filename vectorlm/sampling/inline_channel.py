@@ -15,6 +15,8 @@ from vectorlm.sampling import messages
 from vectorlm.sampling.sampler.scheduler import SAMPLER, Scheduler, open_backend, ready
 
 SHOW_LIFE_EVERY_S = 0.5
+BREAK_S = 0.1
+"""Longest part of the time between two calls that counts as silence, because the engine samples only inside calls."""
 
 
 class InlineChannel:
@@ -27,7 +29,8 @@ class InlineChannel:
         self._answers: dict[int, CallResult] = {}
         self._tell: dict[int, messages.TakeAnswer] = {}
         self._taken_back: list[int] = []
-        self._moved_at = time.monotonic()
+        self._moved_at = self._used_at = time.monotonic()
+        """The times of the last progress (later by all breaks since then) and of the last step."""
         self._scheduler: Scheduler | None = None
 
     def send(self, command: Any) -> int:
@@ -36,7 +39,7 @@ class InlineChannel:
             raise EngineDied("the engine is closed, or was never built.")
         self._abort()
         number = next(self._count)
-        self._moved_at = time.monotonic()
+        self._moved_at = self._used_at = time.monotonic()
         self._answers.update(self._scheduler.carry_out(number, command))
         return number
 
@@ -49,15 +52,18 @@ class InlineChannel:
     def advance(self, until: Callable[[], bool] = lambda: True, timeout_s: float = 0.0) -> None:
         """Sample for one step, and continue until `until()` holds or the time is over."""
         self._abort()
-        deadline_s = time.monotonic() + timeout_s
+        now = time.monotonic()
+        self._moved_at += max(now - self._used_at - BREAK_S, 0.0)
+        self._used_at, deadline_s = now, now + timeout_s
         while self._scheduler is not None and self._scheduler.busy:
             for number, message in self._scheduler.step():
                 if not isinstance(message, messages.Part):
                     self._answers[number] = message
                 elif number in self._tell:
                     self._tell[number](number, message)
+            self._used_at = time.monotonic()
             if self._scheduler.has_progressed:
-                self._moved_at, self._scheduler.has_progressed = time.monotonic(), False
+                self._moved_at, self._scheduler.has_progressed = self._used_at, False
             self._while_waiting()
             if time.monotonic() >= deadline_s or until():
                 break
@@ -109,7 +115,7 @@ class InlineChannel:
                 f"the engine is paused while {waiting_for}: an earlier update() did not finish. Call update() again; "
                 "pending requests then continue."
             )
-        if time.monotonic() - self._moved_at > silence_s:
+        if self._used_at - self._moved_at > silence_s:
             raise EngineTimeout(f"the engine has sampled nothing for {silence_s:g} s while {waiting_for}.")
 
     def call(self, command: Any, silence_s: float) -> Any:
