@@ -40,6 +40,12 @@ def test_each_write_is_one_line_on_disk_before_the_sink_closes(tmp_path: Path) -
     assert path.read_text().splitlines()[1] == '{"step": 1, "a": null, "b": null, "c": null, "d": 1.0}'
 
 
+def test_no_metric_replaces_the_number_of_the_step(tmp_path: Path) -> None:
+    with JsonlSink(tmp_path / "metrics.jsonl") as sink:
+        sink.write(3, {"step": 100.0, "a": 1.0})
+    assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 3, "a": 1.0}]
+
+
 def test_a_fresh_run_sets_the_files_of_earlier_ones_aside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.touch()

@@ -9,7 +9,7 @@ from kit.sft_runs import lines, make_config, train
 
 from vectorlm.errors import ConfigError
 from vectorlm.runs.preflight.resume import find_resumption
-from vectorlm.train.callbacks import load_callback
+from vectorlm.train.callbacks import Callbacks, RunControl, load_callback
 
 OWN = """
 import json, pathlib
@@ -119,6 +119,16 @@ def test_a_class_that_is_no_callback_is_refused_before_the_run(tmp_path, name):
     (tmp_path / "own.py").write_text(OWN)
     with pytest.raises(ConfigError, match=name):
         load_callback(f"{tmp_path}/own.py:{name}")
+
+
+def test_a_name_that_the_run_writes_itself_is_refused(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    control = RunControl(tmp_path, schedule=None, saves_checkpoints=False)
+    callbacks = Callbacks([f"{tmp_path}/own.py:AtCheckpoint"], control)
+    for name in ("train/loss", "step"):
+        control.log({name: 1.0})
+        with pytest.raises(ConfigError, match=name):
+            callbacks.take_logged({"train/loss": 2.0})
 
 
 @pytest.mark.slow

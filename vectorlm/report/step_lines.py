@@ -57,8 +57,10 @@ class StepLines:
 
     def write(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append the lines of `step`."""
+        number = {self._key: step}
         with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json_text({self._key: step, **line}) + "\n" for line in lines)
+            # The number of the step comes first, and no value of a line replaces it.
+            file.writelines(json_text({**number, **line, **number}) + "\n" for line in lines)
 
     def _cut_after(self, last_step: int) -> None:
         """Cut off the lines after `last_step`, read from the end: steps only grow, and a file may have gigabytes."""

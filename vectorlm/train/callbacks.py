@@ -97,12 +97,13 @@ class Callbacks:
         """Return the metrics that callbacks logged since the last call, to be written with `metrics`.
 
         Raises:
-            ConfigError: A callback logged a metric that the run logs too.
+            ConfigError: A callback logged ``step``, or a metric that the run logs too.
         """
         if self._control is None:
             return {}
         logged, self._control._logged = self._control._logged, {}
-        if taken := sorted(logged.keys() & metrics.keys()):
+        # Lines of metrics.jsonl have the number of the step under the key "step".
+        if taken := sorted(logged.keys() & {"step", *metrics}):
             raise ConfigError(
                 f"run.log: the run logs a metric {taken[0]!r} itself. Use another name in your callback."
             )
