@@ -163,12 +163,27 @@ def test_a_conversion_that_failed_is_repeated_without_a_download(tmp_path, monke
 
     monkeypatch.setattr("vectorlm.cli.model.fetch", fetch)
     command = ["model", "openai/gpt-oss-20b", str(tmp_path / "made")]
+    # This folder belongs to the user.
+    (tmp_path / "made-mxfp4").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr("vectorlm.train.checkpoint.export.convert_mxfp4", fail)
         assert main(command) == 2
     assert main(command) == 0
     assert downloads == ["openai/gpt-oss-20b"]
-    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "made-mxfp4"]
+
+
+def test_a_download_of_another_revision_is_not_converted(tmp_path, monkeypatch):
+    downloads = []
+    monkeypatch.setattr(
+        "vectorlm.cli.model.fetch", lambda name, path: save_mxfp4(path) and downloads.append(name)
+    )
+    monkeypatch.setattr("vectorlm.train.checkpoint.export.convert_mxfp4", lambda source, path: {}["no room"])
+    names = ["openai/gpt-oss-20b", "openai/gpt-oss-20b@refs/pr/1", "openai/gpt-oss-120b"]
+    for name in [*names, *names]:
+        with pytest.raises(KeyError):
+            main(["model", name, str(tmp_path / "made")])
+    assert downloads == names
 
 
 def test_experts_in_mxfp4_become_bfloat16(tmp_path, capsys):

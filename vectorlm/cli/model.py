@@ -66,8 +66,9 @@ def _make(name: str, path: Path) -> None:
         raise ConfigError(
             f"{name!r} must be a .gguf file or a name on the Hugging Face Hub. Use {SMALL}, for example."
         )
-    # A complete download, which stays if its conversion fails.
-    quantised = path.with_name(f"{path.name}-mxfp4")
+    # A complete download, which stays if its conversion fails. Its name has the repository and the revision, because
+    # only a repetition of this command may use and delete it.
+    quantised = path.with_name(f".{path.name}.{name.replace('/', '--')}")
     if not quantised.is_dir():
         work = folder.begin(path)
         try:
