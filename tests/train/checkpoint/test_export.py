@@ -166,7 +166,7 @@ def test_what_a_folder_of_adapters_does_not_hold_is_refused_and_the_weights_are_
     norm = model.base_model.model.model.norm.weight.requires_grad_(True)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         vectorlm.save_model(model, tmp_path / "mine")
-    assert any(torch.equal(item, norm) for item in load_file(tmp_path / "mine-weights.safetensors").values())
+    assert any(torch.equal(item, norm) for item in load_file(tmp_path / ".mine.weights.safetensors").values())
     norm.requires_grad_(False)
     # PEFT notes no base for an adapter that is added to another one.
     model.add_adapter("second", LoraConfig(target_modules=["k_proj"]))
@@ -174,12 +174,14 @@ def test_what_a_folder_of_adapters_does_not_hold_is_refused_and_the_weights_are_
     assert (tmp_path / "mine" / "second" / "adapter_model.safetensors").exists()
 
 
-def test_a_lone_process_saves_without_a_process_group_and_leaves_other_folders_alone(tmp_path):
+def test_a_lone_process_saves_without_a_process_group_and_leaves_other_paths_alone(tmp_path):
     model_dir = save_tiny_llama(tmp_path / "llama")
     (tmp_path / ".other.unfinished").mkdir()
+    (tmp_path / "mine-weights.safetensors").write_text("the user's")
     vectorlm.save_model(load_model(model_dir), tmp_path / "mine")
     assert not dist.is_initialized()
     assert (tmp_path / ".other.unfinished").is_dir(), "another program is writing there"
+    assert (tmp_path / "mine-weights.safetensors").read_text() == "the user's"
     assert torch.equal(load_model(tmp_path / "mine").lm_head.weight, load_model(model_dir).lm_head.weight)
 
 
@@ -213,9 +215,9 @@ def test_an_export_that_fails_leaves_the_weights(tmp_path, monkeypatch):
     model = load_model(model_dir)
     with monkeypatch.context() as patched:
         patched.setattr(type(load_tokenizer(model_dir)), "save_pretrained", lambda *_: {}["no such file"])
-        with pytest.raises(CheckpointError, match=r"KeyError.*mine-weights\.safetensors"):
+        with pytest.raises(CheckpointError, match=r"KeyError.*\.mine\.weights\.safetensors"):
             vectorlm.save_model(model, tmp_path / "mine")
-    kept = load_file(tmp_path / "mine-weights.safetensors")
+    kept = load_file(tmp_path / ".mine.weights.safetensors")
     assert all(torch.equal(kept[name], item) for name, item in model.named_parameters())
     assert not (tmp_path / "mine").exists()
     vectorlm.save_model(model, tmp_path / "mine")
@@ -230,9 +232,9 @@ def test_the_weights_are_kept_where_the_tokenizer_is_gone_or_the_folder_cannot_b
 ):
     model = load_model(save_tiny_llama(tmp_path / "llama"))
     (tmp_path / ".mine.unfinished").write_text("in the way")
-    with pytest.raises(CheckpointError, match=rf"(?s){cause}.*mine-weights\.safetensors"):
+    with pytest.raises(CheckpointError, match=rf"(?s){cause}.*\.mine\.weights\.safetensors"):
         vectorlm.save_model(model, tmp_path / "mine", tokenizer)
-    kept = load_file(tmp_path / "mine-weights.safetensors")
+    kept = load_file(tmp_path / ".mine.weights.safetensors")
     assert all(torch.equal(kept[name], item) for name, item in model.named_parameters())
 
 

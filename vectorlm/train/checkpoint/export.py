@@ -109,7 +109,8 @@ def export_model(
 
     def write() -> None:
         given: Any = tokenizer
-        rescued = path.with_name(f"{path.name}-weights.safetensors")
+        # A hidden name: the user may have files beside the folder.
+        rescued = path.with_name(f".{path.name}.weights.safetensors")
         with folder.naming(path, "export"):
             try:
                 if isinstance(tokenizer, str | Path | None):
