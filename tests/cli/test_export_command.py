@@ -76,6 +76,21 @@ def test_the_newest_checkpoint_of_a_run_is_its_final_model(full, tmp_path, capsy
     assert f"step: {best}\n" in (tmp_path / "best" / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("..", "run"), ("checkpoints/step-00000003", "."), ("checkpoints/step-00000003", "..")],
+)
+def test_a_relative_path_gives_a_folder_in_the_run(full, tmp_path, capsys, monkeypatch, folder, name):
+    run = tmp_path / "run"
+    shutil.copytree(full / "checkpoints", run / "checkpoints")
+    shutil.copy(full / "config.yaml", run)
+    monkeypatch.chdir(run / folder)
+    assert export_of(capsys, name).samefile(run / "step-00000003-model")
+    assert sorted(item.name for item in (run / "checkpoints").iterdir()) == [
+        item.name for item in sorted((full / "checkpoints").iterdir())
+    ]
+
+
 @pytest.mark.slow
 def test_weights_are_converted(full, capsys):
     path = export_of(capsys, full / "final-model", "--dtype", "bfloat16")

@@ -76,9 +76,8 @@ def export_command(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{source.path} is a model in Hugging Face layout already. Add --dtype to convert it."
         )
-    beside = source.path.parent if source.step is None else source.path.parent.parent
     endings = ["merged"] * args.merge + [args.dtype] * bool(args.dtype) or ["model"]
-    path = Path(args.output or beside / "-".join([source.path.resolve().name, *endings]))
+    path = Path(args.output or source.run / "-".join([source.path.resolve().name, *endings]))
     if path.exists():
         raise ConfigError(f"{path} exists. Delete it, or name another folder with --output.")
     with at_interrupt(f"nothing of {path} is left"):
@@ -95,7 +94,7 @@ def find_source(path: Path, *, best: bool = False) -> Source:
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder. Name a checkpoint, a run's folder or an exported model.")
-    checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
+    checkpoints = path if path.resolve().name == "checkpoints" else path / "checkpoints"
     if best and not checkpoints.is_dir():
         raise ConfigError(f"--best is for a run's folder, and {path} has no checkpoints in it. Leave it out.")
     if checkpoints.is_dir():
