@@ -5,18 +5,20 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kit.families import FAMILIES, save_family
 from kit.letters import letter_tokenizer
 from kit.rank_processes import on_ranks, save_tiny_llama
 from kit.sft_runs import WITH_CHECKPOINTS, are_equal, lines, make_config, train
 from kit.vision_models import save_vlm
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import vectorlm.runs.start
 from vectorlm.cli import main
@@ -98,6 +100,23 @@ def test_weights_are_converted(full, capsys):
     before, after = (load_file(full / name / "model.safetensors") for name in ("final-model", path.name))
     assert are_equal(after, {name: tensor.bfloat16() for name, tensor in before.items()})
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["GLM-4-MoE-Lite", "Mixtral"])
+def test_weights_get_the_dtypes_in_which_transformers_reads_them(tmp_path, capsys, name, dtype):
+    family = replace(FAMILIES[name], settings={**FAMILIES[name].settings, "vocab_size": 128})
+    save_family(family, tmp_path / "model")
+    letter_tokenizer().save_pretrained(tmp_path / "model")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+    read.save_pretrained(tmp_path / "expected")
+    path = export_of(capsys, tmp_path / "model", "--dtype", dtype)
+    expected, found = (load_file(folder / "model.safetensors") for folder in (tmp_path / "expected", path))
+    assert are_equal(found, expected)
+    assert {name: item.dtype for name, item in found.items()} == {
+        name: item.dtype for name, item in expected.items()
+    }
+    assert json.loads((path / "config.json").read_text())["dtype"] == dtype
 
 
 def test_a_reward_model_is_converted_with_its_head(tmp_path, capsys):

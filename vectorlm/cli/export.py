@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vectorlm.cli import at_interrupt
 from vectorlm.errors import ConfigError
@@ -23,6 +24,9 @@ from vectorlm.train.lora import (
     merged,
     tokenizer_folder,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -146,11 +150,21 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
 
     model, tokenizer = load_source(source, merges=merges)
     if dtype is not None:
-        model = model.to(dtype_of(dtype))
+        _convert(model, dtype_of(dtype))
     step = noted_of(source.path, "step", int) if source.step is None else source.step
     is_adapter, auto = source.is_adapter and not merges, auto_class(model.config).__name__
     card = card_of(source.run, step, is_adapter=is_adapter, auto=auto)
     export_model(model, tokenizer, path, card)
+
+
+def _convert(model: Any, dtype: torch.dtype) -> None:
+    """Convert the weights to the dtypes in which transformers would read them for `dtype`."""
+    # Parts of the names of tensors that the model computes in float32, such as the routers of DeepSeek-V3.
+    plan = {part.replace("*", ".*"): kept for part, kept in model._get_dtype_plan(dtype).items()}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point():
+            found = next((kept for part, kept in plan.items() if re.search(part, name)), dtype)
+            tensor.data = tensor.data.to(found)
 
 
 def load_source(source: Source, *, merges: bool = False) -> tuple[Any, Any]:
