@@ -18,10 +18,12 @@ from transformers import AutoTokenizer
 
 import vectorlm
 from vectorlm.cli import main
+from vectorlm.data import preprocess
 from vectorlm.data.prompts import read_prompts
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.runs.calls import _prompts, _rewards
 from vectorlm.runs.config.load import config_from_keywords, load_config
+from vectorlm.train.checkpoint.folder import locked
 
 ENGINE = {"max_model_len": 64, "kv_cache_memory_bytes": 16 << 20}
 # Batching of requests and the prefix cache may change the last bit of a log-probability.
@@ -322,6 +324,29 @@ def test_a_second_call_trains_on_its_own_rows(prepared, tmp_path):
     for text in ("hh", "ii"):
         file.write_text(json.dumps({"text": text}) + "\n")
         assert prepared(file) == [text]
+
+
+def test_a_call_that_is_killed_after_it_wrote_its_rows_leaves_no_old_note(prepared, monkeypatch):
+    first, second = [{"text": "abab"}] * 2, [{"text": "cdcd"}] * 2
+    prepared(first, first)
+
+    def written_and_killed(*arguments, make=preprocess.preprocess):
+        make(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(preprocess, "preprocess", written_and_killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepared(second, second)
+    assert prepared(first, first) == ["abab"] * 2
+
+
+def test_a_call_into_the_folder_of_a_live_run_changes_nothing(prepared, tmp_path):
+    prepared([{"text": "abab"}] * 2)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    with locked(tmp_path / "run"), pytest.raises(ConfigError, match=r"output_dir.*in use"):
+        prepared([{"text": "cdcd"}] * 2)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
 
 
 @pytest.mark.parametrize(

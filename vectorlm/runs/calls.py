@@ -31,7 +31,7 @@ from vectorlm.runs.preflight.local_model import description_of, own_length, with
 from vectorlm.runs.preflight.resume import content_of, find_resumption, say_finished
 from vectorlm.runs.preflight.sampling import answer_tokens
 from vectorlm.settings import as_path
-from vectorlm.train.checkpoint.folder import steps_in
+from vectorlm.train.checkpoint.folder import locked, steps_in
 
 HELD_OUT = 0.05
 """Share of the rows that `finetune` evaluates on without an `eval_dataset`."""
@@ -263,6 +263,8 @@ def _preprocess_parts(config: Config, rows: Mapping[str, Any], folder: Path) -> 
         digest = hashlib.sha256(made_of.encode(errors="replace")).hexdigest()
         # Reuse the rows of an earlier call only if this call would make the same rows.
         if not ((target / "state.json").exists() and note.exists() and note.read_text() == digest):
+            # If this process is killed, no note may describe other rows.
+            note.unlink(missing_ok=True)
             preprocess(settings, tokenizer, max_seq_len)
             note.write_text(digest)
         summary = Summary.read(load_saved(target, part))
@@ -323,6 +325,10 @@ def _folder(output_dir: str | os.PathLike[str] | None, name: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=f"{name.rpartition(':')[2]}-", dir="runs"))
     folder = Path(as_path(os.fspath(output_dir), "output_dir"))
     folder.mkdir(parents=True, exist_ok=True)
+    if Topology.from_environment().is_main:
+        # The files that the caller writes belong to the run in this folder.
+        with locked(folder):
+            pass
     return folder
 
 
