@@ -147,8 +147,8 @@ def token_values(
 
     def of_chunk(start: int) -> tuple[torch.Tensor, ...]:
         chunk = slice(start, start + chunk_tokens)
-        picked = states[chunk] if places is None else states[places[chunk]]
-        scores = picked if head is None else head(picked)
+        scores = states[chunk] if places is None else states[places[chunk]]
+        scores = scores if head is None else head(scores)
         if (
             is_plain
             and scores.dtype in KERNEL_DTYPES
@@ -158,7 +158,7 @@ def token_values(
 
             chosen, spread = chosen_and_entropies(scores, targets[chunk], temperature)
             return chosen, spread, chosen.new_zeros(len(chosen))
-        # Losses need more digits than half precision has; float64 stays float64.
+        # Losses need more digits than half precision has; float64 stays float64. A second name would keep both alive.
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         outside = torch.zeros(len(scores), dtype=scores.dtype, device=scores.device)
         if is_plain:

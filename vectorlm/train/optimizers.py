@@ -89,13 +89,7 @@ def make_optimizer(
     kind = getattr(import_module(f"{row.package}.optim"), row.class_name)
     own = {key: given[key] for key in given.keys() & row.arguments} | more
     if name == "muon":
-        from vectorlm.train.shard import transformer_blocks
-
-        inside = {weight for block in transformer_blocks(model) for weight in block.parameters()}
-        # A single row or column is already orthogonal, and ranks cannot share the iteration on it.
-        matrices = [
-            weight for weight in trained if weight in inside and weight.ndim == 2 and min(weight.shape) > 1
-        ]
+        matrices = muon_matrices(model)
         chosen = set(matrices)
         rest = [weight for weight in trained if weight not in chosen]
         # With this adjustment one learning rate fits both optimizers.
@@ -107,11 +101,25 @@ def make_optimizer(
     return pass_lr_as_tensor(optimizer, is_cuda) if row.per_rank_blocks else optimizer
 
 
-def state_bytes(settings: OptimizerSettings, bytes_per_weight: int, share_outside: float) -> float:
-    """Return the bytes of optimizer state per trained weight; `share_outside` of the weights are outside the blocks."""
+def muon_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the trained weights of `model` that Muon steps: matrices in the blocks. AdamW steps the others."""
+    from vectorlm.train.shard import transformer_blocks
+
+    inside = {weight for block in transformer_blocks(model) for weight in block.parameters()}
+    # A single row or column is already orthogonal, and ranks cannot share the iteration on it. Stacked experts have
+    # three dimensions.
+    return [
+        weight
+        for weight in model.parameters()
+        if weight.requires_grad and weight in inside and weight.ndim == 2 and min(weight.shape) > 1
+    ]
+
+
+def state_bytes(settings: OptimizerSettings, bytes_per_weight: int, adamw_share: float) -> float:
+    """Return the bytes of optimizer state per trained weight; with Muon, AdamW steps `adamw_share` of the weights."""
     row, averages = OPTIMIZERS.get(settings.name), 3 if settings.amsgrad else 2
     if settings.name == "muon":
-        return bytes_per_weight * (1 - share_outside + averages * share_outside)
+        return bytes_per_weight * (1 - adamw_share + averages * adamw_share)
     if settings.name == "adafactor":
         return 0.0  # Negligible: one row and one column per matrix.
     if settings.name == "sgd":

@@ -3,10 +3,13 @@
 import json
 import pickle
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
+from kit.families import FAMILIES, save_family
 from kit.rank_processes import on_ranks, save_tiny_llama
 from kit.tiny_runs import rows
 
@@ -24,6 +27,9 @@ from vectorlm.runs.preflight.memory_plan import GIB
 from vectorlm.runs.start import open_engine, open_run
 from vectorlm.sampling.backends.transformers import Transformers
 from vectorlm.sampling.backends.vllm.shim import default_arguments
+from vectorlm.train.load import load_model
+from vectorlm.train.lora import add_lora
+from vectorlm.train.optimizers import make_optimizer
 
 TEXT = """\
 model: model
@@ -104,6 +110,50 @@ def test_the_training_settings_arrive(path):
     assert not demand(path, adapters, "share_base=false", is_cpu=True).shares_base
     assert demand(path, adapters, "dtype=bfloat16", "engine.data_parallel_size=4").shares_base
     assert not demand(path, adapters, "dtype=bfloat16", "engine.tensor_parallel_size=2").shares_base
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+        {
+            "r": 2,
+            "target_modules": ["q_proj"],
+            "target_parameters": EXPERTS,
+        },
+        {"r": 2, "target_modules": "all-linear"},
+        None,
+    ],
+)
+def test_trained_weights_of_a_model_with_experts_are_counted_as_they_are_made(path, lora):
+    folder = save_family(FAMILIES["Mixtral"], Path("experts"))
+    model = load_model(folder)
+    stacks = {name: weight.numel() for name, weight in model.named_parameters() if "experts" in name}
+    model = model if lora is None else add_lora(model, lora)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    config = load_config(path, ["model=experts", "train_parameters.optimizer.name=muon", "evaluation=null"])
+    found = plan_of_config(
+        replace(config, train_parameters=replace(config.train_parameters, lora_peft_config=lora)), 1
+    )
+    numbers = {name: weight.numel() for name, weight in trained.items()}
+    assert found.demand.num_trainable == sum(numbers.values())
+    if lora is not None:
+        outside = sum(number for name, number in numbers.items() if ".layers." not in name)
+        assert found.demand.num_trained_outside == outside
+        has_stacks = "target_parameters" in lora or lora["target_modules"] == "all-linear"
+        # PEFT adapts the routers' weights in the same way.
+        assert found.demand.num_adapted_experts == pytest.approx(has_stacks * sum(stacks.values()), rel=0.01)
+    optimizer = make_optimizer(config.train_parameters.optimizer, model, is_cuda=False)
+    for weight in trained.values():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kept = sum(
+        tensor.nbytes for state in optimizer.state.values() for tensor in state.values() if tensor.ndim
+    )
+    assert found.demand.num_averages * 4 * found.demand.num_trainable == pytest.approx(kept, rel=1e-6)
 
 
 def test_the_engines_settings_arrive(path):

@@ -20,6 +20,7 @@ from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.lora import add_lora
 from vectorlm.train.optimizer_step import OptimizerStep
+from vectorlm.train.optimizers import make_optimizer
 from vectorlm.train.packing import ContextGroup, Rows
 from vectorlm.train.shard import load_sharded
 
@@ -45,6 +46,18 @@ MODELS = {
     "fused": Family(
         "Phi3Config", "fused projections", {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 1024}
     ),
+    "experts": Family(
+        "MixtralConfig",
+        "eight experts",
+        {
+            "hidden_size": 128,
+            "intermediate_size": 192,
+            "num_hidden_layers": 4,
+            "vocab_size": 512,
+            "num_local_experts": 8,
+            "sliding_window": None,
+        },
+    ),
 }
 LORA = "lora_peft_config={r: 8, target_modules: all-linear}"
 WAYS = {
@@ -63,6 +76,31 @@ WAYS = {
     ),
 }
 """By number of ranks: the size up to which a model is gathered once, in bytes, and changes of train_parameters."""
+COPIES = "lora_peft_config={r: 8, target_modules: all-linear, modules_to_save: [lm_head, embed_tokens]}"
+ON_EXPERTS = (
+    "lora_peft_config={r: 8, target_modules: [q_proj], "
+    "target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]}"
+)
+# Two chunks of logits.
+PADDED = ("pack_rows=false", "max_seq_len=1200")
+MORE = {
+    1: (
+        ("wide", (COPIES,)),
+        ("wide", PADDED),
+        ("wide", (*PADDED, "use_mp=true")),
+        ("deep", ("lora_peft_config={r: 8, target_modules: all-linear, modules_to_save: [mlp]}",)),
+        ("experts", (ON_EXPERTS,)),
+        ("experts", (ON_EXPERTS, "use_activation_checkpointing=true")),
+        ("experts", ("optimizer.name=muon",)),
+    ),
+    2: (
+        ("wide", (COPIES,)),
+        ("wide", (COPIES, "sharding_strategy=NO_SHARD")),
+        ("experts", (ON_EXPERTS,)),
+        ("experts", ("optimizer.name=muon",)),
+    ),
+}
+"""By number of ranks: a model that is not gathered once, and changes of train_parameters."""
 
 
 def most_held(topology, folder, train, has_pictures=False):
@@ -76,11 +114,12 @@ def most_held(topology, folder, train, has_pictures=False):
         return model if train.lora_peft_config is None else add_lora(model, train.lora_peft_config)
 
     model = load_sharded(load, topology, train.model)
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
+    optimizer = make_optimizer(train.optimizer, model, is_cuda=False)
     is_cast = train.model.computes_in_bf16(is_cuda=False)
     optimizer_step = OptimizerStep(model, optimizer, None, 1.0, topology, computes_in_bf16=is_cast)
     tokens = image_tokens_of(load_tokenizer(folder)) if has_pictures else None
-    computes = LanguageModel(model, context=ContextGroup.of(topology), image_tokens=tokens)
+    context, packs = ContextGroup.of(topology), train.model.pack_rows
+    computes = LanguageModel(model, context=context, image_tokens=tokens, packs=packs)
 
     def rows_of(step):
         if tokens is not None:
@@ -132,16 +171,16 @@ def planned(config, world_size):
 def test_the_plan_is_near_what_is_allocated(tmp_path, monkeypatch, world_size):
     path = tmp_path / "my.yaml"
     cases = {}
-    for name, family in MODELS.items():
-        folder = save_family(family, tmp_path / name)
-        path.write_text(CONFIG.format(model=folder))
-        for limit, changes in WAYS[world_size]:
-            limit = settings.GATHER_ONCE_BYTES if limit is None else limit
-            config = load_config(path, [f"train_parameters.{change}" for change in changes])
-            with monkeypatch.context() as patch:
-                patch.setattr(settings, "GATHER_ONCE_BYTES", limit)
-                expected = planned(config, world_size)
-            cases[f"{name} {limit} {changes}"] = (limit, folder, config.train_parameters), expected
+    folders = {name: save_family(family, tmp_path / name) for name, family in MODELS.items()}
+    ways = [(name, *way) for name in MODELS for way in WAYS[world_size]]
+    for name, limit, changes in (*ways, *((name, 0, changes) for name, changes in MORE[world_size])):
+        path.write_text(CONFIG.format(model=folders[name]))
+        limit = settings.GATHER_ONCE_BYTES if limit is None else limit
+        config = load_config(path, [f"train_parameters.{change}" for change in changes])
+        with monkeypatch.context() as patch:
+            patch.setattr(settings, "GATHER_ONCE_BYTES", limit)
+            expected = planned(config, world_size)
+        cases[f"{name} {limit} {changes}"] = (limit, folders[name], config.train_parameters), expected
     measured = zip(*on_ranks(world_size, measure, [case for case, _ in cases.values()]), strict=True)
     ratios = {
         name: [one / expected for one in peaks]

@@ -55,7 +55,7 @@ def test_one_device_worked_out_by_hand():
 def test_a_shared_base_is_the_engines_and_not_the_trainers():
     adapters = replace(DEMAND, num_trainable=100)
     apart, shared = rows(adapters), rows(replace(adapters, shares_base=True, num_frozen_copies=1))
-    assert (apart["weights"], shared["weights"]) == ((2000, 2000), (200, 200))
+    assert (apart["weights"], shared["weights"]) == ((2200, 2200), (200, 200))
     # The adapters are in fp32, and their gradients too.
     assert shared["gathered weights"] == (8 * 100, 0)
     assert shared["frozen models"] == (2000, 2000), "a reward model is not shared"
@@ -105,25 +105,43 @@ def test_replicas_hold_everything_and_adapters_little():
     assert [whole[name][0] for name in ("weights", "gradients", "optimizer state")] == [4000, 4000, 8000]
     assert whole["gathered weights"] == (4 * 1000 + 4 * 400, 0)
     adapted = rows(replace(DEMAND, num_trainable=100))
-    assert [adapted[name][0] for name in ("weights", "gradients", "optimizer state")] == [2000, 200, 400]
-    assert adapted["gathered weights"] == (4 * 1000 + 160, 0)
+    assert [adapted[name][0] for name in ("weights", "gradients", "optimizer state")] == [2200, 200, 400]
+    # Each of two blocks has 50 parameters of adapters.
+    assert adapted["gathered weights"] == (4 * (1000 + 100) + 4 * 50, 0)
     # Frozen norms do not save their inputs.
     assert adapted["activations"] == (15 * (2 * (576 - 2 * 4 * 8) + 384), 0)
+
+
+def test_copies_of_modules_are_trained_outside_the_blocks_and_adapted_experts_are_summed():
+    copied = replace(DEMAND, num_trainable=300, num_trained_outside=200)
+    assert gathered_bytes(copied) == 4 * (1000 + 200 + 2 * 50) + 4 * 200
+    assert gathered_bytes(replace(copied, keeps_gathered=True)) == 4 * 1300 + 4 * 200
+    adapted = replace(DEMAND, num_trainable=100)
+    experts = replace(adapted, num_adapted_experts=400)
+    # A block has 200 of them, in fp32.
+    assert activation_bytes(experts) == activation_bytes(adapted) + 2 * 800
+    # A recomputed block also has the gradient of its sum.
+    recomputed = [activation_bytes(replace(demand, recomputes=True)) for demand in (adapted, experts)]
+    assert recomputed[1] == recomputed[0] + 2 * 800
+    several = replace(DEMAND, model=replace(MODEL, experts_per_token=2))
+    # Each block keeps the input and output of both experts of a token.
+    assert activation_bytes(several) == activation_bytes(DEMAND) + 15 * 2 * 4 * 2 * 2 * 8
 
 
 def test_the_plan_holds_the_blocks_in_4_bits_on_each_rank():
     """The blocks have 600 of 1,000 weights; 64 weights need 33 bytes and a 64th of four bytes."""
     demand = replace(DEMAND, is_quantized=True, num_trainable=100)
-    assert sharded_bytes(demand) == (4 * 400 // 2 + int(600 * (0.5 + (1 + 4 / 256) / 64)), 4 * 100 // 2)
-    # Gathered are the weights outside the blocks, a matrix of 8 x 16 numbers twice, and whole gradients.
-    assert gathered_bytes(demand) == 4 * 400 + 8 * 8 * 16 + 4 * 100
+    in_blocks, adapters = int(600 * (0.5 + (1 + 4 / 256) / 64)), 4 * 100 // 2
+    assert sharded_bytes(demand) == (4 * 400 // 2 + in_blocks + adapters, adapters)
+    # Gathered are the weights outside the blocks, a matrix of 8 x 16 numbers twice, and adapters with gradients.
+    assert gathered_bytes(demand) == 4 * 400 + 8 * 8 * 16 + 8 * 100
     assert rows(replace(demand, num_frozen_copies=1))["frozen models"] == (2000, 2000)
 
 
 def test_a_model_that_is_gathered_once_is_whole_with_its_gradients():
     once = replace(DEMAND, gathers_once=True)
     assert gathered_bytes(once) == 4 * 1000 + 4 * 1000
-    assert gathered_bytes(replace(once, is_mixed=True, num_trainable=100)) == 2 * 1000 + 4 * 100
+    assert gathered_bytes(replace(once, is_mixed=True, num_trainable=100)) == 2 * 1000 + 6 * 100
 
 
 def test_weights_in_bf16_are_half_as_large_and_adapters_on_them_are_not():
@@ -131,7 +149,7 @@ def test_weights_in_bf16_are_half_as_large_and_adapters_on_them_are_not():
     names = ("weights", "gradients", "optimizer state")
     assert [rows(half)[name][0] for name in names] == [1000, 1000, 2000]
     adapted = rows(replace(half, num_trainable=100))
-    assert [adapted[name][0] for name in names] == [1000, 200, 400]
+    assert [adapted[name][0] for name in names] == [1200, 200, 400]
 
 
 def test_what_is_offloaded_is_on_the_host():
@@ -184,7 +202,13 @@ def test_bf16_halves_what_is_computed_but_not_the_norms_nor_the_loss():
 def test_logits_exist_in_chunks_and_whole_where_rows_are_padded():
     long = replace(DEMAND, sequence_tokens=5000)
     assert activation_bytes(long) == 15000 * 2 * 576 + 2048 * 384
-    assert activation_bytes(replace(long, packs=False)) == 15000 * (2 * 576 + 4 * 32) + 2048 * 384
+    # One chunk: all logits are kept. Several: two gradients of all logits exist while a chunk adds its part.
+    padded = activation_bytes(replace(DEMAND, packs=False))
+    assert padded == activation_bytes(DEMAND) + 15 * 4 * 32
+    assert activation_bytes(replace(long, packs=False)) == 15000 * (2 * 576 + 3 * 4 * 32) + 2048 * 4 * 32
+    # A teacher's logits are kept too. With few tokens in the second chunk, the recomputed first chunk is the peak.
+    taught = replace(long, sequence_tokens=700, packs=False, learns_distributions=True)
+    assert activation_bytes(taught) == 2100 * (2 * 576 + 3 * 4 * 32) + 2048 * 384
     assert activation_bytes(replace(long, logit_bytes=21)) == 15000 * 2 * 576 + 2048 * 672
     # A chunk of logits in fp32 has 256 MiB.
     large = replace(long, model=replace(MODEL, vocab_size=1 << 17))

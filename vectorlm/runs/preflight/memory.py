@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,28 +85,25 @@ def plan_of_config(
     # An engine on separate CUDA devices does not share their memory; on CPU there is only one memory.
     is_shared = is_cpu or overlap is None or overlap.placement == "shared"
     micro_batch_size = _micro_batch_size(config, is_cpu, max(world_size // train.model.ranks_per_share, 1))
-    num_frozen = 0
-    if model.vision is not None and lora is None:
-        from vectorlm.train.images import weights_of_parts
-
-        frozen = weights_of_parts(empty_model(Path(config.model)), train.model.freeze)
-        num_frozen = sum(weight.numel() for weight in frozen)
-    num_trainable, trains_vision = model.num_parameters - num_frozen, "vision" not in train.model.freeze
+    trained, trains_vision = _count_trained(config, model), "vision" not in train.model.freeze
+    num_loaded = model.num_parameters
     if lora is not None:
-        num_trainable = count_adapter_parameters(config.model, lora)
-        trains_vision = (
-            model.vision is not None and count_adapter_parameters(config.model, lora, only_vision=True) > 0
+        num_loaded += trained.num_all
+        trains_vision = model.vision is not None and (
+            count_adapter_parameters(config.model, lora, only_vision=True) > 0
         )
     engine = _engine_demand(config, model, device_bytes, near) if config.has_engine and is_shared else None
     demand = Demand(
         model=model,
-        num_trainable=num_trainable,
-        num_frozen=num_frozen,
+        num_trainable=trained.num_all,
+        num_trained_outside=trained.num_outside,
+        num_adapted_experts=trained.num_adapted_experts,
+        num_frozen=model.num_parameters - trained.num_all if lora is None else 0,
         **({} if model.vision is None else _image_demand(config, model.vision, micro_batch_size)),
         trains_vision=trains_vision,
         gathers_once=gathers_once(
-            model.num_parameters - (model.num_in_blocks if train.model.quantization else 0),
-            num_trainable,
+            num_loaded - (model.num_in_blocks if train.model.quantization else 0),
+            trained.num_all,
             world_size,
             train.model.computes_in_bf16(not is_cpu),
             device_bytes,
@@ -120,7 +118,7 @@ def plan_of_config(
         loads_on_main=train.model.loads_on_main(world_size),
         is_mixed=train.model.computes_in_bf16(not is_cpu),
         packs=train.model.pack_rows and (is_cpu or not train.model.use_flash_attention),
-        num_averages=_num_averages(train, model),
+        num_averages=_num_averages(train, trained),
         recomputes=train.model.use_activation_checkpointing,
         micro_batch_size=micro_batch_size,
         context_parallel=train.model.context_parallel,
@@ -141,12 +139,57 @@ def plan_of_config(
     return plan_memory(demand)
 
 
-def _num_averages(train: TrainSettings, model: ModelSize) -> float:
+class _Trained(NamedTuple):
+    """Numbers of trained parameters."""
+
+    num_all: int
+    num_outside: int
+    """Those outside the blocks."""
+    num_matrices: int
+    """Those that Muon steps."""
+    num_adapted_experts: int = 0
+    """Parameters of stacked experts that have adapters."""
+
+
+def _count_trained(config: Config, model: ModelSize) -> _Trained:
+    """Count trained parameters, if necessary on the model itself, built without memory for its weights."""
+    train = config.train_parameters
+    lora = train.lora_peft_config
+    if train.optimizer.name != "muon":
+        if lora is None and model.vision is None:
+            return _Trained(model.num_parameters, 0, 0)
+        has_more = lora is not None and (lora.get("modules_to_save") or lora.get("target_parameters"))
+        if lora is not None and not has_more and not model.experts_per_token:
+            return _Trained(count_adapter_parameters(config.model, lora), 0, 0)
+    from peft.tuners.lora.layer import ParamWrapper
+
+    from vectorlm.train.images import weights_of_parts
+    from vectorlm.train.lora import add_lora
+    from vectorlm.train.optimizers import muon_matrices
+    from vectorlm.train.shard import transformer_blocks
+
+    built = deepcopy(empty_model(Path(config.model)))
+    if lora is None:
+        for weight in weights_of_parts(built, train.model.freeze):
+            weight.requires_grad_(False)
+    else:
+        # Some ways to initialise adapters read the weights.
+        built = add_lora(built, {**lora, "init_lora_weights": False})
+    inside = {weight for block in transformer_blocks(built) for weight in block.parameters()}
+    weights = [weight for weight in built.parameters() if weight.requires_grad]
+    return _Trained(
+        sum(weight.numel() for weight in weights),
+        sum(weight.numel() for weight in weights if weight not in inside),
+        sum(weight.numel() for weight in muon_matrices(built)),
+        sum(layer.get_param().numel() for layer in built.modules() if isinstance(layer, ParamWrapper)),
+    )
+
+
+def _num_averages(train: TrainSettings, trained: _Trained) -> float:
     """Return the size of the optimizer's state as a multiple of the trained weights."""
-    is_whole = train.lora_peft_config is None
-    per_weight = 2 if is_whole and train.model.dtype == "bfloat16" else 4
-    outside = 1 - model.num_in_blocks / model.num_parameters if is_whole else 0.0
-    return state_bytes(train.optimizer, per_weight, outside) / per_weight
+    per_weight = 2 if train.lora_peft_config is None and train.model.dtype == "bfloat16" else 4
+    adamw_share = 1 - trained.num_matrices / max(trained.num_all, 1)
+    return state_bytes(train.optimizer, per_weight, adamw_share) / per_weight
 
 
 def _logit_bytes(config: Config) -> int:

@@ -60,6 +60,10 @@ class Demand:
     model: ModelSize
     num_trainable: int
     """Trained parameters."""
+    num_trained_outside: int = 0
+    """Trained parameters outside the blocks beside adapters: copies of whole modules (`modules_to_save`)."""
+    num_adapted_experts: int = 0
+    """Parameters of the stacked experts that have adapters (`target_parameters`)."""
     num_frozen: int = 0
     """Parameters of the frozen parts of a vision-language model whose other weights are all trained."""
     num_image_tokens: int = 0
@@ -198,11 +202,12 @@ class MemoryPlan:
 def plan_memory(demand: Demand) -> MemoryPlan:
     """Estimate the memory of a run.
 
-    With P parameters of w bytes, of which T of t bytes are trained (adapters: 4, else w), in S shards, and c bytes per
+    With P parameters of w bytes, T trained ones of t bytes (adapters: 4, else w), in S shards, and c bytes per
     computed number (bf16: 2, fp32: 4)::
 
-        weights w P / S     gradients t T / S     optimizer a t T / S (a: `state_bytes` / t; of AdamW 2)
-        gathered: c (everything outside the blocks + 2 blocks), or c P if blocks stay gathered;
+        weights w P / S, and t T / S for adapters   gradients t T / S
+        optimizer a t T / S (a: `state_bytes` / t; of AdamW 2)
+        gathered: c (everything outside the blocks + 2 blocks), or c P if blocks stay gathered; adapters too;
                   and 4 (everything outside the blocks, or one block) for the gradients of the largest group;
                   c P + 4 T of a small model (`train.settings.gathers_once`); nothing if FSDP is not used
         critic: (2 + a) w P / S   reference and reward models: w P / S each, assumed as large as the policy
@@ -231,7 +236,7 @@ def plan_memory(demand: Demand) -> MemoryPlan:
         MemoryUse("images", ranks * image_bytes(demand), ranks * pixel_bytes(demand)),
     ]
     # A critic has weights, gradients and averages. Only the policy is quantised, and only its optimizer is offloaded.
-    plain = on_device * sharded_bytes(replace(demand, is_quantized=False, shares_base=False))[0]
+    plain = on_device * whole_bytes(demand)
     critic = int((2 + demand.num_averages) * plain) * demand.num_trained_copies
     frozen = int(plain * demand.num_frozen_copies)
     rows += [MemoryUse("critic", critic, critic), MemoryUse("frozen models", frozen, frozen)]
@@ -264,7 +269,16 @@ def sharded_bytes(demand: Demand) -> tuple[int, int]:
     )
     weights += int(NF4_BYTES * quantized)
     trained = per_trained * (demand.num_trainable + (copied if demand.is_whole else 0)) // demand.num_shards
-    return trained if demand.shares_base else weights, trained
+    if demand.shares_base:
+        return trained, trained
+    return weights if demand.is_whole else weights + trained, trained
+
+
+def whole_bytes(demand: Demand) -> int:
+    """Return one rank's bytes of the weights of another model of the policy's size, without adapters."""
+    num_all = demand.model.num_parameters
+    alone = replace(demand, num_trainable=num_all, num_frozen=0, is_quantized=False, shares_base=False)
+    return sharded_bytes(alone)[0]
 
 
 def host_memory(demand: Demand) -> tuple[HostUse, ...]:
@@ -273,7 +287,9 @@ def host_memory(demand: Demand) -> tuple[HostUse, ...]:
     weights, trained = (ranks * size for size in sharded_bytes(demand))
     whole = demand.bytes_per_weight * demand.model.num_parameters
     others = (2 + demand.num_averages) * demand.num_trained_copies + demand.num_frozen_copies
-    offloaded = int(weights * (1 + others) + (1 + demand.num_averages) * trained) if demand.cpu_offload else 0
+    offloaded = int(weights + ranks * others * whole_bytes(demand) + (1 + demand.num_averages) * trained)
+    if not demand.cpu_offload:
+        offloaded = 0
     if engine is not None and engine.offload_optimizer and not demand.cpu_offload:
         offloaded = int(demand.num_averages * trained)
     shared = 0 if engine is None else engine.bytes_per_weight * demand.model.num_parameters
@@ -300,18 +316,23 @@ def gathered_bytes(demand: Demand) -> int:
     matrix = (demand.bytes_per_weight + number) * model.hidden_size * model.intermediate_size
     if demand.is_plain:
         return matrix if demand.is_quantized else 0
+    adapters = 0 if demand.is_whole else (number + 4) * demand.num_trainable
     if demand.shares_base:
-        return (number + 4) * demand.num_trainable
+        return adapters
     if demand.is_quantized:
-        return number * outside + matrix + 4 * demand.num_trainable
+        return number * outside + matrix + adapters
     block, trained_share = demand.num_gathered_block, demand.num_trainable / model.num_parameters
     whole = outside + model.num_layers * block
     if demand.gathers_once:
-        return number * whole + 4 * demand.num_trainable * whole // model.num_parameters
+        return number * whole + (adapters or 4 * demand.num_trainable * whole // model.num_parameters)
     gathered = whole if demand.keeps_gathered else outside + 2 * block
     # Gradients have the dtype of their sum.
-    gradients = 4 * max(outside, block) * trained_share
-    return number * gathered + int(gradients)
+    if demand.is_whole:
+        return number * gathered + int(4 * max(outside, block) * trained_share)
+    copied = demand.num_trained_outside
+    in_block = (demand.num_trainable - copied) // model.num_layers
+    gathered += demand.num_trainable if demand.keeps_gathered else copied + 2 * in_block
+    return number * gathered + 4 * max(copied, in_block)
 
 
 def activation_bytes(demand: Demand) -> int:
@@ -320,33 +341,53 @@ def activation_bytes(demand: Demand) -> int:
     A rank has n tokens. The sizes are: hidden h, feed-forward i, queries q, keys k, and c bytes per number.
 
     - Each block keeps ``n (c (6 h + 3 q + 2 k + 4 i) + 2 (4 - c) h)``, because its two norms work in fp32. With
-      adapters ``6 h`` is ``4 h``, because frozen norms do not keep their inputs.
+      adapters ``6 h`` is ``4 h``, because frozen norms do not keep their inputs. Each of a token's experts keeps its
+      input and its output, ``2 c h``.
+    - Each block also keeps the sums of its experts' weights and their adapters, and has their gradient: c bytes each.
     - The output layer is computed in chunks (`chunk_tokens`), forward and backward: ``logit_bytes V`` per token.
     - Recomputed blocks keep only their input, with `offload` on the host; with `keep_attention` they also keep the
       output of attention and the sums of its heads. After the logits are freed, one block at a time has its other
       activations and the gradients of its feed-forward network, ``2 c i``.
-    - Attention matrices are not kept (SDPA). Padded rows also keep their logits, in c bytes.
+    - Attention matrices are not kept (SDPA). Padded rows also keep their logits, in c bytes; see `_logit_bytes`.
     - Ranks that share a pass have at least one key head each. Tensor parallelism divides q, k and i.
     """
     model, number, ranks = demand.model, 2 if demand.is_mixed else 4, demand.context_parallel
     tokens = num_tokens(demand)
     keys = max(model.kv_size, ranks * model.query_size // max(model.num_heads, 1))
     within = 3 * model.query_size + 2 * keys + 4 * model.intermediate_size
-    wide = (6 if demand.is_whole else 4) * model.hidden_size + within // demand.tensor_parallel
+    num_states = (6 if demand.is_whole else 4) + 2 * model.experts_per_token
+    wide = num_states * model.hidden_size + within // demand.tensor_parallel
     block = number * wide + 2 * (4 - number) * model.hidden_size
     kept = (model.num_layers - num_recomputed(demand)) * block
     if demand.recomputes == "keep_attention":
         kept += model.num_layers * (number * model.query_size + 4 * model.num_heads)
-    logits = min(tokens, chunk_tokens(model.vocab_size)) * demand.logit_bytes * model.vocab_size
-    if not demand.packs:
-        kept += number * model.vocab_size * (2 if demand.learns_distributions else 1)
     inputs = 0 if demand.recomputes == "offload" and not demand.is_cpu else block_input_bytes(demand)
+    sums = number * demand.num_adapted_experts // model.num_layers
+    inputs += (model.num_layers - num_recomputed(demand)) * sums
     again = 0
     if demand.recomputes:
         # The kept blocks after the last recomputed block are freed by then.
         behind = (model.num_layers - 1) % (demand.recomputes if isinstance(demand.recomputes, int) else 1)
         again = (1 - behind) * block + 2 * number * model.intermediate_size
-    return tokens * kept + inputs + max(logits, tokens * again)
+    sums *= 2 if demand.recomputes else 1
+    return tokens * kept + inputs + max(_logit_bytes(demand, tokens), tokens * again + sums)
+
+
+def _logit_bytes(demand: Demand, tokens: int) -> int:
+    """Estimate the memory for the logits of a pass.
+
+    Padded rows have all logits, and a teacher's. In the backward pass over several chunks, the gradient of all logits
+    exists too, and another one while a chunk adds its part.
+    """
+    vocab_size, number = demand.model.vocab_size, 2 if demand.is_mixed else 4
+    chunk = min(tokens, chunk_tokens(vocab_size)) * vocab_size
+    if demand.packs:
+        return chunk * demand.logit_bytes
+    whole = tokens * vocab_size * number
+    more = chunk * demand.logit_bytes
+    if tokens * vocab_size > chunk:
+        more = max(whole + more, 2 * whole + number * chunk)
+    return (2 if demand.learns_distributions else 1) * whole + more
 
 
 def pixel_bytes(demand: Demand) -> int:

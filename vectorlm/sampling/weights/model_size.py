@@ -41,6 +41,9 @@ class ModelSize:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Inner size of a feed-forward network; with experts the total of all experts that a token uses."""
+    experts_per_token: int = 0
+    """Routed experts that a token uses; 0 for a dense model."""
     num_heads: int
     """Query heads."""
     query_size: int
@@ -87,12 +90,19 @@ def _read_model_size(folder: Path) -> ModelSize:
     hidden = _first(config, "hidden_size", "n_embd")
     num_heads = _first(config, "num_attention_heads", "n_head")
     head_size = config.get("head_dim") or hidden // num_heads
+    inner = _first(config, "intermediate_size", "n_inner", default=4 * hidden)
+    used: int = config.get("num_experts_per_tok") or 0
+    if used:
+        of_expert = _first(config, "moe_intermediate_size", default=inner)
+        shared = config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size")
+        inner = used * of_expert + (shared or (config.get("n_shared_experts") or 0) * of_expert)
     return ModelSize(
         num_parameters=_count(shapes),
         num_block_parameters=max(map(_count, blocks.values())),
         num_layers=len(blocks),
         hidden_size=hidden,
-        intermediate_size=_first(config, "intermediate_size", "n_inner", default=4 * hidden),
+        intermediate_size=inner,
+        experts_per_token=used,
         num_heads=num_heads,
         query_size=num_heads * head_size,
         kv_size=_first(config, "num_key_value_heads", default=num_heads) * head_size,
