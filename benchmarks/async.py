@@ -293,10 +293,13 @@ def _row(lengths: str, name: str, found: list[dict[str, Any]]) -> dict[str, Any]
     reached = {}
     for threshold in THRESHOLDS:
         there = [arrival for run in runs if (arrival := time_to(threshold, run)) is not None]
-        never = "" if len(there) == len(runs) else f"{len(runs) - len(there)} never"
+        num_never = len(runs) - len(there)
+        never = f"not reached by {num_never} of {len(runs)} seeds" if num_never else ""
         reached[f"steps to reward {threshold}"] = mean_and_range([steps for steps, _ in there], 0)
         seconds = mean_and_range([seconds for _, seconds in there], 0)
-        reached[f"s to reward {threshold}"] = ", ".join(filter(None, (seconds, never)))
+        reached[f"s to reward {threshold}"] = (
+            ", ".join(filter(None, (seconds, never))) if there else "not reached"
+        )
     return {
         "run": name,
         "lengths": lengths,

@@ -72,7 +72,9 @@ def main() -> None:
                 rows.append(
                     {
                         "job": job,
-                        "": f"TRL, {best} pairs a pass" if who == "TRL" else f"vectorlm, {who}",
+                        "": f"TRL, {best} pair{'s' * (best > 1)} per pass"
+                        if who == "TRL"
+                        else f"vectorlm, {who}",
                         "pairs per second": f"{_median(steps):.2f}",
                         "times as fast": f"{_median(steps) / _median(found['TRL']):.2f}",
                         "peak memory of a process, MB": f"{max(step['peak_bytes'] for step in steps) / 1e6:.0f}",

@@ -30,7 +30,7 @@ GRPO = rl_step.Setting(prompts=8, prompt_tokens=72, group=8, new_tokens=24)
 SHORTEST, LONGEST = 24, 256
 ROWS_TRIED = {"GRPO": (8, 16, 32), "fine-tuning": (1, 2, 4, 8)}
 TRIAL_STEPS = 2
-WHO = {"TRL": (1, 8), "one rank": (1, 4), "one rank, 1 row a pass": (1, 1), "two ranks": (2, 4)}
+WHO = {"TRL": (1, 8), "one rank": (1, 4), "one rank, 1 row per pass": (1, 1), "two ranks": (2, 4)}
 """Number of ranks, and rows per pass in fine-tuning; TRL takes its fastest number of rows."""
 
 Steps = list[dict[str, float]]
@@ -115,7 +115,7 @@ def _row(job: str, who: str, steps: Steps, baseline: Steps, trl_rows: int) -> di
         update = sampling = ""
     return {
         "job": job,
-        "": f"TRL, {trl_rows} rows a pass" if who == "TRL" else f"vectorlm, {who}",
+        "": f"TRL, {trl_rows} row{'s' * (trl_rows > 1)} per pass" if who == "TRL" else f"vectorlm, {who}",
         "speed": speed,
         "update, s": update,
         "sampling, s": sampling,

@@ -60,7 +60,7 @@ def main() -> None:
         speed = statistics.median(step["tokens_per_s"] for step in steps)
         rows.append(
             {
-                "": f"TRL, {best} packed rows a pass" if who == "TRL" else f"vectorlm, {who}",
+                "": f"TRL, {best} row{'s' * (best > 1)} per pass" if who == "TRL" else f"vectorlm, {who}",
                 "tokens per second": f"{speed:.0f}",
                 "times as fast": f"{speed / baseline:.2f}",
                 "peak memory of a process, MB": f"{max(step['peak_bytes'] for step in steps) / 1e6:.0f}",

@@ -11,8 +11,8 @@ import ast
 import json
 import re
 import subprocess
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -31,6 +31,8 @@ class Table:
     """Columns that the page shows; empty for all."""
     leave_out: str = ""
     """A regular expression; rows with a matching cell are not shown. Empty shows all."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """What the page shows for some cells that are names in the result."""
     spread: bool = False
     """Pivot a table of three columns: values of the second become columns, and values of the third become cells."""
 
@@ -63,6 +65,7 @@ RESULTS = {
                     "trainer idle, %",
                 ),
                 leave_out="split|2 ranks",
+                words={"long tail": "most short, some long", "equal, every group": "equal, every group kept"},
             ),
         ),
     ),
@@ -207,8 +210,7 @@ RESULTS = {
         code=(*_LEARNING, *_SAMPLING, "benchmarks/rl_step.py"),
         tables=(
             Table(
-                "A GRPO step; `512 + 128, 16 of 2` means 512 prompt and 128 completion tokens, in 2 groups of 16 "
-                "(medians of four steps)",
+                "A GRPO step; a group has the completions of one prompt (medians of four steps)",
                 (
                     "",
                     "prompt + completion",
@@ -238,7 +240,7 @@ RESULTS = {
         code=("vectorlm/train", "vectorlm/data", "benchmarks/sft.py"),
         tables=(
             Table(
-                "Fine-tuning on texts of a long tail of lengths, packed into rows of 1,024 tokens "
+                "Fine-tuning on texts of 16 to 1,024 tokens, packed into rows of 1,024 tokens "
                 "(medians of two runs, interleaved)",
                 ("", "tokens per second", "times as fast", "peak memory of a process, MB"),
             ),
@@ -450,7 +452,8 @@ def _render(name: str, table: Table, page: str, changed: Collection[str]) -> str
             spread.setdefault(row[first], {first: row[first]})[row[second]] = row[third]
         rows = [dict.fromkeys(columns, "") | row for row in spread.values()]
     lines = [columns, ("---", *["---:"] * (len(columns) - 1))]
-    lines += [[str(row[column]) for column in columns] for row in rows]
+    cells = [[str(row[column]) for column in columns] for row in rows]
+    lines += [[table.words.get(cell, cell) for cell in line] for line in cells]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table.title}; {_origin(name, page, changed)}:\n\n{text}"
 
