@@ -357,9 +357,9 @@ class CorrectionSettings:
         ]
         | None
     ) = None
-    """A preset from the table in correction.md; the keys below replace single values of the preset. null means `off`,
-    or `tis` if `engine.quantization` is set and none of these keys is. `on_policy_distillation` with
-    `teacher.kind: full` has no losses to weigh, and takes `off`."""
+    """A preset from the table in correction.md; the keys below replace single values of the preset. null means `off`.
+    If `engine.quantization` is set and none of these keys is, null means `tis`, `geometric` for a loss per
+    completion, or `off` for a loss without weights."""
     overrides: Mapping[str, Any] = partial(Correction, null="the preset's value")
     mismatch: MismatchSettings = inline(MismatchSettings)
 

@@ -14,12 +14,14 @@ from kit.letters import letter_tokenizer
 from safetensors.torch import save_file
 
 from vectorlm import SamplingEngine
+from vectorlm.algorithms.registry import get_algorithm
 from vectorlm.data.summary import Summary
 from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.packages import fields_of, is_installed
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.preflight import files, settings, summary
 from vectorlm.runs.preflight.checked import preflight
+from vectorlm.runs.preflight.rl import correction_problems
 from vectorlm.runs.preflight.settings import LORA_CONFIG, setting_problems
 from vectorlm.runs.preflight.shared_base import shares_base
 from vectorlm.sampling.arguments import require_folder
@@ -324,6 +326,11 @@ def test_what_a_run_silently_does_otherwise_is_noted(
         (["engine.quantization=int8", "rl.correction.preset=off"], "off", False),
         (["engine.quantization=int8", "rl.correction.preset=mis"], "mis", False),
         (["engine.quantization=int8", "rl.correction={level: sequence, high: 3.0}"], "off", False),
+        (["engine.quantization=int8", "rl.algorithm=online_dpo"], "off", False),
+        (["engine.quantization=int8", "rl.algorithm=best_of_k"], "off", False),
+        (["engine.quantization=int8", "rl.algorithm=copg"], "off", False),
+        (["engine.quantization=int8", "rl.algorithm=gmpo"], "geometric", True),
+        (["engine.quantization=int8", "rl.algorithm=proximal_rloo"], "geometric", True),
     ],
 )
 def test_a_quantised_engine_is_corrected_unless_the_file_says_how(complete, overrides, preset, is_said):
@@ -331,7 +338,8 @@ def test_a_quantised_engine_is_corrected_unless_the_file_says_how(complete, over
     assert config.rl.correction.preset == preset
     notes = [note for note in summary.notes_of(config) if "rl.correction.preset" in note]
     assert len(notes) == is_said
-    assert all("tis" in note and config.engine.quantization in note for note in notes)
+    assert all(preset in note and config.engine.quantization in note for note in notes)
+    assert not [*correction_problems(config.rl.correction, get_algorithm(config.rl.algorithm.name))]
     assert not config.engine.quantization or config.engine_dtype(is_cuda=False) == "bfloat16"
     changed = dataclasses.replace(config, model="other")
     assert (changed.rl.correction, changed.notes) == (config.rl.correction, config.notes)

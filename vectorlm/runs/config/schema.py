@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.algorithms.settings import AlgorithmSettings, DistillationSettings, PreferenceSettings
+from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.data.settings import ChatSettings, DatasetSettings, PreprocessSettings
 from vectorlm.errors import ConfigError
 from vectorlm.rl.rewards.registry import adapter_of_judge, short_name
@@ -203,6 +204,13 @@ class RLSettings:
         return is_full and isinstance(self.algorithm.settings, DistillationSettings)
 
 
+def _default_correction(spec: AlgorithmSpec) -> Literal["off", "tis", "geometric"]:
+    """Return the preset for a quantised engine that can weigh the algorithm's losses."""
+    if not spec.samples_from_policy or spec.level == "group":
+        return "off"
+    return "tis" if spec.level == "token" else "geometric"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """All settings of a run."""
@@ -257,13 +265,13 @@ class Config:
             receiver = "live" if self.engine.receiver == "auto" else self.engine.receiver
             object.__setattr__(self, "engine", replace(self.engine, exact=True, receiver=receiver))
         if self.rl is not None and self.rl.correction.preset is None:
-            given, quantization = self.rl.correction, self.engine.quantization
-            is_default = quantization is not None and not given.overrides
-            is_default = is_default and not self.rl.learns_from_teacher_alone
-            correction = replace(given, preset="tis" if is_default else "off")
+            given, quantization, preset = self.rl.correction, self.engine.quantization, "off"
+            if quantization is not None and not given.overrides and not self.rl.learns_from_teacher_alone:
+                preset = _default_correction(get_algorithm(self.rl.algorithm.name))
+            correction = replace(given, preset=preset)
             object.__setattr__(self, "rl", replace(self.rl, correction=correction))
-            if is_default:
-                note = f"rl.correction.preset: tis, the default with engine.quantization: {quantization}"
+            if preset != "off":
+                note = f"rl.correction.preset: {preset}, the default with engine.quantization: {quantization}"
                 object.__setattr__(self, "notes", (*self.notes, note))
 
     @property
