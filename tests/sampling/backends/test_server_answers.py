@@ -4,6 +4,7 @@ The tests cover sampling servers, and servers that score tokens for distillation
 """
 
 import json
+import resource
 import threading
 import time
 import warnings
@@ -102,6 +103,15 @@ class HangsUp(Answers):
     def parse_request(self):
         rested_s, self.heard_at = time.monotonic() - self.heard_at, time.monotonic()
         return rested_s < RESTS_S and super().parse_request()
+
+
+class Gated(Answers):
+    """A handler that answers requests only once `server.gate` is open."""
+
+    def answer(self, text, kind="application/json"):
+        if self.path == "/inference/v1/generate":
+            self.server.gate.wait()
+        super().answer(text, kind)
 
 
 @pytest.fixture
@@ -235,6 +245,28 @@ def test_a_server_that_ends_and_keeps_its_requests_is_named_before_it_has_been_s
         with pytest.raises(EngineDied):
             sample(backend) if "generate" in path else backend.pause()
         ending.join()
+
+
+def test_requests_beyond_the_limit_of_open_files_wait_and_no_time_out_counts_that(server, monkeypatch):
+    limits = {"soft": 4, "hard": 8}
+    monkeypatch.setattr(resource, "getrlimit", lambda what: tuple(limits.values()))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, pair: limits.update(soft=pair[0]))
+    monkeypatch.setattr(server, "gate", threading.Event(), raising=False)
+    server.RequestHandlerClass = Gated
+    with closing(connect(server)) as backend:
+        assert limits == {"soft": 8, "hard": 8}
+        for index in range(20):
+            backend.submit(f"0-{index}", [2, 3], {"max_tokens": 2})
+        deadline = time.monotonic() + 1.5 * PATIENCE_S
+        while time.monotonic() < deadline:
+            server.num_steps += 1
+            assert backend.poll() == []
+        assert len(server.limits) == 6
+        server.gate.set()
+        answers = []
+        while len(answers) < 20:
+            answers += wait_for_answer(backend)
+        assert all(answer.error is None for answer in answers)
 
 
 def test_a_connection_that_is_lost_while_requests_are_in_flight_is_survived(server, monkeypatch):

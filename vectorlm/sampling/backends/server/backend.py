@@ -9,6 +9,7 @@ import ipaddress
 import os
 import queue
 import re
+import resource
 import threading
 import time
 import uuid
@@ -32,6 +33,8 @@ POLL_S = 0.02
 
 KEEPALIVE_S = 1.0
 """Longest idle time of a reused connection. vLLM closes connections after 5 s, and a request sent just then is lost."""
+MOST_FILES = 1 << 15
+"""Limit of open files that the client asks for. Linux has about 28,000 ports for connections to one address."""
 PROBE_EVERY_S = 5.0
 """Interval of health checks while requests are in flight."""
 
@@ -208,11 +211,14 @@ class VLLMServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _open_sessions(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
-        """Open a session for requests, and one for calls that may fail: the server closes their connections."""
+        """Open a session for requests, and one for other calls, which must not wait for a connection.
+
+        The server closes the connection of a call that fails.
+        """
         self._probing = asyncio.get_running_loop().create_task(self._probe())
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         connectors = (
-            aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            aiohttp.TCPConnector(limit=_num_connections(), keepalive_timeout=KEEPALIVE_S),
             aiohttp.TCPConnector(force_close=True),
         )
         no_limit = aiohttp.ClientTimeout(total=None)
@@ -270,7 +276,11 @@ class VLLMServer:
     async def _generate(self, name: str, body: Mapping[str, Any]) -> None:
         try:
             completions = await self._call(
-                "/inference/v1/generate", body, partial(read_completions, body["token_ids"]), timeout_s=None
+                "/inference/v1/generate",
+                body,
+                partial(read_completions, body["token_ids"]),
+                timeout_s=None,
+                is_request=True,
             )
             self._moved_at = time.monotonic()
             self._finished.put(RequestOutput(name, completions))
@@ -295,12 +305,12 @@ class VLLMServer:
         *,
         method: str = "POST",
         timeout_s: float | None,
-        may_fail: bool = False,
+        is_request: bool = False,
     ) -> Any:
         """Return `read(answer)`; raises like `call_server`."""
         try:
             return await call_server(
-                self._control_session if may_fail else self._session,
+                self._session if is_request else self._control_session,
                 self._url,
                 path,
                 body,
@@ -326,9 +336,7 @@ class VLLMServer:
 
     async def _ask(self, path: str, body: Any, read: Callable[[Any], Any]) -> Any:
         """Return the result of `_call`, or raise the error that `_probe` finds meanwhile."""
-        call = asyncio.get_running_loop().create_task(
-            self._call(path, body, read, timeout_s=self._silence_s, may_fail=True)
-        )
+        call = asyncio.get_running_loop().create_task(self._call(path, body, read, timeout_s=self._silence_s))
         self._calls.add(call)
         try:
             return await call
@@ -353,6 +361,14 @@ class VLLMServer:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(RETRY_S)
+
+
+def _num_connections() -> int:
+    """Raise this process's limit of open files, and return how many of them requests may use; the others wait."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (most := min(hard, MOST_FILES)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most * 3 // 4
 
 
 def _is_success(answer: Mapping[str, Any]) -> bool:
