@@ -154,6 +154,23 @@ def test_runs_lie_over_each_other_with_the_settings_that_differ(tmp_path, figure
     assert [text.get_text() for text in legend.get_texts()] == ["slow: lr=0.0001", "fast: lr=0.001"]
 
 
+def test_dollar_signs_in_names_and_values_are_no_formulas(tmp_path, figures):
+    runs = []
+    for name in (r"$\a{$", "plain"):
+        (tmp_path / name).mkdir()
+        rewards = {rf"reward/{name}$\b{{$/mean": 1.0, "reward/other/mean": 0.5}
+        runs.append(write_run(tmp_path / name, (1, rewards)))
+        (tmp_path / name / "config.yaml").write_text(f"text: '{name} $\\boxed{{}}$'\n")
+    plot_runs(runs, tmp_path / "both.png")
+    plot_runs(runs[:1], tmp_path / "one.png", runs[0].metric_names)
+    (legend,) = figures[0].legends
+    # This is what matplotlib draws.
+    assert legend.get_texts()[0]._preprocess_math(legend.get_texts()[0].get_text()) == (
+        r"$\a{$: text=$\a{$ $\boxed{}$",
+        False,
+    )
+
+
 def test_chosen_metrics_get_a_panel_each_and_unknown_ones_are_named(tmp_path, figures):
     runs = two_runs(tmp_path)
     plot_runs(runs, tmp_path / "both.png", ["eval/loss"])

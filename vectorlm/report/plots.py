@@ -245,7 +245,7 @@ def _new_figure(num_panels: int, title: str) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(PANEL_WIDTH * columns, PANEL_HEIGHT * rows + 0.5), dpi=120, layout="constrained")
     engine: Any = figure.get_layout_engine()
     engine.set(w_pad=0.1, h_pad=0.1)
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+    figure.suptitle(_literal(title), fontsize=13, fontweight="bold")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in panels[num_panels:]:
         unused.remove()
@@ -286,7 +286,7 @@ def _curves(run: RunFolder, panel: Panel) -> list[tuple[str, Series]]:
 
 def _head(axes: Axes, title: str, look_for: str, xlabel: str, ylabel: str) -> None:
     """Add the title of a panel, and the advice `look_for` below it."""
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=20)
+    axes.set_title(_literal(title), loc="left", fontsize=11, fontweight="bold", pad=20)
     axes.text(0, 1.03, look_for, transform=axes.transAxes, fontsize=8, color=DIM, va="bottom")
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_ylabel(ylabel, fontsize=9)
@@ -298,7 +298,7 @@ def _draw(axes: Axes, points: Series, label: str, colour: str, linestyle: str = 
     marker = "o" if len(points) <= 40 else ""
     axes.plot(
         *zip(*points, strict=True),
-        label=label,
+        label=_literal(label),
         color=colour,
         linestyle=linestyle,
         marker=marker,
@@ -312,7 +312,12 @@ def _key(label: str, colour: str, linestyle: str) -> Any:
     from matplotlib.lines import Line2D
 
     line: Any = linestyle
-    return Line2D([], [], color=colour, linestyle=line, linewidth=2, label=label)
+    return Line2D([], [], color=colour, linestyle=line, linewidth=2, label=_literal(label))
+
+
+def _literal(text: str) -> str:
+    """Return names and values of the user for matplotlib, which reads text between dollar signs as a formula."""
+    return text.replace("$", r"\$")
 
 
 def _finish(axes: Axes, panel: Panel | None = None) -> None:
