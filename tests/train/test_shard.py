@@ -146,6 +146,26 @@ def test_half_precision_of_weights_or_of_computing_alone(folder, world_size):
             assert loss == pytest.approx(expected, rel=1e-2)  # bf16 has 8 bits of mantissa
 
 
+def copies_beside_adapters(topology, folder):
+    def load(is_empty):
+        model = load_model(folder, dtype="bfloat16", is_empty=is_empty)
+        return add_lora(model, {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["mlp"]})
+
+    model = load_sharded(load, topology)
+    model(input_ids=torch.arange(16).view(2, 8), use_cache=False).logits.sum().backward()
+    return {
+        name.rpartition(".layers.0.")[2]: parameter.grad.dtype
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and ".layers.0." in name
+    }
+
+
+def test_a_block_may_have_trained_weights_of_two_dtypes(folder):
+    for found in on_ranks(2, copies_beside_adapters, folder):
+        assert found["self_attn.q_proj.lora_A.default.weight"] == torch.float32
+        assert found["mlp.modules_to_save.default.up_proj.weight"] == torch.bfloat16
+
+
 FILLED = [
     (False, {}),
     (True, {"low_cpu_mem_usage": True}),

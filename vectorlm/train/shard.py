@@ -140,7 +140,7 @@ def shard_model(
             block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
     if stays_plain(topology.world_size, is_cast, settings.cpu_offload):
         return model.to(topology.device)
-    for module in (*experts, *reversed(blocks), model):
+    for module in (*experts, *_copies_in_bf16(blocks), *reversed(blocks), model):
         fully_shard(
             module,
             mesh=meshes.experts if module in experts else mesh,
@@ -150,6 +150,21 @@ def shard_model(
             ignored_params=set(whole),
         )
     return model
+
+
+def _copies_in_bf16(blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return PEFT's trained copies of modules whose dtype is not the dtype of the adapters in the same block.
+
+    An FSDP group needs one dtype. PEFT keeps adapters in fp32, and copies modules in the dtype of the model.
+    """
+    return [
+        copied
+        for block in blocks
+        if len({weight.dtype for weight in block.parameters() if weight.requires_grad}) > 1
+        for module in block.modules()
+        if isinstance(copies := getattr(module, "modules_to_save", None), nn.ModuleDict)
+        for copied in copies.values()
+    ]
 
 
 def recompute(model: Any, what: Recomputation, topology: Topology) -> None:
