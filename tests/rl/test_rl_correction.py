@@ -91,8 +91,8 @@ def test_bypass_weighs_only_losses_without_a_ratio_of_their_own():
         spec = get_algorithm(name)
         correction = correction_of(settings("bypass"), spec)
         assert (correction.level is None) == spec.has_ratio
-    own = correction_of(settings("bypass", high=5.0, mode="mask"), get_algorithm("reinforce"))
-    assert (own.bypass, own.level, own.high, own.mode) == (True, "token", 5.0, "mask")
+    own = correction_of(settings("bypass", high=5.0, low=0.1), get_algorithm("reinforce"))
+    assert (own.bypass, own.level, own.high, own.low) == (True, "token", 5.0, 0.1)
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     sampler, mask = torch.tensor([[-1.0, -4.0]]), torch.ones(1, 2, dtype=torch.bool)
     bypass = correction_of(settings("bypass"), get_algorithm("reinforce"))
@@ -111,6 +111,8 @@ def test_bypass_weighs_only_losses_without_a_ratio_of_their_own():
         ("online_dpo", {"preset": "tis"}, "preset"),
         ("best_of_k", {"preset": "bypass"}, "preset"),
         ("rloo", {"preset": "bypass", "veto": 0.1}, "bypass"),
+        ("rloo", {"preset": "bypass", "mode": "mask"}, "bypass"),
+        ("rloo", {"preset": "icepop", "bypass": True}, "bypass"),
         ("proximal_rloo", {"preset": "tis"}, "level"),
         ("proximal_rloo", {"preset": "mis"}, "level"),
         ("grpo", {"level": "token", "low": 0.5, "high": 0.9}, "low"),

@@ -222,9 +222,14 @@ def correction_problems(
     if correction.bypass and spec.has_ratio and correction.level is not None:
         rule = f"cannot be used with bypass, where the loss of {spec.name} has the ratio of policy and engine already"
         yield "level", correction.level, rule, "Leave it out, or use the preset decoupled."
-    if correction.bypass and (correction.gate or correction.veto is not None or correction.normalise):
-        rule = "must be false for gates, vetoes and normalised weights, which need a forward pass of the old policy"
-        yield "bypass", True, rule, "Use another preset, or leave them out."
+    masks = correction.level is not None and correction.mode == "mask"
+    rejects = masks or correction.gate is not None or correction.veto is not None
+    if correction.bypass and (rejects or correction.normalise):
+        rule = (
+            "must be false to reject tokens or normalise weights, which need a forward pass of the old policy"
+        )
+        fix = "Leave bypass out, or use mode: truncate without gate, veto and normalise."
+        yield "bypass", True, rule, fix
     if spec.level == "group" and correction.level is not None:
         rule = f"cannot weigh completions: {spec.name} has one loss per group"
         yield "level", correction.level, rule, "Leave it out."
