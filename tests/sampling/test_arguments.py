@@ -15,6 +15,7 @@ from vectorlm.errors import EngineError, RankMismatch
 from vectorlm.ranks.engine_ranks import comparable, require_equal
 from vectorlm.sampling.arguments import merge, same_on_ranks
 
+TWO_RANKS = vectorlm.Topology(world_size=2, local_world_size=2)
 MESSAGE = {"role": "user", "content": "ab"}
 
 
@@ -170,8 +171,9 @@ def test_an_engine_that_could_not_be_built_ends_its_process_and_is_not_counted(t
         ({"quantization": "int8", "dtype": "float32"}, "dtype"),
         ({"quantization": "int8", "transport": "pull"}, "transport"),
         ({"quantization": "int8", "inference": "transformers"}, "inference"),
+        ({"data_parallel_size": 2, "inference": "server", "topology": TWO_RANKS}, "data_parallel_size"),
     ],
 )
-def test_an_engine_in_other_bits_is_refused_by_value(folder, arguments, name):
-    with pytest.raises(ValueError, match=f"{name}='{arguments[name]}'"):
+def test_an_engine_that_cannot_be_updated_or_compared_is_refused_by_value(folder, arguments, name):
+    with pytest.raises(ValueError, match=f"{name}={arguments[name]!r}"):
         vectorlm.SamplingEngine(str(folder), **arguments)

@@ -71,7 +71,7 @@ def merge(
             raise ValueError(
                 f"inference={settings.inference!r} cannot be used with quantization: it must be vllm."
             )
-    for name, value, rule, fix in settings.kernel_problems(arguments):
+    for name, value, rule, fix in settings.unsupported(arguments):
         raise ValueError(f"{name}={value!r} {rule}. {fix}")
     if settings.quantization is not None:
         arguments["quantization"] = settings.quantization

@@ -91,17 +91,19 @@ class SamplingEngine:
         **engine_args: Any,
     ) -> None:
         let_go_of_last_error()
+        if data_parallel_size is not None:
+            engine_args["data_parallel_size"] = data_parallel_size
         settings = arguments.merge(settings or EngineSettings(), engine_args, SamplingEngine.__init__)
         arguments.require_channel(channel, devices=devices, log_path=log_path)
         arguments.require_folder(model, settings.inference)
         self._topology = topology = Topology.from_environment() if topology is None else topology
         engine_args = dict(settings.engine_args)
         self._tokenizer_of = arguments.tokenizer_of(model, engine_args)
-        if settings.inference == "vllm" and data_parallel_size is None and devices is None:
+        if settings.inference == "vllm" and engine_args.get("data_parallel_size") is None and devices is None:
             engine_args |= arguments.parallel_sizes(engine_args, topology, model)
         elif settings.inference == "server":
             engine_args = arguments.with_deadlines(engine_args, settings)
-        data_parallel_size = engine_args.pop("data_parallel_size", data_parallel_size or 1)
+        data_parallel_size = engine_args.pop("data_parallel_size", None) or 1
         devices = arguments.share_of_engine(devices, data_parallel_size, engine_args, topology)
         self._model = str(model)
         self._settings = settings

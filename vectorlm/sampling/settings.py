@@ -141,8 +141,12 @@ class EngineSettings:
             return "adapter" if self.inference == "vllm" and not self.exact else "merged"
         return self.lora_mode
 
-    def kernel_problems(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
-        """Yield name, value, rule and fix of settings and `arguments` that nobody has compared with the trainer."""
+    def unsupported(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, str]]:
+        """Yield name, value, rule and fix of settings and `arguments` that this library does not support."""
+        num_engines = arguments.get("data_parallel_size")
+        if self.inference == "server" and num_engines not in (None, 1):
+            rule = "must be 1 with inference: server, because a server takes updates from one client only"
+            yield "data_parallel_size", num_engines, rule, "Leave it out."
         drafts = arguments.get("speculative_config")
         method = drafts.get("method") if isinstance(drafts, Mapping) else drafts
         if self.inference == "vllm" and drafts is not None and method != "ngram":

@@ -119,6 +119,11 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
         ),
         ([SAMPLER, "engine.slep=all"], {}, ["engine.slep"]),
         ([SAMPLER, "engine.data_parallel_size=2"], {"world_size": 3}, ["engine.data_parallel_size"]),
+        (
+            [SAMPLER, "engine={inference: server, url: 'http://127.0.0.1:8000', data_parallel_size: 2}"],
+            {"world_size": 2},
+            ["engine.data_parallel_size"],
+        ),
         *(
             ([SAMPLER, f"engine.quantization={name}"], {}, ["engine.quantization"])
             for name in ("fp8_per_tensor", "awq", "gptq", "fp8", "mxfp4", "true")

@@ -467,7 +467,7 @@ def _device_problems(config: Config, ranks_per_node: int) -> Iterator[str]:
 def _kernel_problems(config: Config) -> Iterator[str]:
     engine = config.engine
     # Costs more than a minute: the engine starts after models are loaded. Another method would be silent.
-    for name, value, rule, fix in engine.kernel_problems({"dtype": engine.dtype, **engine.engine_args}):
+    for name, value, rule, fix in engine.unsupported({"dtype": engine.dtype, **engine.engine_args}):
         yield refuse(config, f"engine.{name}", rule, fix, value)
     # Costs more than a minute: vLLM refuses two of them at the first prompt. The third is not tested: silent.
     if engine.inference == "vllm" and engine.engine_args.get("speculative_config") is not None:
