@@ -105,6 +105,18 @@ def test_a_step_s_time_and_its_phases_are_means_over_the_last_steps(tmp_path):
     assert sum(seconds for _, seconds, _ in run.phases()) == 40 * 4 + 21 * 6
 
 
+def test_a_rare_evaluation_counts_for_the_time_left_and_is_not_silence(tmp_path):
+    run = make_run(tmp_path, step=0)
+    lines = StepLines(tmp_path / "metrics.jsonl", key="step")
+    for step in range(1, 39):
+        lines.write(step, [{"time/step_s": 2.0} | ({"time/evaluate_s": 380.0} if step == 5 else {})])
+    assert run.step_s == 12.0
+    with locked(tmp_path):
+        for seconds, is_well in ((500, True), (1000, False)):
+            os.utime(tmp_path / "metrics.jsonl", 2 * (time.time() - seconds,))
+            assert run.state()[1] is is_well
+
+
 def make_run(folder, step=12):
     """Make a reinforcement learning run at `step` of 40."""
     (folder / "config.yaml").write_text("rl: {max_steps: 40}\n")

@@ -32,7 +32,8 @@ BESIDE_STEP = ("evaluate", "held_out", "save")
 SAMPLE_BYTES = 1 << 20
 """Number of bytes at the end of a file that are searched for the newest completions."""
 SILENT_STEPS, SILENT_S = 5, 30.0
-"""A run is called silent if it writes nothing for the time of this many steps, and for this many seconds."""
+"""A run is called silent if it writes nothing for the time of this many steps, and for this many seconds. Twice the
+longest time between two steps is added, because an evaluation may take longer than earlier ones."""
 
 
 class Sample(NamedTuple):
@@ -117,17 +118,15 @@ class RunFolder:
 
     @property
     def step_s(self) -> float | None:
-        """Mean seconds per step over the last steps, evaluations and checkpoints included."""
-        lines = self.metrics[-NUM_RECENT:]
-        steps = [line.get("time/step_s") or line.get("train/step_s") for line in lines]
-        if not any(steps):
-            return None
-        before = self.metrics[-NUM_RECENT - 1]["step"] if len(self.metrics) > NUM_RECENT else 0
-        beside = sum(
-            line.get(f"time/{phase}_s") or 0.0 for line in lines if line["step"] for phase in BESIDE_STEP
-        )
+        """Mean seconds per step over the last steps, plus all evaluations and checkpoints divided by all steps."""
+        lines = self.metrics
+        steps = [line.get("time/step_s") or line.get("train/step_s") for line in lines[-NUM_RECENT:]]
         known = [seconds for seconds in steps if seconds]
-        return sum(known) / len(known) + beside / max(lines[-1]["step"] - before, 1)
+        if not known:
+            return None
+        # The last lines may have none of them.
+        beside = sum(_beside_step_s(line) for line in lines if line["step"])
+        return sum(known) / len(known) + beside / max(lines[-1]["step"], 1)
 
     def series(self, metric: str) -> Series:
         """Return the metric over the steps; values that were not finite are NaN."""
@@ -161,7 +160,8 @@ class RunFolder:
         if step == of:
             return "writing the final model", True
         silent_s = time.time() - (self.path / "metrics.jsonl").stat().st_mtime
-        if silent_s > max(SILENT_S, SILENT_STEPS * (self.step_s or 0.0)):
+        longest_s = max(_beside_step_s(line) for line in self.metrics)
+        if silent_s > max(SILENT_S, SILENT_STEPS * (self.step_s or 0.0)) + 2 * longest_s:
             return f"silent for {span(silent_s)}: docs/howto/hang.md", False
         return f"running for {span(time.time() - self.start['started_at'])}", True
 
@@ -258,6 +258,11 @@ def _newest(path: Path) -> list[dict[str, Any]]:
     """Return the lines of the newest step."""
     lines = list(read_lines(path, SAMPLE_BYTES))
     return [line for line in lines if line.get("train_step") == lines[-1].get("train_step")]
+
+
+def _beside_step_s(line: Mapping[str, Any]) -> float:
+    """Return the seconds that a line of metrics has for phases between two steps."""
+    return sum(line.get(f"time/{phase}_s") or 0.0 for phase in BESIDE_STEP)
 
 
 def _sample(line: Mapping[str, Any], completion: Any, reward: float | None) -> Sample:
