@@ -158,6 +158,8 @@ def test_the_state_of_a_run_follows_its_steps_and_its_model(tmp_path):
     os.utime(tmp_path / "final-model", (1.0, 1.0))
     assert run.state() == ("stopped after step 12", False)
     make_run(tmp_path, step=40)
+    assert run.state() == ("ended without a final model", False)
+    os.utime(tmp_path / "final-model")
     assert run.state() == ("ended", True)
     (tmp_path / "run.json").unlink()
     (tmp_path / "config.yaml").write_text("rl: {max_steps: 7}\n")

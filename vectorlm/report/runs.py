@@ -148,10 +148,10 @@ class RunFolder:
         step, of = self.step, self.num_steps
         if not self.is_running:
             model = self.path / "final-model"
-            if step == of is not None or (
-                model.is_dir() and model.stat().st_mtime >= self.start.get("started_at", 0.0)
-            ):
+            if model.is_dir() and model.stat().st_mtime >= self.start.get("started_at", 0.0):
                 return "ended", True
+            if step == of is not None:
+                return "ended without a final model", False
             return f"stopped {'before its first step' if step is None else f'after step {step}'}", False
         if not self.start:
             return "starting: reading the model, and starting the engine if there is one", True
