@@ -201,3 +201,16 @@ def test_the_picture_ends_with_the_last_step_and_not_with_the_evaluation_after_i
     assert [line["train_step"] for line in lines] == list(range(3, 15))
     assert [name for name, *_ in lines[0]["trainer"]] == ["publish", "generate", "update", "evaluate"]
     assert [name for name, *_ in lines[-1]["trainer"]] == ["publish", "generate", "update"]
+
+
+def test_a_timeline_begins_with_the_last_start_of_the_run(tmp_path):
+    for first_step, last_step, seconds in ((0, 5, 9000.0), (4, 7, 0.0)):
+        (tmp_path / "run.json").write_text(json.dumps({"first_step": first_step}))
+        timeline = Timeline(tmp_path / "timeline.jsonl", first_step or None)
+        for step in range(first_step + 1, last_step + 1):
+            spans = [(name, seconds + start, seconds + end) for name, start, end in TRAINER]
+            timeline.write(step, spans, [])
+    lines = last_steps(tmp_path / "timeline.jsonl")
+    assert [line["train_step"] for line in lines] == [5, 6, 7]
+    plot_timeline(tmp_path / "timeline.jsonl", tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").is_file()

@@ -22,7 +22,7 @@ from vectorlm.report.panels import (
     Panel,
     short,
 )
-from vectorlm.report.runs import RunFolder, Series, differences, names_of, read_lines
+from vectorlm.report.runs import START, RunFolder, Series, differences, names_of, read_lines, read_settings
 from vectorlm.settings import nearest
 
 if TYPE_CHECKING:
@@ -185,8 +185,13 @@ def _draw_places(axes: Axes, drift: list[dict[str, Any]], band: tuple[float, flo
 
 
 def last_steps(timeline_path: Path) -> list[dict[str, Any]]:
-    """Return the lines of the last steps, without the final evaluation, for which the engine reports no times."""
-    lines = list(deque(read_lines(timeline_path), NUM_STEPS))
+    """Return the lines of the last steps, without the final evaluation, for which the engine reports no times.
+
+    After a resume, lines of earlier steps are left out: another process wrote them, perhaps with another clock.
+    """
+    first_step = read_settings(timeline_path.with_name(START)).get("first_step", 0)
+    since_start = (line for line in read_lines(timeline_path) if int(line["train_step"]) > first_step)
+    lines = list(deque(since_start, NUM_STEPS))
     if lines:
         ends = [part for part in lines[-1]["trainer"] if part[0] not in ("evaluate", "save")]
         lines[-1] = {**lines[-1], "trainer": ends}
