@@ -107,9 +107,8 @@ json_values = st.recursive(
 def test_calls_come_back_as_they_were_written(calls):
     written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
     expected = [ToolCall(name, arguments) for name, arguments in calls]
-    # A text with the tag has the form of Hermes.
+    assert parse_calls("; ".join(written))[1] == expected
     if not any("tool_call>" in call for call in written):
-        assert parse_calls("; ".join(written))[1] == expected
         assert parse_calls("".join(f"<tool_call>\n{call}\n</tool_call>\n" for call in written))[1] == expected
 
 
@@ -269,3 +268,15 @@ def test_schemas_are_those_of_transformers_and_a_tool_without_types_is_named_wit
             schemas_of([tool], "env.py:Env")
     with pytest.raises(ConfigError, match="has the tool 'add', a str: a tool must be a function"):
         schemas_of(["add"], "env.py:Env")
+
+
+@pytest.mark.parametrize("form", ["{}", "[{}]", "```json\n{}\n```", "<|python_tag|>{}", "{}; {}"])
+def test_a_tag_in_an_argument_of_plain_json_is_part_of_the_argument(form):
+    for argument in ("<tool_call>", "</tool_call>", '<tool_call>{"name": "b", "arguments": {}}</tool_call>'):
+        call = json.dumps({"name": "a", "arguments": {"text": argument}})
+        written = form.replace("{}", call)
+        assert parse_calls(written) == ("", [ToolCall("a", {"text": argument})] * form.count("{}"))
+        # Text beside the JSON: the form of Hermes.
+        assert parse_calls(f"I call it. {written}")[1] != [ToolCall("a", {"text": argument})]
+    answer = json.dumps({"name": "Bob", "note": "<tool_call>"})
+    assert parse_calls(answer) == (answer, [])

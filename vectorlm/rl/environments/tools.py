@@ -49,16 +49,19 @@ def parse_calls(text: str, names: Collection[str] = ()) -> tuple[str, list[ToolC
     - plain JSON, an object or a list of objects, optionally in a fence. It is an answer and not a call if its name is
       not among `names` and it has other keys but no arguments.
 
+    A text that is JSON from beginning to end has the plain form: tags in its strings are part of an argument.
+
     An invalid call becomes a `ToolCall` with an error, which the policy reads. Calls in thoughts are ignored.
     """
     said = without_thoughts(text)
-    if "<tool_call>" in said:
-        calls = [call for found in HERMES.findall(said) for call in _read(found)]
-        return _without(text, [found[0] for found in HERMES.finditer(said)]), calls
     body = said.strip().removeprefix(PYTHON_TAG).strip()
     if body.startswith("```"):
         body = body.removeprefix("```").removeprefix("json").removesuffix("```").strip()
-    if not body.startswith(("{", "[")) or '"name"' not in body or _is_answer(body, names):
+    may_be_plain = body.startswith(("{", "["))
+    if "<tool_call>" in said and not (may_be_plain and _values(body)[1] is None):
+        calls = [call for found in HERMES.findall(said) for call in _read(found)]
+        return _without(text, [found[0] for found in HERMES.finditer(said)]), calls
+    if not may_be_plain or '"name"' not in body or _is_answer(body, names):
         return text, []
     return _without(text, [said]), _read(body)
 
@@ -118,18 +121,29 @@ def message_of(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 
 
 def _read(text: str) -> list[ToolCall]:
-    """Read the JSON objects of a text, one after the other or joined by ``;``."""
-    decoder, place, found = json.JSONDecoder(strict=False), 0, []
+    """Read the calls in the JSON of a text."""
+    values, problem = _values(text)
+    found = [
+        call for value in values for call in map(_to_call, value if isinstance(value, list) else [value])
+    ]
+    if problem is not None:
+        found.append(ToolCall("", {}, f"this call is not JSON: {problem}"))
+    return found or [ToolCall("", {}, "this call is empty")]
+
+
+def _values(text: str) -> tuple[list[Any], Exception | None]:
+    """Read JSON values, one after the other or joined by ``;``; return the values before the first error, and it."""
+    decoder, place = json.JSONDecoder(strict=False), 0
+    found: list[Any] = []
     while text[place:].strip(" \n\t;"):
         place += len(text[place:]) - len(text[place:].lstrip(" \n\t;"))
         try:
             value, place = decoder.raw_decode(text, place)
             require_plain(value)
         except (ValueError, RecursionError) as error:
-            found.append(ToolCall("", {}, f"this call is not JSON: {error}"))
-            break
-        found += map(_to_call, value if isinstance(value, list) else [value])
-    return found or [ToolCall("", {}, "this call is empty")]
+            return found, error
+        found.append(value)
+    return found, None
 
 
 def _to_call(value: Any) -> ToolCall:
