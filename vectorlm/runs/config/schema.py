@@ -204,11 +204,12 @@ class RLSettings:
         return is_full and isinstance(self.algorithm.settings, DistillationSettings)
 
 
-def _default_correction(spec: AlgorithmSpec) -> Literal["off", "tis", "geometric"]:
-    """Return the preset for a quantised engine that can weigh the algorithm's losses."""
-    if not spec.samples_from_policy or spec.level == "group":
-        return "off"
-    return "tis" if spec.level == "token" else "geometric"
+_DEFAULT_PRESETS: Mapping[str, Literal["off", "tis", "geometric"]] = {
+    "token": "tis",
+    "completion": "geometric",
+    "group": "off",
+}
+"""Default of `rl.correction.preset` with a quantised engine, by `AlgorithmSpec.level`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,12 +266,14 @@ class Config:
             receiver = "live" if self.engine.receiver == "auto" else self.engine.receiver
             object.__setattr__(self, "engine", replace(self.engine, exact=True, receiver=receiver))
         if self.rl is not None and self.rl.correction.preset is None:
-            given, quantization, preset = self.rl.correction, self.engine.quantization, "off"
+            given, quantization = self.rl.correction, self.engine.quantization
+            correction = replace(given, preset="off")
             if quantization is not None and not given.overrides and not self.rl.learns_from_teacher_alone:
-                preset = _default_correction(get_algorithm(self.rl.algorithm.name))
-            correction = replace(given, preset=preset)
+                spec = get_algorithm(self.rl.algorithm.name)
+                if spec.samples_from_policy:
+                    correction = replace(given, preset=_DEFAULT_PRESETS[spec.level])
             object.__setattr__(self, "rl", replace(self.rl, correction=correction))
-            if preset != "off":
+            if (preset := correction.preset) != "off":
                 note = f"rl.correction.preset: {preset}, the default with engine.quantization: {quantization}"
                 object.__setattr__(self, "notes", (*self.notes, note))
 
