@@ -14,7 +14,6 @@ from pydantic import Field
 
 from vectorlm.algorithms.registry import SETTINGS, get_algorithm
 from vectorlm.algorithms.settings import AlgorithmSettings, DistillationSettings, PreferenceSettings
-from vectorlm.algorithms.spec import AlgorithmSpec
 from vectorlm.data.settings import ChatSettings, DatasetSettings, PreprocessSettings
 from vectorlm.errors import ConfigError
 from vectorlm.rl.rewards.registry import adapter_of_judge, short_name
