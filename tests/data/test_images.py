@@ -1,6 +1,7 @@
 """Images in every form that datasets and chats use, and their tokens."""
 
 import base64
+import hashlib
 import io
 import json
 import pickle
@@ -16,6 +17,7 @@ from transformers import LlamaConfig
 from vectorlm.data.encoding import encode
 from vectorlm.data.images import (
     ImageError,
+    Picture,
     PicturedIds,
     image_tokens_of,
     images_of,
@@ -172,6 +174,19 @@ def test_ids_of_a_chat_hold_one_placeholder_for_each_picture(tokenizer):
     assert encode(ids, lambda: tokenizer) is ids
     without = encode([user(text("?"))], lambda: tokenizer)
     assert not isinstance(without, PicturedIds)
+
+
+def test_the_text_of_ids_shows_what_their_pictures_contain(tmp_path):
+    path = tmp_path / "a.png"
+    texts = []
+    for colour in "rbr":
+        path.write_bytes(png(colour))
+        texts.append(
+            [repr(PicturedIds.of([3, 4], [one])) for one in (Picture(path), Picture.of_bytes(png(colour)))]
+        )
+    assert texts[0] == texts[2] != texts[1]
+    assert all(of_path == of_bytes for of_path, of_bytes in texts)
+    assert texts[0][0] == f"PicturedIds([3, 4], pictures=[sha256:{hashlib.sha256(png('r')).hexdigest()}])"
 
 
 def test_expanded_ids_are_those_of_the_processor(tokenizer):

@@ -309,6 +309,11 @@ class PicturedIds(list[int]):
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __repr__(self) -> str:
+        # Ranks compare the texts of their prompts.
+        own = (one if one.startswith(f"{HASH}:") else Picture.of_bytes(one.data) for one in self.pictures)
+        return f"PicturedIds({super().__repr__()}, pictures=[{', '.join(own)}])"
+
 
 def pictures_of(prompt: Any) -> tuple[Picture, ...]:
     """Return the pictures of encoded token ids, in the order of their placeholders."""
