@@ -18,6 +18,7 @@ from vectorlm import SamplingEngine
 from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
 from vectorlm.sampling.arguments import with_deadlines
 from vectorlm.sampling.backends.server import backend as server_backend
+from vectorlm.sampling.backends.server import client
 from vectorlm.sampling.backends.server.backend import VLLMServer
 from vectorlm.sampling.backends.server.client import ROWS_PER_REQUEST, ScoringServer
 from vectorlm.sampling.settings import EngineSettings
@@ -402,6 +403,24 @@ def test_a_scoring_server_that_stays_mute_is_an_error_in_time(server):
     server.odd["/v1/completions"] = None
     with pytest.raises(EngineTimeout, match="/v1/completions"):
         scorer(server, 0.5).logprobs(ROWS)
+
+
+def test_the_time_limit_of_a_scoring_call_begins_when_it_is_sent(server, monkeypatch):
+    running, most, call_server = [], [], client.call_server
+
+    async def count(*arguments, **options):
+        running.append(0)
+        most.append(len(running))
+        try:
+            return await call_server(*arguments, **options)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(client, "call_server", count)
+    monkeypatch.setattr(client, "NUM_CONNECTIONS", 2)
+    rows = [[7, 8]] * (5 * ROWS_PER_REQUEST)
+    assert len(scorer(server).logprobs(rows)) == len(rows)
+    assert (len(most), max(most)) == (5, 2)
 
 
 def test_logits_are_told_from_log_probabilities(server):

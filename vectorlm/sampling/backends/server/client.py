@@ -190,21 +190,18 @@ class ScoringServer:
         async def make_calls() -> list[Any]:
             token = os.environ.get(self._token_variable)
             headers = {"Authorization": f"Bearer {token}"} if token else {}
-            connector = aiohttp.TCPConnector(limit=NUM_CONNECTIONS)
-            async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
-                answers = (
-                    call_server(
-                        session,
-                        self._url,
-                        path,
-                        body,
-                        read,
-                        method="GET" if body is None else "POST",
-                        timeout_s=self._timeout_s,
-                    )
-                    for path, body, read in calls
-                )
-                return await asyncio.gather(*answers)
+            # aiohttp's limit of connections would be inside the time limit of a call.
+            free = asyncio.Semaphore(NUM_CONNECTIONS)
+            async with aiohttp.ClientSession(headers=headers) as session:
+
+                async def make_call(path: str, body: Any, read: Callable[[Any], Any]) -> Any:
+                    method = "GET" if body is None else "POST"
+                    async with free:
+                        return await call_server(
+                            session, self._url, path, body, read, method=method, timeout_s=self._timeout_s
+                        )
+
+                return await asyncio.gather(*(make_call(*call) for call in calls))
 
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(asyncio.run, make_calls()).result()
