@@ -61,6 +61,10 @@ class EngineTimeout(EngineError, TimeoutError):
     """The sampler process has been silent for longer than the time limit."""
 
 
+class TokenRefused(EngineError, PermissionError):
+    """The token or API key is not the server's."""
+
+
 class UnknownAdapter(EngineError, LookupError):
     """The engine has no adapter of this name; the text lists its adapters."""
 

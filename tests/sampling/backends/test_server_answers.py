@@ -4,6 +4,7 @@ The tests cover sampling servers, and servers that score tokens for distillation
 """
 
 import json
+import pickle
 import resource
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 from kit.rank_processes import on_ranks
 
 from vectorlm import SamplingEngine
-from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout
+from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, TokenRefused
 from vectorlm.sampling.arguments import with_deadlines
 from vectorlm.sampling.backends.server import backend as server_backend
 from vectorlm.sampling.backends.server import client
@@ -113,6 +114,13 @@ class Gated(Answers):
         if self.path == "/inference/v1/generate":
             self.server.gate.wait()
         super().answer(text, kind)
+
+
+class HasAnotherToken(Answers):
+    """A handler that refuses the token of every call except health checks."""
+
+    def do_POST(self):
+        self.send_error(401)
 
 
 @pytest.fixture
@@ -438,6 +446,17 @@ def test_the_server_gets_less_patience_than_the_sampler_process_so_that_the_erro
     settings = EngineSettings(timeout_s=10.0, start_timeout_s=60.0)
     assert with_deadlines({"url": "u"}, settings) == {"url": "u", "silence_s": 9.0, "start_timeout_s": 30.0}
     assert with_deadlines({"silence_s": 3.0}, settings)["silence_s"] == 3.0
+
+
+def test_a_wrong_token_is_named_with_its_variable_and_without_the_servers_options(server):
+    server.RequestHandlerClass = HasAnotherToken
+    with pytest.raises(TokenRefused, match="VECTORLM_SERVER_TOKEN") as caught:
+        connect(server)
+    assert "weight-transfer" not in str(caught.value)
+    assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
+    for call, argument in ((scorer(server).logprobs, ROWS), (scorer(server).parameter_sums, ())):
+        with pytest.raises(TokenRefused, match="VECTORLM_TEACHER_TOKEN"):
+            call(argument)
 
 
 def test_vllm_is_imported_before_the_first_request(server, monkeypatch):

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from vectorlm.errors import EngineDied, EngineError, EngineTimeout
+from vectorlm.errors import EngineDied, EngineError, EngineTimeout, TokenRefused
 from vectorlm.ranks.engine_ranks import CallResult, results_or_first_error
 from vectorlm.sampling.weights.plan import Layout, TensorSpec
 from vectorlm.sampling.weights.receive import EngineReceiver
@@ -34,7 +34,7 @@ class ServedWeights:
         self._trainer, self._numbers = uuid.uuid4().hex, itertools.count()
         try:
             self.settings: Mapping[str, Any] = self._ask("vectorlm_settings")[0]
-        except (EngineDied, EngineTimeout):
+        except (EngineDied, EngineTimeout, TokenRefused):
             raise
         except EngineError as error:
             raise EngineError(f"{error} To take weights, an engine must be started with {NEEDS}.") from error

@@ -317,6 +317,7 @@ class VLLMServer:
                 read,
                 method=method,
                 timeout_s=timeout_s,
+                token_variable=TOKEN_VARIABLE,
                 on_answer=self._note_answer,
             )
         except EngineTimeout:

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, VectorLMError
+from vectorlm.errors import ConfigError, EngineDied, EngineError, EngineTimeout, TokenRefused, VectorLMError
 from vectorlm.ranks.engine_ranks import results_or_first_error
 from vectorlm.sampling.contract import FINISH_REASONS
 from vectorlm.sampling.weights.plan import TensorSpec
@@ -47,6 +47,7 @@ async def call_server(
     *,
     method: str = "POST",
     timeout_s: float | None,
+    token_variable: str,
     on_answer: Callable[[], None] = lambda: None,
 ) -> Any:
     """Send one request, call `on_answer` when the server answers, and return `read(answer)`.
@@ -54,6 +55,7 @@ async def call_server(
     Raises:
         EngineTimeout: The server is silent for `timeout_s`.
         EngineDied: There is no server.
+        TokenRefused: The token is not the server's; the text names the environment variable `token_variable`.
         EngineError: The server refuses, with its own words in the text, or `read` fails on its answer.
     """
     limit, text = aiohttp.ClientTimeout(total=timeout_s), ""
@@ -63,7 +65,9 @@ async def call_server(
             text = await response.text()
             on_answer()
             if response.status == 401:
-                raise EngineError(f"the server at {url} refuses the token.")
+                raise TokenRefused(
+                    f"the server at {url} needs another token. Set {token_variable} to the server's token."
+                )
             if response.status >= 400:
                 raise EngineError(f"the server refused {endpoint}: {text}")
             return read(json.loads(text) if response.content_type == "application/json" else text)
@@ -178,7 +182,7 @@ class ScoringServer:
 
         try:
             results = self._gather([("/collective_rpc", body, read)])[0]
-        except (EngineDied, EngineTimeout):
+        except (EngineDied, EngineTimeout, TokenRefused):
             raise
         except EngineError:
             return None
@@ -198,7 +202,14 @@ class ScoringServer:
                     method = "GET" if body is None else "POST"
                     async with free:
                         return await call_server(
-                            session, self._url, path, body, read, method=method, timeout_s=self._timeout_s
+                            session,
+                            self._url,
+                            path,
+                            body,
+                            read,
+                            method=method,
+                            timeout_s=self._timeout_s,
+                            token_variable=self._token_variable,
                         )
 
                 return await asyncio.gather(*(make_call(*call) for call in calls))
