@@ -73,6 +73,21 @@ def test_the_first_step_at_which_two_runs_differ_is_named_with_what_differs(
         assert name in line
 
 
+def test_a_step_without_rollouts_in_one_run_differs(tmp_path, capsys):
+    rows = [{"train_step": step, "prompt": "a", "reward": 1.0} for step in (1, 2, 3)]
+    norms = [0.0, 0.1, 0.2, 0.3]
+    one = save_run(tmp_path / "one", rows, norms)
+    other = save_run(tmp_path / "other", [rows[0], rows[2]], [0.0, 0.1, 0.0, 0.3])
+    assert main(["replay", one, "--bisect", other]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "step 2: 1 rollouts and 0",
+        "step 2: the gradient norm differs: 0.2 and 0.0",
+    ]
+    # The other run crashed in step 3, and both have the same rollouts of this step.
+    crashed = save_run(tmp_path / "crashed", rows, norms[:3])
+    assert main(["replay", one, "--bisect", crashed]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"), [([], "--step"), (["--bisect", "nowhere"], "rollouts.jsonl")]
 )

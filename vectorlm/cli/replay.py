@@ -72,11 +72,13 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
     """Yield the differences of the first step that differs, causes before their effects."""
     rollouts = [_by_step(folder / "rollouts.jsonl", "train_step") for folder in (run, other)]
     metrics = [_by_step(folder / "metrics.jsonl", "step") for folder in (run, other)]
-    common = sorted(rollouts[0].keys() & rollouts[1].keys())
+    measured = metrics[0].keys() & metrics[1].keys() - {0}
+    # A step whose groups are all dropped has no rollouts, and the last step of a crashed run has no metrics.
+    common = sorted(measured | (rollouts[0].keys() & rollouts[1].keys()))
     if not common:
         raise ConfigError(f"{run} and {other} have no step in common, so they cannot be compared.")
     for step in common:
-        here, there = (steps[step] for steps in rollouts)
+        here, there = (steps.get(step, []) for steps in rollouts)
         found = []
         if len(here) != len(there):
             found.append(f"step {step}: {len(here)} rollouts and {len(there)}")
@@ -90,7 +92,7 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
                 where = f"{len(unlike)} of {len(pairs)} rollouts, the first {row}"
                 found.append(f"step {step}: {what} differ in {where}: {str(a)[:60]!r} and {str(b)[:60]!r}")
         for what, key in OF_METRICS.items():
-            a, b = (steps[step][-1].get(key) if step in steps else None for steps in metrics)
+            a, b = (steps[step][-1].get(key) if step in measured else None for steps in metrics)
             if a != b:
                 found.append(f"step {step}: the {what} differs: {a} and {b}")
         if found:
