@@ -189,6 +189,30 @@ def test_the_commands_write_their_files_and_say_where(tmp_path, capsys):
     assert main(["plot", str(run.path), "--metrics", "reward/mean", "--output", str(tmp_path / "p.png")]) == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert main(["plot", str(tmp_path)]) == 2
+    capsys.readouterr()
+    assert main(["plot", str(run.path), "--output", str(tmp_path / "compared")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'compared.png'}\n"
+    assert (tmp_path / "compared.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        *(("report", "out"), ("report", "file/page.html"), ("report", "locked/page.html")),
+        *(("plot", "out"), ("plot", "locked/plot.png"), ("plot", "compared.html")),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused(tmp_path, capsys, monkeypatch, command, output):
+    run = make_run(tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "file").touch()
+    # Permissions do not stop a test that root runs.
+    monkeypatch.setattr("os.access", lambda path, mode: path.name != "locked")
+    before = sorted(tmp_path.rglob("*"))
+    assert main([command, str(run.path), "--output", str(tmp_path / output)]) == 2
+    assert output in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_pictures_of_rollouts_are_on_the_page_in_small(tmp_path):

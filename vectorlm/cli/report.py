@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -29,8 +30,7 @@ def report_command(args: argparse.Namespace) -> int:
 
     runs = [RunFolder(path) for path in args.runs]
     output = args.output or args.runs[0] / "report.html"
-    if output.is_dir():
-        raise ConfigError(f"--output {output} must be a file, but is a folder. Name a file in it.")
+    _require_writable(output)
     write_page(runs, output, EVERY_S if args.follow else None)
     until = ", updated until the runs end or Ctrl-C" if args.follow else ""
     print(f"{output} ({output.stat().st_size / 1e6:.1f} MB){until}", flush=True)
@@ -67,10 +67,29 @@ def plot_command(args: argparse.Namespace) -> int:
 
     runs = [RunFolder(path) for path in args.runs]
     metrics = [name.strip() for name in args.metrics.split(",") if name.strip()]
-    if not plot_runs(runs, args.output, metrics):
+    _require_writable(args.output)
+    output = args.output if args.output.suffix else args.output.with_suffix(".png")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if output.suffix[1:].lower() not in known:
+        raise ConfigError(
+            f"--output {output}: the ending must be a picture format of matplotlib ({', '.join(sorted(known))}). Use "
+            f"{output.with_suffix('.png')}, for example."
+        )
+    if not plot_runs(runs, output, metrics):
         raise ConfigError(f"{', '.join(names_of(runs))} logged nothing to plot. Wait for the first step.")
     for name, values in differences(runs).items():
         told = ", ".join(f"{run}: {value}" for run, value in zip(names_of(runs), values, strict=True))
         print(f"{name} differs: {told}")
-    print(args.output)
+    print(output)
     return 0
+
+
+def _require_writable(output: Path) -> None:
+    """Refuse a path at which no file can be written, before anything is read or drawn."""
+    folder = next(folder for folder in output.absolute().parents if folder.exists())
+    if output.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"--output {output}: it must be a file in a folder that you may write to. Name another file."
+        )
