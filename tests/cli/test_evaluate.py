@@ -197,6 +197,16 @@ def test_a_run_s_config_brings_questions_rewards_and_sampling_parameters(files, 
     found = json.loads(output.read_text())["rewards"]
     assert list(found) == ["vowels", "letters", "sum"]
     assert found["sum"]["mean"] == pytest.approx(2 * found["vowels"]["mean"] + found["letters"]["mean"])
+    # --reward replaces reward models too, which this command does not load.
+    override = ["evaluation.rewards=null", "rl.rewards={}", f"rl.reward_models={{'{files / 'model'}': 1}}"]
+    sets = [part for setting in override for part in ("--set", setting)]
+    capsys.readouterr()
+    assert evaluate(files, files / "run.yaml", *sets) == 2
+    assert "rl.reward_models" in capsys.readouterr().err
+    assert (
+        evaluate(files, files / "run.yaml", *sets, "--reward", f"{rewards}:vowels", "--output", output) == 0
+    )
+    assert list(json.loads(output.read_text())["rewards"]) == ["vowels"]
 
 
 @pytest.mark.parametrize(

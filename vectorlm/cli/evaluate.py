@@ -385,7 +385,7 @@ def read_exam(args: argparse.Namespace) -> Exam:
     if args.yaml_path:
         config = load_config(args.yaml_path, args.overrides)
         args.trust_remote_code |= config.trust_remote_code
-        exam = _exam_of(config, args.source, not args.prompts)
+        exam = _exam_of(config, args)
     if args.rewards:
         exam.rewards = dict.fromkeys(args.rewards, 1.0)
     if not exam.rewards and exam.environment is None:
@@ -411,12 +411,12 @@ def read_exam(args: argparse.Namespace) -> Exam:
     return exam
 
 
-def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
+def _exam_of(config: Config, args: argparse.Namespace) -> Exam:
     """Return the held-out questions of a run, or of one of its sources, with their rewards.
 
-    The rewards of `rl` score them if no reward is set for them.
+    The rewards of `rl` score them if no reward is set for them. `args` may replace questions and rewards.
     """
-    evaluation, rl = config.evaluation, config.rl
+    evaluation, rl, source, reads_prompts = config.evaluation, config.rl, args.source, not args.prompts
     sources = {} if rl is None else rl.by_source
     known = [name for name, settings in sources.items() if settings.held_out is not None]
     if source is not None and source not in known:
@@ -462,7 +462,9 @@ def _exam_of(config: Config, source: str | None, reads_prompts: bool) -> Exam:
     if rewards:
         exam.rewards = rewards
     elif rl is not None:
-        if rl.reward.reward_models:
-            raise ConfigError("rl.reward_models cannot be used by this command. Set evaluation.rewards.")
+        if rl.reward.reward_models and not args.rewards:
+            raise ConfigError(
+                "rl.reward_models cannot be used by this command. Set evaluation.rewards, or pass --reward."
+            )
         exam.rewards = dict(rl.reward.rewards)
     return exam
