@@ -171,6 +171,7 @@ def test_an_engine_that_could_not_be_built_ends_its_process_and_is_not_counted(t
         ({"quantization": "int8", "dtype": "float32"}, "dtype"),
         ({"quantization": "int8", "transport": "pull"}, "transport"),
         ({"quantization": "int8", "inference": "transformers"}, "inference"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"data_parallel_size": 2, "inference": "server", "topology": TWO_RANKS}, "data_parallel_size"),
     ],
 )

@@ -147,6 +147,10 @@ class EngineSettings:
         if self.inference == "server" and num_engines not in (None, 1):
             rule = "must be 1 with inference: server, because a server takes updates from one client only"
             yield "data_parallel_size", num_engines, rule, "Leave it out."
+        num_stages = arguments.get("pipeline_parallel_size")
+        if self.inference == "vllm" and num_stages not in (None, 1):
+            rule = "must be 1, because an update needs workers that hold parts of all layers"
+            yield "pipeline_parallel_size", num_stages, rule, "Use tensor_parallel_size."
         drafts = arguments.get("speculative_config")
         method = drafts.get("method") if isinstance(drafts, Mapping) else drafts
         if self.inference == "vllm" and drafts is not None and method != "ngram":

@@ -124,6 +124,7 @@ def test_what_can_be_carried_out_passes_and_nothing_is_written(complete, world_s
             {"world_size": 2},
             ["engine.data_parallel_size"],
         ),
+        ([SAMPLER, "engine.pipeline_parallel_size=2"], {}, ["engine.pipeline_parallel_size"]),
         *(
             ([SAMPLER, f"engine.quantization={name}"], {}, ["engine.quantization"])
             for name in ("fp8_per_tensor", "awq", "gptq", "fp8", "mxfp4", "true")

@@ -84,6 +84,13 @@ def test_a_fused_parameter_becomes_one_block_of_the_arena():
     assert find_aliases(load_plan, slots, num_bytes) == {"qkv": offsets["q"], "embed": offsets["embed"]}
 
 
+def test_a_tensor_that_only_a_later_worker_holds_is_refused():
+    stages = [load_plan_of(fused_model(), half) for half in (MANIFEST[:2], MANIFEST[2:])]
+    PieceMap(MANIFEST, stages)
+    with pytest.raises(WeightMismatch, match="'embed'"):
+        place_slots(MANIFEST, stages[0])
+
+
 def test_rows_that_round_a_table_up_never_become_a_view_of_the_next_tensor():
     # The second of two workers has rows 4 to 6 of the table and two padding rows.
     rows, rounded = View((2, HIDDEN), (HIDDEN, 1), 4 * HIDDEN), View((2, HIDDEN), (HIDDEN, 1), 0)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from vectorlm.errors import EngineDied
+from vectorlm.errors import EngineDied, WeightMismatch
 from vectorlm.sampling.weights.inspection import widest_word
 from vectorlm.sampling.weights.plan import Layout, Slot, TensorSpec, dtype_of
 from vectorlm.sampling.weights.record import Copy, LoadPlan
@@ -155,6 +155,9 @@ def place_slots(manifest: Sequence[TensorSpec], load_plan: LoadPlan) -> tuple[in
 
     Returns:
         The arena's size in bytes, and one slot per tensor, in the manifest's order.
+
+    Raises:
+        WeightMismatch: The first worker does not hold a tensor.
     """
     numel = {spec.name: torch.Size(spec.shape).numel() for spec in manifest}
     placed: dict[str, int] = {}
@@ -165,6 +168,11 @@ def place_slots(manifest: Sequence[TensorSpec], load_plan: LoadPlan) -> tuple[in
             placed.update({part.source: end + part.parameter_view.offset * size for part in parts})
             end = _aligned(end + load_plan.sizes[name] * size)
     dtypes = {copy.source: load_plan.dtypes[copy.parameter] for copy in load_plan.copies}
+    if missing := [spec.name for spec in manifest if spec.name not in dtypes]:
+        raise WeightMismatch(
+            f"the engine's first worker does not hold {missing[0]!r}: every worker must hold a part of each tensor. "
+            "Start the engine without pipeline and expert parallelism."
+        )
     for spec in manifest:
         if spec.name not in placed:
             placed[spec.name] = end
