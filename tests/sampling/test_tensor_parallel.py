@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,9 @@ def test_devices_that_sample_nothing_are_named():
     topology = Topology(world_size=8, local_world_size=8, device="cuda:0")
     with pytest.warns(UserWarning, match="tensor_parallel_size=2"):
         share_of_engine(None, 2, {"tensor_parallel_size": 2}, topology)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert share_of_engine(None, 1, {}, topology, "server") is None
 
 
 def test_more_workers_than_devices_are_refused(folder):

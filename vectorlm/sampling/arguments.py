@@ -167,7 +167,11 @@ def parallel_sizes(engine_args: Mapping[str, Any], topology: Topology, model: st
 
 
 def share_of_engine(
-    devices: Sequence[int] | None, num_engines: int, engine_args: Mapping[str, Any], topology: Topology
+    devices: Sequence[int] | None,
+    num_engines: int,
+    engine_args: Mapping[str, Any],
+    topology: Topology,
+    inference: str = "vllm",
 ) -> Sequence[int] | None:
     """Return this engine's share of `devices`; None if the engines use the ranks' devices.
 
@@ -190,7 +194,8 @@ def share_of_engine(
             f"tensor_parallel_size={size} must be at most {num_devices}, the number of ranks of an engine: every "
             "worker of the engine shares the device of a rank. Use fewer, or start more ranks."
         )
-    if topology.is_cuda and size < num_devices and topology.is_main:
+    # Other engines do not have the argument, or decide for themselves what it does.
+    if inference == "vllm" and topology.is_cuda and size < num_devices and topology.is_main:
         warnings.warn(
             f"tensor_parallel_size={size} uses {size} of the {num_devices} devices of an engine: raise it or "
             "data_parallel_size, or leave both out.",

@@ -104,7 +104,9 @@ class SamplingEngine:
         elif settings.inference == "server":
             engine_args = arguments.with_deadlines(engine_args, settings)
         data_parallel_size = engine_args.pop("data_parallel_size", None) or 1
-        devices = arguments.share_of_engine(devices, data_parallel_size, engine_args, topology)
+        devices = arguments.share_of_engine(
+            devices, data_parallel_size, engine_args, topology, settings.inference
+        )
         self._model = str(model)
         self._settings = settings
         self._collectives = Collectives(topology, settings.timeout_s)
