@@ -136,6 +136,14 @@ def test_an_optimizer_step_inside_sampling_is_out_of_turn(offload):
     optimizer.step()
 
 
+def test_an_offloaded_state_cannot_be_read_inside_sampling():
+    model, optimizer = stepped()
+    turn = turn_over(ScribeEngine(), model=model, optimizer=optimizer, offload_optimizer=True)
+    with turn.sampling(4), pytest.raises(OutOfTurn, match="on the host"):
+        optimizer.state_dict()
+    assert all(value.numel() for value in optimizer.state_dict()["state"][0].values())
+
+
 def test_an_optimizer_keeps_neither_an_engine_nor_the_host_block_of_an_earlier_turn():
     model, optimizer = stepped()
     kept = []

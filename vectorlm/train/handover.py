@@ -91,6 +91,8 @@ class DeviceTurn:
         self.engine, self._model = engine, model
         self._sleep, self._in_flight = sleep, in_flight
         self._topology = topology
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(_weakly(self._refuse_step))
         self._offload = Offload(optimizer, topology.device) if optimizer and offload_optimizer else None
         self._step: int | None = None
         self.before_update: Callable[[int], None] = lambda step: None
@@ -99,8 +101,6 @@ class DeviceTurn:
         """Time of the engine's last update, in seconds of ``time.perf_counter``; None before the first update."""
         self.busy: list[tuple[float, float]] = []
         """Spans in which the engine computed, as it reports them: (start, end). The reader empties the list."""
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(_weakly(self._refuse_step))
         put_to_sleep(engine, sleep)
 
     @contextmanager
@@ -284,8 +284,17 @@ class Offload:
                 self._join()  # A backward pass adds to gradients.
 
     def wait(self) -> None:
-        """Make later work of the device wait for the copies of `move_back`, and start those that failed again."""
-        if self._parked and not self._is_out:
+        """Make later work of the device wait for the copies of `move_back`, and start those that failed again.
+
+        Raises:
+            OutOfTurn: The state is on the host, because the engine has the devices.
+        """
+        if self._parked and self._is_out:
+            raise OutOfTurn(
+                "the optimizer's state cannot be read inside a sampling block, because it is on the host. Read it "
+                "after the block."
+            )
+        if self._parked:
             self.move_back()
         self._join()
 
