@@ -326,7 +326,7 @@ def convert_mxfp4(source: Path, path: Path) -> None:
         read = load(source, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True))
     except Exception as error:  # transformers raises all kinds of errors.
         raise ConfigError(
-            f"{source} cannot be read ({type(error).__name__}: {error}). Download it again."
+            f"{source} cannot be read ({type(error).__name__}: {error}). Delete it, and download it again."
         ) from error
     left = shutil.ignore_patterns(
         "*.safetensors", "*.bin", "*.index.json", "config.json", "original", "metal"
