@@ -101,7 +101,7 @@ def make_source(
     settings=None,
     needs_greedy=False,
     drops_constant_groups=False,
-    by_turn=True,
+    compared="returns",
     name="mine",
     **more,
 ):
@@ -130,6 +130,6 @@ def make_source(
         topology=Topology(),
         settings=settings,
         drops_constant_groups=drops_constant_groups,
-        by_turn=by_turn,
+        compared=compared,
     )
     return RolloutSource(engine, scorer, PromptOrder(records, 0), **more)

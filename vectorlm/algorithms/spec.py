@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
     Selection = tuple[torch.Tensor, torch.Tensor]
 
+ComparedRewards = Literal["sums", "returns", "turns"]
+"""Rewards that dynamic sampling compares: the sums of rollouts, the returns from the same turn on, or the rewards of
+the same turns."""
+
 
 def keep_all(rewards: torch.Tensor, valid: torch.Tensor) -> Selection:
     """Select every completion, K = G; the `valid` ones with a reward count."""
@@ -129,9 +133,12 @@ class AlgorithmSpec:
         return self.select(rewards, torch.ones_like(rewards, dtype=torch.bool))[0].shape[1]
 
     @property
-    def learns_from_turns(self) -> bool:
-        """Whether rollouts with equal rewards have different advantages if the rewards of their turns differ."""
-        return self.level == "token" and not (self.chooses or self.sums_turns)
+    def compared(self) -> ComparedRewards:
+        """The rewards of rollouts that must differ for dynamic sampling to keep a group."""
+        if self.level != "token" or self.chooses or self.sums_turns:
+            return "sums"
+        # A critic's values and a baseline of each position differ even between turns with equal returns.
+        return "turns" if self.needs_critic or self.needs_gradient_norms else "returns"
 
     @property
     def chooses(self) -> bool:

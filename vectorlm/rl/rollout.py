@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -12,7 +13,7 @@ import torch
 
 from vectorlm.algorithms.batch import RolloutBatch, place_rewards
 from vectorlm.algorithms.groups import is_constant
-from vectorlm.algorithms.spec import AlgorithmSpec
+from vectorlm.algorithms.spec import AlgorithmSpec, ComparedRewards
 from vectorlm.data.images import ImageTokens, Picture, PlacedPicture
 from vectorlm.types import Completion, Numbers, PromptRecord
 
@@ -231,16 +232,24 @@ class RolloutGroup:
         """The name of the prompt's source; empty with a single source."""
         return self.rollouts[0].prompt_record.source
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether the rewards of rollouts, and of their turns, are equal: the group teaches the policy nothing."""
-        by_turn = {rollout.turn_rewards for rollout in self.rollouts}
-        return self.has_equal_sums and not (len(by_turn) > 1 and any(map(any, by_turn)))
-
-    @property
-    def has_equal_sums(self) -> bool:
-        """Whether all rewards are equal: the group teaches nothing to algorithms without rewards of turns."""
-        return bool(is_constant(self.rewards[None], ~self.rewards[None].isnan()))
+    def is_constant(self, compared: ComparedRewards = "returns") -> bool:
+        """Return whether all rollouts have equal rewards: the group teaches the policy nothing."""
+        has_reward = ~self.rewards.isnan()
+        if not is_constant(self.rewards[None], has_reward[None]):
+            return False
+        by_turn = [rollout.turn_rewards for rollout in self.rollouts]
+        if compared == "sums" or not any(map(any, by_turn)):
+            return True
+        if compared == "turns":
+            return len(set(by_turn)) == 1
+        # The sums are equal. Returns of a turn therefore differ exactly if the rewards before this turn differ.
+        shape = (max(rollout.num_turns for rollout in self.rollouts), len(by_turn))
+        before, has_turn = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
+        for column, (rollout, rewards) in enumerate(zip(self.rollouts, by_turn, strict=True)):
+            has_turn[: rollout.num_turns, column] = has_reward[column]
+            for turn in range(rollout.num_turns):
+                before[turn, column] = math.fsum(rewards[:turn])
+        return bool(is_constant(before, has_turn).all())
 
 
 def logged_means(logged: Iterable[Mapping[str, Any]]) -> dict[str, float]:

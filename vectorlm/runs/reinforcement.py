@@ -441,6 +441,6 @@ def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec, judges: Mapping[str, 
         timeout_s=rl.reward.reward_timeout_s,
         on_error=rl.reward.on_reward_error,
         drops_constant_groups=rl.algorithm.settings.dynamic_sampling,
-        by_turn=spec.learns_from_turns,
+        compared=spec.compared,
         topology=run.topology,
     )

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from vectorlm.algorithms.groups import join_equal
+from vectorlm.algorithms.spec import ComparedRewards
 from vectorlm.errors import RewardError
 from vectorlm.ranks.engine_ranks import capture, gather, results_or_first_error
 from vectorlm.ranks.topology import Topology
@@ -48,8 +49,8 @@ class RewardScorer:
     """How to treat a function that raises or times out: stop the run, or leave the completion without a reward."""
     drops_constant_groups: bool = False
     """Whether to drop groups with equal rewards, from which nothing can be learned (dynamic sampling, DAPO)."""
-    by_turn: bool = True
-    """Whether a group with equal sums is kept if the rewards of its turns differ."""
+    compared: ComparedRewards = "returns"
+    """The rewards that must be equal in a group that is dropped."""
     topology: Topology
     require: Callable[[], None] = lambda: None
     """Raises, before scoring, if the engine lacks an adapter that a judge uses."""
@@ -161,8 +162,7 @@ class RewardScorer:
                 logged=tuple(logged),
             )
             if self.drops_constant_groups:
-                is_dropped = finished.is_constant if self.by_turn else finished.has_equal_sums
-                finished = replace(finished, is_dropped=is_dropped)
+                finished = replace(finished, is_dropped=finished.is_constant(self.compared))
             scored.append(finished)
         return scored
 

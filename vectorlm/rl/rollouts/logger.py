@@ -74,7 +74,7 @@ class RolloutLogger:
                 "in groups of equal rewards": sum(
                     int((~group.rewards.isnan()).sum())
                     for group in groups
-                    if group.is_dropped or group.is_constant
+                    if group.is_dropped or group.is_constant()
                 ),
                 "truncated": sum(rollout.is_truncated for group in groups for rollout in group.rollouts),
             }
