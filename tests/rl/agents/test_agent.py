@@ -108,6 +108,11 @@ async def side_by_side(url, key, row):
             answer.raise_for_status()
         await post("q")
         await asyncio.gather(post("x" * 5000), post("slow"))
+
+def several(url, key, row):
+    for _ in range(2):
+        ask(url, key, "/completions", prompt=row["prompt"], n=2)
+    return 1.0
 """
 
 
@@ -167,6 +172,12 @@ def test_an_agent_makes_a_rollout_and_gives_the_reward(tmp_path):
         assert rollout.text == " yes so? yes "
         assert rollout.turn_rewards == (0.0, 1.5)
         assert rollout.measured == {"turns": 2.0}
+
+
+def test_completions_of_one_request_have_other_seeds_than_other_rollouts(tmp_path):
+    _, engine, _ = sample(tmp_path, "several")
+    seeds = [params["seed"] + index for params in engine.params for index in range(params["n"])]
+    assert len(set(seeds)) == len(seeds) == 12
 
 
 def test_an_agent_that_gives_no_reward_leaves_it_to_others(tmp_path):

@@ -134,13 +134,12 @@ class Session:
     def beside(self, ask: Ask) -> Session:
         """Return a session for one request by `ask` whose answer is no part of this rollout."""
         number, seed_of = self._count_request(), self._seed_of
-        seed = None if seed_of is None else seed_of(number)
         made = Session(
             ask,
             self._tokenizer,
             sampling=self._sampling,
             max_model_len=self.max_model_len,
-            seed_of=None if seed is None else lambda _: seed,
+            seed_of=None if seed_of is None else lambda further: seed_of(number + further),
             is_free=True,
         )
         made._in_flight, made._parent = self._in_flight, self
@@ -291,7 +290,9 @@ class Session:
         asked = self._params(params)
         number = self._count_request()
         if self._seed_of is not None:
-            asked["seed"] = self._seed_of(number)
+            # vLLM uses seed + i for completion i. Rollouts of a group have consecutive first seeds, so a first request
+            # for several completions uses the seed of a request that nobody makes.
+            asked["seed"] = self._seed_of(number if number or asked["n"] == 1 else MAX_REQUESTS)
         if before is not None:
             before.is_read = True
         sampled = asyncio.run_coroutine_threadsafe(self._ask(prompt, asked, hear), self._loop)
