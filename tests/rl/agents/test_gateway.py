@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -436,6 +437,33 @@ def test_in_an_evaluation_the_parameters_are_the_run_s_whatever_the_agent_asks_f
     assert engine.params == [{"logprobs": 0, "temperature": 0.0, "max_tokens": 3, "n": 1}]
 
 
+@pytest.mark.parametrize("is_environment", [False, True])
+def test_only_policies_follow_the_run_s_grammar_and_stops(is_environment):
+    engine = Scripted(lambda text, index: "a")
+    drawn = {"temperature": 0.5, "max_tokens": 50}
+    sampling = {
+        **drawn,
+        "structured_outputs": {"regex": "a+"},
+        "stop": ["\n"],
+        "stop_token_ids": [3],
+        "min_tokens": 1,
+    }
+    models = ["base", "reference", "policy@8"]
+
+    async def work(gateway, session, client):
+        gateway._engine = SimpleNamespace(adapters=models)
+        gateway._ask = lambda name, *asked: engine.ask(*asked)
+        with gateway.access(lambda number: 7, sampling=sampling) as access:
+            if is_environment:
+                client.headers["Authorization"] = f"Bearer {access['key']}"
+            for model in models:
+                await chat(client, USER, model=model)
+
+    with_session(work, engine, sampling=sampling, seed_of=lambda number: 7)
+    fixed = {"logprobs": 0, "n": 1, "seed": 7}
+    assert engine.params == [{**given, **fixed} for given in (drawn, drawn, sampling)]
+
+
 def test_the_seed_and_the_parameters_are_the_run_s():
     engine = Scripted(lambda text, index: "a")
 
@@ -518,7 +546,7 @@ def test_a_session_that_has_ended_answers_no_more():
 
 def test_a_prompt_that_is_too_long_for_another_model_fills_the_session_too():
     async def work(gateway, session, client):
-        other = session.beside(Scripted(lambda text, index: "ok").ask)
+        other = session.beside(Scripted(lambda text, index: "ok").ask, "base")
         with pytest.raises(RequestError, match="maximum context length"):
             await other.chat([{"role": "user", "content": "x" * 5000}], None, {})
         return session.is_full

@@ -188,7 +188,7 @@ class Gateway:
             rule = f"the model must be {' or '.join(map(repr, self.models))}."
             raise RequestError(f"model={name!r}: {rule}", "model", 404, NOT_FOUND)
         if session.is_free or name != POLICY:
-            session = session.beside(partial(self._ask, name))
+            session = session.beside(partial(self._ask, name), name)
         answer_form = Form(name, self.tokenizer)
         if not isinstance(asked, TokenRequest) and asked.is_streamed:
             return await self._streamed(request, session, asked, answer_form)

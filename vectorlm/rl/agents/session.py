@@ -28,7 +28,7 @@ from vectorlm.rl.environments.tools import message_of, parse_calls
 from vectorlm.rl.rollout import Rollout
 from vectorlm.rl.rollouts.sampler import Ask
 from vectorlm.sampling.handle import Hear
-from vectorlm.types import Completion, PromptRecord
+from vectorlm.types import POLICY, Completion, PromptRecord
 
 FOLLOWED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Defaults of the sampling parameters that the trainer follows when it computes log-probabilities."""
@@ -131,13 +131,16 @@ class Session:
         for sampled in list(self._in_flight):
             sampled.cancel()
 
-    def beside(self, ask: Ask) -> Session:
-        """Return a session for one request by `ask` whose answer is no part of this rollout."""
-        number, seed_of = self._count_request(), self._seed_of
+    def beside(self, ask: Ask, model: str) -> Session:
+        """Return a session for one request to `model` by `ask` whose answer is no part of this rollout."""
+        number, seed_of, sampling = self._count_request(), self._seed_of, self._sampling
+        # The run's grammar and stop strings fit the policy and its older versions, not a judge.
+        if model.partition("@")[0] != POLICY:
+            sampling = {name: sampling[name] for name in (*FOLLOWED, "max_tokens") if name in sampling}
         made = Session(
             ask,
             self._tokenizer,
-            sampling=self._sampling,
+            sampling=sampling,
             max_model_len=self.max_model_len,
             seed_of=None if seed_of is None else lambda further: seed_of(number + further),
             is_free=True,
