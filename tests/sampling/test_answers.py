@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from kit.rank_processes import save_tiny_llama
 
+from vectorlm.errors import UnknownAdapter
 from vectorlm.sampling import messages
 from vectorlm.sampling.backends.scripted import Scripted
 from vectorlm.sampling.contract import RequestOutput
@@ -166,9 +167,32 @@ def test_versions_are_of_weights_that_were_held_in_their_order():
         load(engine, 4)
 
 
-def load(engine, version):
+def load(engine, version, adapter="policy"):
     engine.carry_out(100, KEEP)
-    engine.carry_out(101, messages.FinishUpdate(version, None))
+    ((_, (_, error)),) = engine.carry_out(101, messages.FinishUpdate(version, None, adapter=adapter))
+    assert error is None
+
+
+def test_an_update_ends_the_removal_of_an_adapter_that_was_interrupted():
+    class Named(Odd):
+        adapters = {"policy": 1, "judge": 1}  # noqa: RUF012
+
+        def load(self, version, *args, adapter="policy"):
+            return super().load(version, *args)
+
+        def submit(self, *args, adapter="policy"):
+            super().submit(*args)
+
+    engine = Scheduler(Named(lambda outputs: outputs))
+    asked = messages.Generate([[5]], PARAMS, as_request_outputs=False, adapter="judge")
+    load(engine, 1, "judge")
+    assert engine.carry_out(1, asked) == []
+    assert engine.carry_out(2, messages.RemoveAdapter("judge")) == [(2, (False, None))]
+    ((_, (_, error)),) = engine.carry_out(3, asked)
+    assert isinstance(error, UnknownAdapter)
+    load(engine, 2, "judge")
+    assert engine.carry_out(4, asked) == []
+    assert texts(engine.step()) == {1: "", 4: ""}
 
 
 def test_a_backend_without_a_vocabulary_is_held_to_that_of_the_folder(tmp_path):

@@ -414,6 +414,8 @@ class Scheduler:
         if command.adapter == POLICY:
             self._sleep_state.finish_update()
         self._rules.note_load(command.version, command.adapter, command.weight_sets)
+        # A removal may have been interrupted while it waited for requests.
+        self._leaving.discard(command.adapter)
         stall_s = time.perf_counter() - self._paused_at if num_running else 0.0
         busy, self._busy = tuple(self._busy), []
         return messages.Updated(load_s, stall_s, busy)
