@@ -9,7 +9,7 @@ from kit.rl_runs import ONE_AT_A_TIME, config_of, cut_after_step_2, lines, numbe
 from vectorlm.errors import ConfigError
 from vectorlm.runs.preflight.checked import preflight
 from vectorlm.runs.preflight.rl import rl_problems
-from vectorlm.runs.reinforcement import code_of, reinforce
+from vectorlm.runs.reinforcement import origin_of, reinforce
 
 TASK = {"reasoning_gym": "letter_counting", "form": "text", "config": {"max_words": 5}}
 
@@ -48,21 +48,30 @@ def overrides_of(files, **sources):
 
 
 @pytest.mark.parametrize("form", ["{folder}/own.py:{name}", "own_module:{name}"])
-def test_the_code_of_a_run_follows_its_rewards_and_environments(files, tmp_path, monkeypatch, form):
+def test_the_origin_of_rollouts_follows_rewards_environments_and_sampling(files, tmp_path, monkeypatch, form):
     monkeypatch.syspath_prepend(tmp_path)
     names = [form.format(folder=tmp_path, name=name) for name in ("reward", "Game")]
     given = [f"rl.rewards={json.dumps({names[0]: 1.0})}", f"rl.environment={names[1]}"]
 
-    def code(text, *overrides):
+    def origin(text, *overrides):
         for path in (tmp_path / "own.py", tmp_path / "own_module.py"):
             path.write_text(text)
-        return code_of(config_of(files, tmp_path / "out", overrides=[*given, *overrides]).rl)
+        config = config_of(files, tmp_path / "out", overrides=[*given, *overrides])
+        return origin_of(config, config.rl)
 
-    first = code("old")
-    assert code("old", "rl.max_steps=9") == first
+    first = origin("old")
+    assert origin("old", "rl.max_steps=9", "rl.max_tokens_per_micro_batch=9000") == first
     assert str(tmp_path) not in first
-    others = [code("new"), code("old", "rl.environment=null"), code("old", 'rl.rewards={"exact_match": 1.0}')]
-    assert len({first, *others}) == 4
+    changes = [
+        "rl.environment=null",
+        'rl.rewards={"exact_match": 1.0}',
+        "rl.max_turns=2",
+        "rl.sampling_params.temperature=0.5",
+        'rl.sampling_params.structured_outputs={"regex": "a+"}',
+        "engine.max_model_len=20",
+    ]
+    others = [origin("new"), *(origin("old", change) for change in changes)]
+    assert len({first, *others}) == 8
 
 
 @pytest.mark.slow

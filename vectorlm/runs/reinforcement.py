@@ -377,12 +377,12 @@ def _source(
         overlap=rl.async_,
         replay=replay,
         replayed_share=rl.rollout.replayed_share,
-        code=code_of(rl),
+        origin=origin_of(run.config, rl),
     )
 
 
-def code_of(rl: RLSettings) -> str:
-    """Return the rewards and environments of each source as text, with digests of the user's files."""
+def origin_of(config: Config, rl: RLSettings) -> str:
+    """Return the code and the settings that scored rollouts come from as text, with digests of the user's files."""
     found: list[Any] = []
     for source, settings in rl.by_source.items():
         for given in filter(None, (*settings.rewards, settings.environment)):
@@ -391,7 +391,8 @@ def code_of(rl: RLSettings) -> str:
             # Without the folder, because a run may move.
             label = given.replace(where, Path(where).name)
             found.append((source, label, content_of(file_of(name))))
-    return json.dumps(found)
+    limits = (rl.collect.max_turns, config.longest_rollout)
+    return json.dumps([found, rl.collect.sampling, limits], sort_keys=True, default=str)
 
 
 def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec, judges: Mapping[str, OwnJudge]) -> RewardScorer:

@@ -297,16 +297,16 @@ class Repeating(Engine):
         return replace(super().completion(prompt, params, index, group), text=prompt)
 
 
-@pytest.mark.parametrize("change", [{}, {"num_prompts": 30}, {"code": "edited"}])
+@pytest.mark.parametrize("change", [{}, {"num_prompts": 30}, {"origin": "edited"}])
 def test_finished_groups_of_other_prompts_or_rewards_are_sampled_again(change):
-    source = source_of(Repeating(), 2, code="rewards")
+    source = source_of(Repeating(), 2, origin="rewards")
     source.collect(0, Timer())
     state = source.state()
     positions = sorted(saved["position"] for saved in state["finished"])
     engine = Repeating()
-    resumed = source_of(engine, 2, **{"code": "rewards", **change})
+    resumed = source_of(engine, 2, **{"origin": "rewards", **change})
     resumed.load_state(state, 1)
-    if change.get("code"):
+    if change.get("origin"):
         assert (resumed.state()["finished"], resumed.state()["pending"]) == ([], positions)
     order = PromptOrder([PromptRecord(f"q{index}") for index in range(change.get("num_prompts", 23))], 0)
     trained = []

@@ -39,7 +39,7 @@ class RolloutSource:
         replay: PromptOrder[list[Rollout]] | None = None,
         replayed_share: float = 0.0,
         curricula: Mapping[str, Curriculum] | None = None,
-        code: str = "",
+        origin: str = "",
     ) -> None:
         """Create a source of groups for the prompts in the order of `prompts`.
 
@@ -51,10 +51,10 @@ class RolloutSource:
             replay: Stored groups in a random order.
             replayed_share: Share of the groups of each round that come from `replay`.
             curricula: Curricula by the source of the prompts; each observes every group of its source.
-            code: The names and the content of rewards and environments. A resumed run with other code samples finished
-                groups again.
+            origin: A text of the rewards, environments, sampling parameters and limits. A resumed run with another text
+                samples finished groups again.
         """
-        self._code = code
+        self._origin = origin
         self._curricula = curricula or {}
         self._groups, self._scorer, self.prompts, self.replay = groups, scorer, prompts, replay
         self._settings, self._drops = scorer.settings, scorer.drops_constant_groups
@@ -91,7 +91,7 @@ class RolloutSource:
             "position": self.prompts.position,
             "replay_position": replay_position,
             "pending": sorted([*self._reissued, *in_flight]),
-            "code": self._code,
+            "origin": self._origin,
             "finished": [
                 {**group.state(), "prompt": digest_of(self.prompts.at(group.position))}
                 for group in pending
@@ -103,8 +103,8 @@ class RolloutSource:
     def load_state(self, state: Mapping[str, Any], step: int) -> None:
         """Resume from a `state` at `step`; no group may be in flight.
 
-        Finished groups are sampled again if they do not fit the settings of this run, if their prompts have changed, or
-        if rewards or environments have.
+        Finished groups are sampled again if they do not fit the settings of this run, or if their prompts or `origin`
+        have changed.
         """
         self.prompts.position = state["position"]
         if self.replay is not None:
@@ -114,7 +114,7 @@ class RolloutSource:
             if name in self._curricula:
                 self._curricula[name].load_state(saved)
         # Checkpoints of earlier versions have no finished groups.
-        saved_groups = state.get("finished", ()) if state.get("code") == self._code else ()
+        saved_groups = state.get("finished", ()) if state.get("origin") == self._origin else ()
         finished = [
             PendingGroup.restored(saved, record)
             for saved in saved_groups
