@@ -15,10 +15,11 @@ from vectorlm.data.images import image_tokens_of
 from vectorlm.data.loader import Collator
 from vectorlm.data.preprocess import preprocess
 from vectorlm.data.settings import PreprocessSettings
+from vectorlm.data.summary import Summary
 from vectorlm.errors import ConfigError, DatasetError, EngineError
 from vectorlm.train.language_model import LanguageModel
 from vectorlm.train.load import load_model, load_tokenizer
-from vectorlm.train.objective import NextTokens, apart
+from vectorlm.train.objective import NextTokens, apart, known_rows
 
 
 def question(*images):
@@ -179,6 +180,43 @@ def test_wrong_pictures_are_named_with_their_row(folder, tokenizer, tmp_path):
         )
         with pytest.raises(DatasetError, match=rf"chats.jsonl:2.*({message})"):
             made_of(tmp_path, tokenizer)
+
+
+def test_rows_with_an_image_token_and_no_image_are_skipped_and_refused_in_other_datasets(
+    folder, tokenizer, tmp_path
+):
+    token = image_tokens_of(tokenizer).image_token
+    written = f"say {tokenizer.convert_ids_to_tokens(token)}"
+    shutil.copytree(folder / "model", tmp_path / "model")
+    chats = [{"messages": [{"role": "user", "content": text}, answer("r")]} for text in ("say r", written)]
+    pairs = [
+        {"prompt": row["messages"][:1], "chosen": [answer("r")], "rejected": [answer("g")]} for row in chats
+    ]
+    texts = [{"text": text} for text in ("say r", written)]
+    forms = {
+        "chats": (chats, {}),
+        "pairs": (pairs, {"examples": "pairs", "assistant_only_loss": False}),
+        "texts": (texts, {"assistant_only_loss": False}),
+    }
+    for name, (rows, settings) in forms.items():
+        write(tmp_path / f"{name}.jsonl", rows)
+        made = made_of(tmp_path, tokenizer, name, **settings)
+        assert len(made) == 1, name
+        ((num, first),) = Summary.read(made).skipped.values()
+        assert (num, first.endswith(f"{name}.jsonl:2")) == (1, True), name
+    batch = batch_of([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2)
+    batch.input_ids[1, 1] = token
+    with pytest.raises(DatasetError, match=f"row 1 .*image token {token}"):
+        known_rows(batch, load_model(folder / "model"), -100)
+
+
+def test_rows_of_text_need_no_processor(folder, tmp_path):
+    plain = load_tokenizer(folder / "model")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/preprocessor_config.json").write_text("{}")
+    plain.name_or_path = str(tmp_path / "model")
+    write(tmp_path / "texts.jsonl", [{"text": "say r"}])
+    assert len(made_of(tmp_path, plain, "texts", assistant_only_loss=False)) == 1
 
 
 def test_a_text_model_takes_no_pictures(folder, tmp_path, tokenizer):

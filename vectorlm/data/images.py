@@ -371,6 +371,8 @@ class ImageTokens:
             chat = [{"role": "user", "content": content}]
             # SmolVLM's processor itself would warn about one of its arguments.
             tokenizer, template = self._processor.tokenizer, self._processor.chat_template
+            if template is None:
+                return []
             text = tokenizer.apply_chat_template(chat, tokenize=False, chat_template=template)
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -475,6 +477,8 @@ def image_tokens_of(tokenizer: Any) -> ImageTokens:
                 f"the image processor of {name!r} cannot be read: {error} Install what it names, or complete the "
                 "folder."
             ) from error
+        if not hasattr(processor, "image_processor"):
+            raise ConfigError(f"the processor of {name!r} reads no images. Complete the folder.")
         processor.tokenizer.chat_template = processor.chat_template = tokenizer.chat_template
         setattr(tokenizer, IMAGE_TOKENS, ImageTokens(processor))
     found: ImageTokens = getattr(tokenizer, IMAGE_TOKENS)

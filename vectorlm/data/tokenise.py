@@ -27,7 +27,14 @@ from vectorlm.data.encoding import (
     tools_of,
 )
 from vectorlm.data.images import COLUMNS as IMAGES
-from vectorlm.data.images import Picture, column_images, image_tokens_of, images_of, with_images
+from vectorlm.data.images import (
+    Picture,
+    column_images,
+    image_tokens_of,
+    images_of,
+    takes_images,
+    with_images,
+)
 from vectorlm.data.pack import COLUMNS, value_of
 from vectorlm.data.settings import PreprocessSettings
 from vectorlm.data.source import Source
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 ROWS_PER_CALL = 200
+NO_IMAGE = "an image or video token in its text, but no image"
 NO_END = "no end of text counts in the loss, so the model would not learn to stop"
 _BY_DEFAULT = (("messages",), ("prompt", "completion"), ("text",))
 """The columns to read if `data_field` is null: the first of these that exist."""
@@ -203,6 +211,8 @@ class Tokeniser:
         if len(self.columns) == 2 and not completion:
             return Tokens([], [], "an empty completion")
         tokens, counted = prompt + completion, [False] * len(prompt) + [True] * len(completion)
+        if not self.reserved.isdisjoint(tokens):
+            return Tokens([], [], NO_IMAGE)
         bos, eos, remarks = None, None, []
         if self.settings.add_bos_eos_tokens:
             bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
@@ -312,6 +322,8 @@ class Tokeniser:
         images: list[tuple[str, int]] = []
         if pictures := images_of(messages):
             tokens, counted, images = self._expanded(name, tokens, counted, pictures)
+        elif not self.reserved.isdisjoint(tokens):
+            return Tokens([], [], NO_IMAGE)
         if not any(counted) and tokens:
             return Tokens([], [], "no text of the assistant")
         if not any(counts and token in self.ends for token, counts in zip(tokens, counted, strict=True)):
@@ -357,6 +369,17 @@ class Tokeniser:
     @cached_property
     def _prompts_begin_with_bos(self) -> bool:
         return encode("a", lambda: self.tokenizer)[:1] == [self.tokenizer.bos_token_id]
+
+    @cached_property
+    def reserved(self) -> frozenset[int]:
+        """Tokens that the model takes for pictures; empty for a text model."""
+        if not takes_images(self.tokenizer):
+            return frozenset()
+        try:
+            return frozenset(image_tokens_of(self.tokenizer).reserved)
+        except ConfigError:
+            # Rows of text need no processor. A run of a vision-language model raises this error.
+            return frozenset()
 
     @cached_property
     def ends(self) -> frozenset[int]:

@@ -94,7 +94,8 @@ def known_rows(batch: Batch, model: nn.Module, ignore_index: int) -> Rows:
     The check runs on the CPU: on CUDA an unknown token aborts the process without naming the token.
 
     Raises:
-        DatasetError: A token or a counted label is outside the model's vocabulary.
+        DatasetError: A token or a counted label is outside the model's vocabulary, or a row without images has an
+            image token.
     """
     num_tokens = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     targets = is_target(batch, ignore_index)
@@ -107,6 +108,14 @@ def known_rows(batch: Batch, model: nn.Module, ignore_index: int) -> Rows:
                 f"row {batch.ids[row]} of the dataset holds the {name} {values[row, column]}, but the model has "
                 f"{num_tokens} tokens. Preprocess the dataset with the model's own tokenizer, or set "
                 f"dataset.ignore_index={ignore_index} to the label of tokens outside the loss."
+            )
+    image_token = getattr(model.config, "image_token_id", None)
+    has_token = (batch.input_ids == image_token).any(dim=1).tolist() if image_token is not None else []
+    for row, is_wrong in enumerate(has_token):
+        if is_wrong and not (batch.images and batch.images[row]):
+            raise DatasetError(
+                f"row {batch.ids[row]} of the dataset holds the image token {image_token}, but no image. Preprocess "
+                "the dataset again, which leaves the row out."
             )
     return Rows(
         batch.input_ids, batch.attention_mask, targets, batch.ids.tolist(), batch.labels, images=batch.images
