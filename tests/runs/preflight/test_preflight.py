@@ -31,6 +31,7 @@ SAMPLER = f"{TRAIN}.sampler={{sample_frequency: 2, prompts: p.jsonl}}"
 LORA = f"{TRAIN}.lora_peft_config"
 RL = "rl={algorithm: grpo, max_steps: 2, prompts: [a], prompts_per_step: 1, rewards: {'mine.py:score': 1}}"
 SOURCES = "rl={{algorithm: grpo, max_steps: 2, prompts_per_step: 1, sources: {{one: {}}}}}"
+EVERY = "evaluation.every=2"
 KEY = re.compile("[^=:]*")
 
 
@@ -520,9 +521,31 @@ def test_fine_tuning_without_held_out_text_follows_no_evaluation_of_it(complete)
     passes(complete, *keeps, SAMPLER, f"{TRAIN}.best_metric=eval/accuracy")
     tasks = f"{TRAIN}.sampler={{sample_frequency: 2, tasks: [copa]}}"
     passes(complete, *keeps, tasks, f"{TRAIN}.best_metric=eval/copa/acc")
+    once = tasks.replace("sample_frequency: 2, ", "")
+    assert refused(complete, *keeps, once, f"{TRAIN}.best_metric=eval/copa/acc") == [best]
     assert refused(complete, f"{path}=plateau-with-warmup") == [path]
     for override in ("dataset.eval_bs=4", f"{TRAIN}.logging_steps=3"):
         assert refused(complete, override) == [override.partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_refused"),
+    [("eval/loss", False), ("eval/a/loss", False), ("eval/accuracy", True), ("eval/copa/acc", True)],
+)
+def test_the_best_of_evaluations_at_the_end_only_is_refused_unless_it_follows_held_out_text(
+    complete, metric, is_refused
+):
+    keeps = [f"{TRAIN}.{change}" for change in ("checkpointing_enabled=true", "early_stopping_patience=2")]
+    overrides = [
+        *keeps,
+        "dataset.eval_ds={a: data/eval}",
+        "evaluation={prompts: [a], tasks: [copa]}",
+        f"{TRAIN}.best_metric={metric}",
+    ]
+    for every, expected in (("evaluation.every=null", is_refused), ("evaluation.every=2", False)):
+        config = load_config(complete, [*overrides, every])
+        found = [line for line in settings.setting_problems(config, 1) if "early_stopping" in line]
+        assert bool(found) is expected, found
 
 
 @pytest.mark.parametrize("text", ["{broken", "[]", None])
@@ -602,8 +625,10 @@ def test_wandb_without_a_key_is_refused_before_a_model_is_loaded(complete, monke
             ],
             True,
         ),
-        ([SOURCES.format("{prompts: [a], environment: 'mine.py:Game', held_out: [b]}")], False),
-        ([SOURCES.format("{prompts: [a], rewards: {'mine.py:score': 1}, held_out: [b]}")], False),
+        ([SOURCES.format("{prompts: [a], environment: 'mine.py:Game', held_out: [b]}"), EVERY], False),
+        ([SOURCES.format("{prompts: [a], rewards: {'mine.py:score': 1}, held_out: [b]}"), EVERY], False),
+        ([SOURCES.format("{prompts: [a], rewards: {'mine.py:score': 1}, held_out: [b]}")], True),
+        (["evaluation.prompts=[b]"], True),
     ],
     ids=str,
 )

@@ -276,10 +276,26 @@ def _evaluation_problems(config: Config) -> Iterator[str]:
         has_best = bool(is_scored) or train.keep.best_metric is not None
         rule = "needs held-out prompts with a reward or an environment"
         fix = "Set evaluation.prompts and evaluation.rewards, or held_out of a source."
-    # Silent: no weights would ever be the best.
+    # Silent: no weights would ever be the best, or only the last ones: the evaluation of step 0 does not count.
+    if has_best and config.evaluation.every is None and not (has_loss and _follows_loss(config)):
+        rule = "follows evaluations of answers, and without evaluation.every only the last step has one"
+        has_best, fix = False, "Set evaluation.every."
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(train.keep, name) and not has_best:
             yield refuse(config, f"train_parameters.{name}", rule, fix)
+
+
+def _follows_loss(config: Config) -> bool:
+    """Return whether fine-tuning with held-out text takes the best evaluation's metric from this text."""
+    metric, evaluation = config.train_parameters.keep.best_metric, config.evaluation
+    if metric is None or config.dataset is None or not (evaluation.prompts or evaluation.tasks):
+        return True
+    # This imports torch, which other configs do not need.
+    from vectorlm.train.objective import GoodAndBad, Pairs, Steps
+
+    prefix, _, name = metric.rpartition("/")
+    names = ("loss", *Pairs.names, *Steps.names, *GoodAndBad.names)
+    return name in names and prefix in ("eval", *(f"eval/{held_out}" for held_out in config.dataset.held_out))
 
 
 def _optimizer_problems(config: Config) -> Iterator[str]:
