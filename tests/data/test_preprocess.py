@@ -167,6 +167,12 @@ def test_an_overlap_that_leaves_no_room_is_refused(overlap):
         rows_of(["abc"], packing_type="full", overlap=overlap)
 
 
+@pytest.mark.parametrize("options", [{}, {"truncate": True}, {"packing_type": "best_fit", "truncate": True}])
+def test_an_overlap_of_texts_that_are_not_cut_into_chunks_is_refused(options):
+    with pytest.raises(ConfigError, match="overlap=2"):
+        rows_of(["abc"], overlap=2, **options)
+
+
 def test_what_is_saved_can_be_trained_on():
     dataset, _ = made_of(TEXTS, packing_type="full")
     loader = StepLoader(

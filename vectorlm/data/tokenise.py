@@ -483,6 +483,13 @@ def make_tokeniser(source: Source, tokenizer: Any, settings: PreprocessSettings)
             f"dataset_preprocess.{name}={getattr(settings, name)!r} has no effect: the rows hold {form} "
             f"({', '.join(columns)}). {fix}"
         )
+    packing = settings.packing_type
+    if settings.overlap and (packing is None or (packing == "best_fit" and settings.truncate)):
+        form = f"packing_type={packing or 'null'}" + (" with truncate=true" if packing else "")
+        raise ConfigError(
+            f"dataset_preprocess.overlap={settings.overlap} has no effect: {form} cuts no text into chunks. Leave it "
+            "out, or set packing_type: partial."
+        )
     if is_chat:
         _ = made.chat
     return made
