@@ -110,7 +110,7 @@ def test_the_engine_is_sent_the_numbers_that_the_trainer_computes_with(tmp_path,
 def test_weights_in_4_bits_count_for_the_speed_as_in_32_bits(tmp_path):
     folder = save_tiny_llama(tmp_path / "model", hidden_size=36)
     counts = [
-        num_multiplied(add_lora(model, LORA), has_tied_head=False)
+        num_multiplied(add_lora(model, LORA))
         for model in (load_model(folder), quantize_blocks(load_model(folder), "cpu"))
     ]
     assert counts[0] == counts[1]

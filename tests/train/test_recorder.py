@@ -3,10 +3,11 @@
 import math
 
 import pytest
+import transformers
 from kit.rank_processes import on_ranks
 
 from vectorlm.errors import ConfigError
-from vectorlm.train.recorder import EarlyStopping, Recorder, Timer
+from vectorlm.train.recorder import EarlyStopping, Recorder, Timer, num_multiplied
 
 
 class Evaluation:
@@ -328,3 +329,11 @@ def test_an_evaluation_after_a_resume_that_lacks_the_metric_is_refused_and_that_
     recorder.require_logged(5, {"eval/accuracy": 0.5})
     with pytest.raises(ConfigError, match="eval/acuracy"):
         recorder.require_logged(4, {"eval/accuracy": 0.5})
+
+
+def test_tied_embeddings_count_for_the_speed_only_as_an_output_layer():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=50, tie_word_embeddings=True, num_labels=1)
+    kinds = (transformers.LlamaForCausalLM, transformers.LlamaForSequenceClassification)
+    writer, scorer = (num_multiplied(kind(config)) for kind in kinds)
+    assert writer - scorer == (50 - 1) * 16

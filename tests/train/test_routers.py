@@ -7,6 +7,7 @@ import pytest
 import torch
 from kit.families import FAMILIES, RECURRENT, WITH_BUFFERS, save_family
 from kit.rank_processes import forked
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from vectorlm import Topology
@@ -15,6 +16,7 @@ from vectorlm.train.language_model import LanguageModel, inner_model
 from vectorlm.train.load import load_model
 from vectorlm.train.lora import add_lora
 from vectorlm.train.packing import ContextGroup, Rows
+from vectorlm.train.recorder import num_multiplied
 from vectorlm.train.routes import Balance, BalanceMeter, weigh_balance
 from vectorlm.train.shard import recompute
 
@@ -55,6 +57,17 @@ def learned(language_model, rows):
 
 def are_equal(one, other):
     return torch.equal(one[0], other[0]) and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "GLM-4-MoE", "Mixtral", "OLMoE"])
+def test_the_weights_that_multiply_a_token_are_those_that_torch_counts(saved, name):
+    model = load_model(saved(name))
+    # torch does not count grouped products.
+    model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(24)[None])
+    # Norms and attention scores are the difference.
+    assert num_multiplied(model) == pytest.approx(counter.get_total_flops() / 2 / 24, rel=0.02)
 
 
 def choices(language_model):

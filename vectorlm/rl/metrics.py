@@ -199,10 +199,9 @@ class SpeedMeter:
         self, models: RLModels, peak_flops: float | None = None, *, overlaps_sampling: bool = False
     ) -> None:
         """Count the weights that multiply every token; `peak_flops` is the peak of all devices together."""
-        policy: Any = models.policy.model
-        self._num_weights = num_multiplied(policy, bool(policy.config.tie_word_embeddings))
+        self._num_weights = num_multiplied(models.policy.model)
         if models.critic is not None:
-            self._num_weights += num_multiplied(models.critic.model, has_tied_head=False)
+            self._num_weights += num_multiplied(models.critic.model)
         self._peak_flops, self._overlaps_sampling = peak_flops, overlaps_sampling
         self._device = models.policy_step.topology.device
         self._swapped_at: float | None = None

@@ -73,6 +73,10 @@ def why_not_exact(description: Mapping[str, Any]) -> str | None:
     return None
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts of a layer in config.json."""
+
+
 def has_experts(description: Mapping[str, Any]) -> bool:
     """Return whether a model's config.json mentions several experts."""
     sections = (description, description.get("text_config") or {})

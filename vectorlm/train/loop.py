@@ -48,7 +48,7 @@ class FineTuningLoop:
         self._topology = self.optimizer_step.topology
         self._device = self._topology.device
         model = self.optimizer_step.model
-        self._num_weights = num_multiplied(model, bool(model.config.tie_word_embeddings))
+        self._num_weights = num_multiplied(model)
         self._tokens_seen = 0
 
     def run(self) -> None:

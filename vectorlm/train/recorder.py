@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from vectorlm.errors import ConfigError
+from vectorlm.sampling.settings import EXPERTS
 from vectorlm.settings import nearest
 from vectorlm.train.callbacks import Callbacks
 from vectorlm.train.checkpoint.hub import HubUploads
@@ -29,6 +30,9 @@ FALLING = (
 """Endings of metrics that are best when lowest, unless a setting or the harness sets the direction."""
 OWN = ("eval/accuracy", "eval/reward/")
 """Beginnings of reward metrics, which are always best when highest."""
+
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+"""Names of the number of experts that a layer chooses for a token, by model family."""
 
 
 @dataclass
@@ -321,13 +325,27 @@ class Recorder:
         return saved
 
 
-def num_multiplied(model: Any, has_tied_head: bool) -> int:
-    """Count the weights that multiply every token: all but the embeddings, which are looked up."""
-    total = sum(parameter.numel() for parameter in model.parameters())
+def num_multiplied(model: Any) -> float:
+    """Count the weights that multiply every token: without embeddings, and with the chosen share of the experts.
+
+    Tied embeddings count once if the model has an output layer.
+    """
+    config = model.config.get_text_config()
+    num_experts, num_chosen = (
+        next((value for name in names if type(value := getattr(config, name, None)) is int), None)
+        for names in (EXPERTS, CHOSEN)
+    )
+    share = num_chosen / num_experts if num_experts and num_chosen else 1.0
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        is_stack = parameter.dim() == 3 and len(parameter) == num_experts
+        total += parameter.numel() * (share if is_stack or "experts" in name.split(".") else 1)
     # Weights in 4 bits are packed buffers, no parameters.
     layers = [module for module in model.modules() if isinstance(module, NF4Linear)]
     total += sum(layer.in_features * layer.out_features for layer in layers)
-    return total if has_tied_head else total - model.get_input_embeddings().weight.numel()
+    if model.config.tie_word_embeddings and model.get_output_embeddings() is not None:
+        return total
+    return total - model.get_input_embeddings().weight.numel()
 
 
 def memory_bytes(device: str) -> int:

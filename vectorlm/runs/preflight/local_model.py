@@ -33,8 +33,6 @@ LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 """Names of the length limit in config.json, by model family."""
 HEADS = ("num_attention_heads", "n_head")
 """Names of the number of attention heads."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts of a layer."""
 
 
 def resolve_model(config: Config) -> Config:

@@ -19,7 +19,6 @@ from vectorlm.runs.config.schema import OLD_SECTION, Config, old_names
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
 from vectorlm.runs.config.value import describe_refusal, show
 from vectorlm.runs.preflight.local_model import (
-    EXPERTS,
     HEADS,
     description_of,
     four_bit_method_of,
@@ -30,7 +29,7 @@ from vectorlm.runs.preflight.local_model import (
 from vectorlm.runs.preflight.sampling import sampling_problems
 from vectorlm.runs.preflight.shared_base import sharing_problems
 from vectorlm.sampling.contract import BACKENDS
-from vectorlm.sampling.settings import EngineSettings, has_experts, why_not_exact
+from vectorlm.sampling.settings import EXPERTS, EngineSettings, has_experts, why_not_exact
 from vectorlm.sampling.weights.lora_factors import (
     SCORES,
     WRITES,
