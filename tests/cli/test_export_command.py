@@ -27,7 +27,7 @@ from vectorlm.cli.sample import open_engine
 from vectorlm.packages import is_installed
 from vectorlm.report.card import card_of
 from vectorlm.runs.preflight.local_model import resolve_model
-from vectorlm.runs.start import Run
+from vectorlm.runs.start import Run, base_settings_of
 from vectorlm.train.checkpoint.export import export_model
 from vectorlm.train.load import load_model, load_tokenizer
 from vectorlm.train.lora import add_lora, load_adapters, tokenizer_folder
@@ -410,6 +410,31 @@ def test_adapters_apart_from_their_run_are_merged_into_the_base_they_were_traine
     assert rounded == rounded_in
     expected = load_adapters(path, load_model(base, dtype="bfloat16")).merge_and_unload()
     assert are_equal(model.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("card", ["", "---\ndtype: bfloat16\n---\n"])
+@pytest.mark.parametrize("other", ["- a list", "services: {web: {}}", "{"])
+def test_adapters_apart_from_their_run_do_not_read_another_config(tmp_path, capsys, card, other):
+    path, base = adapters_of(tmp_path, "bfloat16", None)
+    (path / "README.md").write_text(card)
+    (path.parent / "config.yaml").write_text(other)
+    merged = export_of(capsys, path, "--merge")
+    dtype = "bfloat16" if card else "float32"
+    expected = load_adapters(path, load_model(base, dtype=dtype)).merge_and_unload()
+    assert are_equal(load_model(merged, dtype=dtype).state_dict(), expected.state_dict())
+    assert "config.yaml" not in (merged / "README.md").read_text()
+
+
+def test_adapters_in_a_run_with_a_card_of_another_program_read_its_config(tmp_path):
+    path, _ = adapters_of(tmp_path, "bfloat16", None)
+    final = path.rename(tmp_path / "run/final-model")
+    (final / "README.md").unlink()
+    config = {"model": str(tmp_path / "base"), "dataset": {"train_ds": "x", "train_bs": 1}}
+    train = {"output_dir": "run", "max_seq_len": 8, "optimizer": {"lr": 0.1}, "dtype": "bfloat16"}
+    (tmp_path / "run/config.yaml").write_text(json.dumps({**config, "train_parameters": train}))
+    assert base_settings_of(tmp_path / "run", final).dtype == "float32"
+    (tmp_path / "run/run.json").write_text("{}")
+    assert base_settings_of(tmp_path / "run", final).dtype == "bfloat16"
 
 
 def adapters_of(path, dtype, quantization, **size):

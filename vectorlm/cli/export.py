@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vectorlm.cli import at_interrupt
 from vectorlm.errors import ConfigError
+from vectorlm.report.runs import START
 from vectorlm.runs.config.load import load_config
 from vectorlm.sampling.weights.lora_factors import SCORES
 from vectorlm.train.checkpoint import folder
@@ -153,7 +154,9 @@ def export(source: Source, path: Path, *, merges: bool, dtype: str | None) -> No
         _convert(model, dtype_of(dtype))
     step = noted_of(source.path, "step", int) if source.step is None else source.step
     is_adapter, auto = source.is_adapter and not merges, auto_class(model.config).__name__
-    card = card_of(source.run, step, is_adapter=is_adapter, auto=auto)
+    # A model that was copied out of its run may be next to another config.yaml.
+    is_of_run = source.step is not None or (source.run / START).is_file()
+    card = card_of(source.run if is_of_run else source.path, step, is_adapter=is_adapter, auto=auto)
     export_model(model, tokenizer, path, card)
 
 

@@ -273,14 +273,16 @@ def with_trained_parts(
 def base_settings_of(run: Path, adapters: Path) -> ModelSettings:
     """Return the settings with which the base of the folder `adapters`, perhaps of the run in `run`, was loaded.
 
-    The model card has them too, for adapters that were copied out of their run.
+    The model card has them. For a card without them, the run's config has them.
     """
-    settings = run / "config.yaml"
-    found = load_config(settings).train_parameters.model if settings.is_file() else ModelSettings()
     known: Any = {"dtype": ("float32", "bfloat16"), "quantization": ("nf4",)}
     noted = {name: noted_of(adapters, name, str) for name in known}
     # A card of other programs may use these names for something else.
-    return replace(found, **{name: value for name, value in noted.items() if value in known[name]})
+    noted = {name: value for name, value in noted.items() if value in known[name]}
+    # Next to adapters that were copied out of their run, config.yaml may belong to anything.
+    if noted or not (run / START).is_file() or not (run / "config.yaml").is_file():
+        return replace(ModelSettings(), **noted)
+    return load_config(run / "config.yaml").train_parameters.model
 
 
 def round_base(model: Any, settings: ModelSettings) -> None:
