@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import itertools
 import json
 import pickle
 import re
@@ -124,6 +125,26 @@ def test_what_cannot_be_decoded_is_named(tmp_path, data):
     (tmp_path / "broken.png").write_bytes(data)
     with pytest.raises(ValueError, match=r"broken\.png.*decoded"):
         picture_of(tmp_path / "broken.png").open()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "TIFF"])
+def test_a_damaged_file_is_named_whatever_is_damaged(kind):
+    buffer, found = io.BytesIO(), 0
+    picture("r", (8, 8)).save(buffer, format=kind)
+    data = buffer.getvalue()
+    # PIL raises SyntaxError, ValueError and TypeError too.
+    for place, value in itertools.product(range(min(len(data), 100)), (0, 5)):
+        try:
+            picture_of(data[:place] + bytes([value]) + data[place + 1 :]).open()
+        except ImageError:
+            found += 1
+    assert found > 10
+
+
+def test_a_damaged_pil_image_is_named(tmp_path):
+    (tmp_path / "broken.png").write_bytes(png()[:60])
+    with pytest.raises(ImageError, match="decoded"):
+        picture_of(PIL.Image.open(tmp_path / "broken.png"))
 
 
 def test_parts_of_a_chat_are_read_in_order(file):

@@ -74,15 +74,26 @@ class Picture(str):
         Raises:
             ImageError: The file cannot be read, or is not an image.
         """
-        from PIL import Image, ImageOps
+        from PIL import Image
 
-        try:
-            return ImageOps.exif_transpose(Image.open(io.BytesIO(self.data))).convert("RGB")
-        except (OSError, Image.DecompressionBombError) as error:
-            raise ImageError(f"the image {str(self)!r} cannot be decoded: {error}") from error
+        data = self.data
+        return _decoded(lambda: Image.open(io.BytesIO(data)), str(self))
 
     def __reduce__(self) -> Any:
         return _restored, (str(self), getattr(self, "_data", None))
+
+
+def _decoded(read: Callable[[], Any], name: str) -> Any:
+    """Return the ``PIL.Image`` that `read` returns in RGB, with the orientation of its EXIF data applied."""
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(read()).convert("RGB")
+    except MemoryError:
+        raise
+    # PIL raises all kinds of errors for a damaged file, such as SyntaxError for a PNG.
+    except Exception as error:
+        raise ImageError(f"the image {name!r} cannot be decoded: {error}") from error
 
 
 def _restored(name: str, data: bytes | None) -> Picture:
@@ -93,7 +104,7 @@ def picture_of(value: Any) -> Picture:
     """Return the picture in a path, a ``file://`` or ``data:`` URL, bytes, a ``PIL.Image`` or a mapping of `datasets`.
 
     Raises:
-        ValueError: The value is none of these, or a URL on the network.
+        ValueError: The value is none of these, a URL on the network, or a damaged ``PIL.Image``.
     """
     if isinstance(value, Picture):
         return value
@@ -118,11 +129,9 @@ def picture_of(value: Any) -> Picture:
             )
         return Picture(url2pathname(url.path) if url.scheme == "file" else str(value))
     if hasattr(value, "save"):
-        from PIL import ImageOps
-
         # A PNG file holds neither all modes nor the orientation of another file.
         buffer = io.BytesIO()
-        ImageOps.exif_transpose(value).convert("RGB").save(buffer, format="PNG")
+        _decoded(lambda: value, str(value)[:80]).save(buffer, format="PNG")
         return Picture.of_bytes(buffer.getvalue())
     raise ValueError(f"{str(value)[:60]!r} is not an image: give a path, a URL, bytes or a PIL.Image")
 
