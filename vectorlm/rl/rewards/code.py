@@ -94,45 +94,55 @@ def code(
     end = time.monotonic() + total_timeout_s
     for test in listed:
         mark = secrets.token_hex()
-        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as passed:
-            limits = [int(timeout_s) + 1, memory_mib << 20, passed.fileno(), allow_network]
-            with subprocess.Popen(
-                [sys.executable, "-I", "-c", BOOTSTRAP, *map(str, limits)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd=folder,
-                env={"OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-                pass_fds=[passed.fileno()],
-            ) as process:
-                limit_s = min(timeout_s, max(end - time.monotonic(), 0.0))
-                try:
-                    process.communicate(f"{mark}\0{source}\0{test}\n".encode(errors="replace"), limit_s)
-                except subprocess.TimeoutExpired:
-                    # The other tests would probably not end either.
-                    limit = (
-                        f"{timeout_s:g} s" if limit_s == timeout_s else f"{total_timeout_s:g} s of all tests"
-                    )
-                    failure = failure or f"no end within {limit}"
-                    break
-                finally:
-                    # Its children outlive it. The kernel does not give its pid to another process soon.
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-            passed.seek(0)
-            found = passed.read()
-        if found == b"no namespace":
+        limit_s = min(timeout_s, max(end - time.monotonic(), 0.0))
+        try:
+            limits = int(timeout_s) + 1, memory_mib << 20, allow_network
+            found, ending = _run(f"{mark}\0{source}\0{test}\n", limits, limit_s)
+        except subprocess.TimeoutExpired:
+            # The other tests would probably not end either.
+            limit = f"{timeout_s:g} s" if limit_s == timeout_s else f"{total_timeout_s:g} s of all tests"
+            failure = failure or f"no end within {limit}"
+            break
+        if found == "no namespace":
             raise RuntimeError(
                 "the reward code needs user namespaces to block the network: allow them, or set allow_network: True"
             )
-        if found == mark.encode():
+        if found == mark:
             num_passed += 1
         else:
-            failure = failure or found.decode(errors="replace") or how_it_ended(process.returncode)
+            failure = failure or found or ending
     if failure and log is not None:
         log("failure", failure)
     return num_passed / len(listed)
+
+
+def _run(text: str, limits: tuple[int, int, bool], limit_s: float) -> tuple[str, str]:
+    """Run a test in a process with `limits`: CPU seconds, bytes, network. Return what it wrote, and how it ended.
+
+    Raises:
+        subprocess.TimeoutExpired: The test took more than `limit_s` seconds.
+    """
+    cpu_s, memory, allow_network = limits
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as passed:
+        arguments = map(str, (cpu_s, memory, passed.fileno(), allow_network))
+        with subprocess.Popen(
+            [sys.executable, "-I", "-c", BOOTSTRAP, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            pass_fds=[passed.fileno()],
+        ) as process:
+            try:
+                process.communicate(text.encode(errors="replace"), limit_s)
+            finally:
+                # Its children outlive it. The kernel does not give its pid to another process soon.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        passed.seek(0)
+        return passed.read().decode(errors="replace"), how_it_ended(process.returncode)
 
 
 def _listed(tests: Sequence[str] | str) -> Sequence[str]:
