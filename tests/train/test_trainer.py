@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from vectorlm.errors import DatasetError, NonFiniteLoss
 from vectorlm.ranks.topology import Topology
 from vectorlm.train import settings
+from vectorlm.train.recorder import EarlyStopping
 
 LIMITS = APART, ONCE = 0, settings.GATHER_ONCE_BYTES
 SPLITS = {
@@ -193,6 +194,25 @@ def meet_nan(topology, folder):
     after = whole_weights(training.optimizer_step.model)
     same = all(torch.equal(before[name], after[name]) for name in before if "embed" not in name)
     return str(raised.value), my_ids, same
+
+
+class SameAnswers:
+    def evaluate(self, step):
+        return {"eval/accuracy": 0.5, "sampler/generate_s": 1.0}
+
+
+def lines_until_answers_improve_no_more(topology, folder):
+    stopping = EarlyStopping("eval/accuracy", patience=1)
+    recorded = {"evaluation": SameAnswers(), "stopping": stopping}
+    training = build_loop(topology, folder, logging_steps=100, **recorded)
+    training.run()
+    return list(training.recorder.sink)
+
+
+def test_a_run_that_answers_stop_has_a_loss_of_its_last_weights(folder):
+    (found,) = on_ranks(1, lines_until_answers_improve_no_more, folder)
+    assert ["eval/loss" in line for line in found] == [True, False, True]
+    assert found[2]["eval/stopped_early"] == 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

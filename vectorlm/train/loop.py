@@ -66,7 +66,8 @@ class FineTuningLoop:
             metrics = self.optimize(micro_batches)
             self.step += 1
             metrics |= self.evaluate_if_due({})
-            if recorder.end_step(self.step, metrics):
+            recorder.end_step(self.step, metrics)
+            if recorder.stopping.is_over:  # A callback or an evaluation of answers made this step the last one.
                 metrics |= self.evaluate_if_due(metrics)
             recorder.write(self.step, metrics)
             if self.step % len(self.train_loader) == 0:
