@@ -182,6 +182,26 @@ def test_wrong_pictures_are_named_with_their_row(folder, tokenizer, tmp_path):
             made_of(tmp_path, tokenizer)
 
 
+@pytest.mark.parametrize("examples", ["texts", "labels"])
+def test_a_completion_may_repeat_a_prompt_with_the_pictures_of_the_column(
+    folder, tokenizer, tmp_path, examples
+):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    for form in ([{"type": "image"}, {"type": "text", "text": "?"}], "<image>?", "?"):
+        asked = {"role": "user", "content": form}
+        row = {"prompt": [asked], "images": [str(folder / "r.png")], "label": True}
+        other = {**row, "images": [str(folder / "b.png")]}
+        alone, repeated = [answer("r")], [asked, answer("r")]
+        rows = []
+        for completion in (alone, repeated):
+            write(
+                tmp_path / "chats.jsonl", [{**row, "completion": completion}, {**other, "completion": alone}]
+            )
+            made = made_of(tmp_path, tokenizer, examples=examples, assistant_only_loss=False)
+            rows.append([one["input_ids"] for one in made])
+        assert rows[0] == rows[1]
+
+
 def test_rows_with_an_image_token_and_no_image_are_skipped_and_refused_in_other_datasets(
     folder, tokenizer, tmp_path
 ):

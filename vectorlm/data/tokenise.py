@@ -292,11 +292,11 @@ class Tokeniser:
         parts = [messages_of(name, self._value(name, row, column)) for column in self.columns]
         if not all(parts):
             return Tokens([], [], "no messages")
-        parts[0] = self._with_images(name, parts[0], row)
         if len(parts) == 2 and self.settings.examples != "pairs":
             parts[1] = messages_behind(name, *parts)
             if not parts[1]:
                 return Tokens([], [], "an empty completion")
+        parts[0] = self._with_images(name, parts[0], row)
         try:
             tools = tools_of(row)
         except ValueError as error:
