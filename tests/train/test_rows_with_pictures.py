@@ -9,10 +9,12 @@ from kit.vision_models import KINDS, picture, save_vlm
 from vectorlm.data.encoding import encode
 from vectorlm.data.images import image_tokens_of
 from vectorlm.rl.rollout import Rollout
+from vectorlm.sampling.weights.lora_factors import is_lora_layer
 from vectorlm.sampling.weights.model_size import names_of_vision
 from vectorlm.train.images import weights_of_parts
 from vectorlm.train.language_model import LanguageModel, probe
 from vectorlm.train.load import load_model, load_tokenizer
+from vectorlm.train.lora import add_lora
 from vectorlm.train.packing import Rows, pack
 from vectorlm.types import PromptRecord
 
@@ -243,6 +245,15 @@ def test_parts_of_a_model_are_frozen(path, parts):
     expected -= projector if "projector" in parts else set()
     expected -= every - vision - projector if "language" in parts else set()
     assert trained == expected
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["proj", "q_proj", "lm_head"]])
+def test_lora_adapts_the_language_model_and_its_head_only(path, targets):
+    adapted = add_lora(load_model(path), {"r": 2, "target_modules": targets}).get_base_model()
+    found = {name for name, module in adapted.named_modules() if is_lora_layer(module)}
+    texts = ("model.language_model.", "model.text_model.")
+    assert {name.rpartition(".")[2] for name in found} >= {"q_proj", *({"lm_head"} & {*targets})}
+    assert all(name == "lm_head" or name.startswith(texts) for name in found)
 
 
 def test_the_rows_of_a_trial_show_no_pictures_in_a_small_vocabulary(path):

@@ -23,21 +23,26 @@ def add_lora(model: PreTrainedModel, lora_config: Mapping[str, Any]) -> nn.Modul
     """Wrap `model` to train only low-rank adapters: W x + (alpha / r) B A x. Call this before sharding.
 
     Source: Hu et al. 2021, arXiv 2106.09685, eq. 3. `lora_config` holds arguments of ``peft.LoraConfig``;
-    ``task_type`` defaults to the model's, and a reward model's head is trained too. A vision model gets adapters
-    only if ``exclude_modules`` is given.
+    ``task_type`` defaults to the model's, and a reward model's head is trained too. Vision model and projector get
+    adapters only if ``exclude_modules`` is given.
 
     Raises:
         ConfigError: An argument is unknown or does not fit the model.
     """
     from peft import LoraConfig, get_peft_model
 
-    from vectorlm.train.images import names_of_vision
+    from vectorlm.train.images import language_model_of, names_of_vision
 
     try:
         kind = SCORES if type(model).__name__.endswith("ForSequenceClassification") else WRITES
         options = {"task_type": kind, **lora_config}
         if options.get("exclude_modules") is None and (vision := names_of_vision(model)):
-            options["exclude_modules"] = rf"({'|'.join(map(re.escape, vision))})\..*"
+            kept = (language_model_of(model), model.get_output_embeddings())
+            names = [name for name, module in model.named_modules() if module in kept]
+            # The name of the whole model is empty.
+            adapted = "|".join(rf"{re.escape(name)}(\.|$)" if name else "" for name in names)
+            seen = "|".join(map(re.escape, vision))
+            options["exclude_modules"] = rf"({seen})\..*|(?!{adapted}).*"
         return get_peft_model(model, LoraConfig(**options))
     except (TypeError, ValueError) as error:
         raise ConfigError(
