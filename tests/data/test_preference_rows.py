@@ -8,6 +8,8 @@ from datasets import Dataset
 from kit.letters import letter_tokenizer, make, spell
 from test_chat import PLAIN, say
 
+from vectorlm.data.loader import Collator, load_dataset
+from vectorlm.data.summary import Summary
 from vectorlm.errors import ConfigError, DatasetError
 
 
@@ -97,6 +99,9 @@ def test_a_completion_stands_beside_the_next_one_of_another_prompt():
         ".......c$.",
         1.0,
     )
+    assert rows_of(rows, "labels")[1].loss_tokens == 2 + 2 + 3
+    short = Summary.of(load_dataset("rows"), 3, -100)
+    assert (short.loss_tokens, short.cut_loss_tokens, short.idle_rows) == (1, 6, 2)
     alike, _ = rows_of(rows, "labels", max_seq_len=6)
     assert [item[1] for item in alike] == ["^abyz$", "^abyz$", "^xc$"]
     with pytest.raises(DatasetError, match="no row with another prompt"):
@@ -212,9 +217,6 @@ def test_a_dataset_without_the_columns_and_settings_without_effect_are_refused()
 
 
 def test_a_shorter_max_seq_len_cuts_each_text_of_a_pair():
-    from vectorlm.data.loader import Collator, load_dataset
-    from vectorlm.data.summary import Summary
-
     rows_of([{"prompt": "ab", "chosen": "cdef", "rejected": "g", "margin": 2.0}])
     dataset = load_dataset("rows")
     batch = Collator(0, -100, 4).collate([{"id": 0, **dataset[0]}], 2)

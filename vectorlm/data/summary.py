@@ -117,9 +117,12 @@ class Summary:
         totals = Counter(dict.fromkeys(COUNTS, 0))
         self.rows_out, self.longest = len(dataset), 0
         self.has_pairs = not set(PREFERENCE_COLUMNS.values()).isdisjoint(dataset.column_names)
+        is_labelled = PREFERENCE_COLUMNS["labels"] in dataset.column_names
         names = [name for name in ("labels", "attention_mask", "seq_lengths") if name in dataset.column_names]
         for table in dataset.select_columns(names).with_format("arrow").iter(ROWS_PER_COUNT):
-            counts, longest = _count(table, self.max_seq_len, self.ignore_index, self.has_pairs)
+            counts, longest = _count(
+                table, self.max_seq_len, self.ignore_index, self.has_pairs, is_labelled=is_labelled
+            )
             totals.update(counts)
             self.longest = max(self.longest, longest)
         for name, total in totals.items():
@@ -193,8 +196,13 @@ def add_row(rows: Rows, reason: str, name: str) -> None:
     rows[reason] = (num + 1, first)
 
 
-def _count(table: Any, max_seq_len: int, ignore_index: int, is_pairs: bool) -> tuple[dict[str, int], int]:
-    """Return the `COUNTS` of the rows in an Arrow table, and the length of the longest row."""
+def _count(
+    table: Any, max_seq_len: int, ignore_index: int, is_pairs: bool, *, is_labelled: bool
+) -> tuple[dict[str, int], int]:
+    """Return the `COUNTS` of the rows in an Arrow table, and the length of the longest row.
+
+    The second text of a row that `is_labelled` is not trained on: KTO estimates a KL divergence from it.
+    """
     import pyarrow.compute as pc
 
     def flat(name: str) -> np.ndarray:
@@ -216,7 +224,9 @@ def _count(table: Any, max_seq_len: int, ignore_index: int, is_pairs: bool) -> t
         begins = np.zeros(len(labels) + 1, dtype=bool)
         begins[(texts.cumsum() - texts).astype(np.int64)] = True
         is_first |= begins[:-1][kept]
-    counted = (labels[kept] != ignore_index) & ~is_first
+    is_trained = np.ones(len(lengths), dtype=bool)
+    is_trained[1::2] = not is_labelled
+    counted = (labels[kept] != ignore_index) & ~is_first & is_trained[row[kept]]
     cut = place >= max_seq_len
     learned = np.bincount(row[kept][counted & ~cut], minlength=len(lengths))
     numbers = {
@@ -226,7 +236,7 @@ def _count(table: Any, max_seq_len: int, ignore_index: int, is_pairs: bool) -> t
         "long_rows": (lengths > max_seq_len).sum(),
         "cut_tokens": cut.sum(),
         "cut_loss_tokens": (counted & cut).sum(),
-        "idle_rows": (learned == 0).sum(),
+        "idle_rows": ((learned == 0) & is_trained).sum(),
     }
     return {name: int(number) for name, number in numbers.items()}, int(lengths.max(initial=0))
 
