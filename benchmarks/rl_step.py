@@ -118,7 +118,7 @@ def _saved_but(asked: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[st
     """Return the saved rows and runs of the other settings."""
     path = RESULTS / "rl_step.json"
     saved = json.loads(path.read_text()) if path.exists() else {"rows": [], "runs": []}
-    rows = [row for row in saved["rows"] if row["prompt + completion"].split(" tokens")[0] not in asked]
+    rows = [row for row in saved["rows"] if row["prompt + completion, tokens"].split(",")[0] not in asked]
     return rows, [run for run in saved["runs"] if run["setting"] not in asked]
 
 
@@ -271,7 +271,7 @@ def _row(
     share = 6 * (IN_LAYERS * needed + IN_HEAD * completions) / middle["update_s"] / peak
     return {
         "": f"TRL, {trl_rows} rows per pass" if who == "TRL" else f"vectorlm, {who}",
-        "prompt + completion": f"{name} tokens, {setting.prompts} groups of {setting.group}",
+        "prompt + completion, tokens": f"{name}, {setting.prompts} groups of {setting.group}",
         "tokens a completion": f"{middle['tokens']:.1f}",
         "s a step": f"{middle['step_s']:.2f}",
         "sampling, s": f"{middle['generate_s']:.2f}",

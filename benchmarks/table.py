@@ -213,7 +213,7 @@ RESULTS = {
                 "A GRPO step; a group has the completions of one prompt (medians of four steps)",
                 (
                     "",
-                    "prompt + completion",
+                    "prompt + completion, tokens",
                     "s a step",
                     "sampling, s",
                     "update, s",
