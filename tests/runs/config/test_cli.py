@@ -48,7 +48,7 @@ def wrong(tmp_path, monkeypatch):
         ("replay empty --step 1", "empty/metrics.jsonl does not exist"),
         ("replay run --bisect other", "run and other have no step in common"),
         ("report config_is_folder", "config_is_folder/config.yaml: Is a directory"),
-        ("report run --output empty", "--output empty must be a file"),
+        ("report run --output empty", "--output empty: it must be a file"),
         ("report file/x", "'file/x' is not a folder"),
         ("new file", "file must be empty or new"),
         ("new file/new", "file/new: Not a directory"),

@@ -359,7 +359,7 @@ def count(topology, transport, dtype, num_layers):
         counts[-1] += event in ("call", "c_call")
 
     # A rank that waits for the other counts its own polls, and the minimum over updates excludes them.
-    for step in range(3, 8):
+    for step in range(3, 13):
         counts.append(0)
         sys.setprofile(tally)
         update(swap, model, step)
