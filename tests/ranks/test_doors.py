@@ -150,6 +150,7 @@ def test_a_run_on_one_machine_listens_on_the_loopback_interface_alone(met):
     assert found, "two ranks without a port: nothing was looked at"
 
 
+@pytest.mark.slow
 def test_a_stranger_from_another_machine_is_refused(met):
     answers = met[0][0][2]
     if answers is None:

@@ -63,6 +63,7 @@ def require_equal_runs(some, others):
     assert sum(line.get("policy/grad_norm", 0.0) > 0 for line in numbers(some)) > 1, "nothing was trained"
 
 
+@pytest.mark.slow
 def test_a_run_with_one_base_is_bit_for_bit_the_run_with_two(files, whole, tmp_path):
     require_equal_runs(whole, train(files, tmp_path / "apart", "false"))
 
