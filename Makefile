@@ -35,6 +35,9 @@ EXTRAS := $(CURDIR)/build/extras
 WITH_EXTRAS := tests/train/test_optimizers.py tests/train/test_nf4.py tests/rl/environments/test_verifiers.py tests/sampling/test_verify.py \
 	tests/report/test_trackers.py
 
+# Make exports variables of its command line, and WORLD_SIZE marks a process that torchrun has started.
+unexport WORLD_SIZE
+
 .PHONY: help install run real countdown papers test test-all test-extras test-fast test-long gpu lint docs bench slides clean FORCE
 
 help: ## list the targets

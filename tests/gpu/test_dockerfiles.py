@@ -51,6 +51,13 @@ def test_a_device_on_the_command_line_changes_the_installation(tmp_path):
         assert ("bash .ci/setup" in done.stdout) == (there != wanted), done.stdout + done.stderr
 
 
+def test_ranks_on_the_command_line_do_not_look_like_torchrun(tmp_path):
+    (tmp_path / "Makefile").write_text(f"include {ROOT / 'Makefile'}\nshow:\n\t@env\n")
+    done = subprocess.run(["make", "show", "WORLD_SIZE=2"], cwd=tmp_path, capture_output=True, text=True)
+    assert "PATH=" in done.stdout, done.stderr
+    assert "\nWORLD_SIZE=" not in done.stdout
+
+
 DRIVER_TOO_OLD = """#!/bin/bash
 case "$*" in *init*) echo "RuntimeError: The NVIDIA driver on your system is too old" >&2; exit 1 ;; esac
 echo 2.13.0 for CUDA 13.0
