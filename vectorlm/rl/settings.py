@@ -132,9 +132,7 @@ class RewardSettings:
     reward_workers: Annotated[NonNegativeInt | Literal["auto"], WITH_REWARDS] = "auto"
     """Processes per rank that run reward functions. `auto` takes the rank's share of the cores, 2 to 8. With 0 the rank
     runs the functions itself, for a debugger; a call that hangs then never times out."""
-    on_reward_error: Annotated[
-        Literal["stop", "skip"], ReadIf("rl.rewards", also=("rl.sources", "evaluation.rewards"))
-    ] = "stop"
+    on_reward_error: Annotated[Literal["stop", "skip"], WITH_REWARDS] = "stop"
     """`stop` ends the run if a reward function fails; `skip` leaves the completion, or the held-out answer, without a
     reward."""
 

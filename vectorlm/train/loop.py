@@ -67,9 +67,8 @@ class FineTuningLoop:
             self.step += 1
             metrics |= self.evaluate_if_due({})
             recorder.end_step(self.step, metrics)
-            if (
-                recorder.stopping.is_over
-            ):  # A callback or an evaluation of answers made this step the last one.
+            # A callback or an evaluation of answers may have made this step the last one.
+            if recorder.stopping.is_over:
                 metrics |= self.evaluate_if_due(metrics)
             recorder.write(self.step, metrics)
             if self.step % len(self.train_loader) == 0:

@@ -171,11 +171,9 @@ def _sampling_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> I
         rule = f"cannot be used with train_parameters.exact: {spec.name} does not truncate probabilities"
         yield refuse(config, path, rule, "Leave it out.", value)
     engine_args = config.engine.engine_args
-    for name, harmless in _RESHAPING_ENGINE.items():
-        if spec.samples_from_policy and name in engine_args and engine_args[name] not in harmless:
-            rule = "makes the engine report log-probabilities of a different distribution than the policy's"
-            path = f"engine.{name}"
-            yield refuse(config, path, rule, "Leave it out.", engine_args[name])
+    for path, value in _reshaped_by_engine(config) if spec.samples_from_policy else ():
+        rule = "makes the engine report log-probabilities of a different distribution than the policy's"
+        yield refuse(config, path, rule, "Leave it out.", value)
     if spec.samples_from_policy and (asked := given.get("structured_outputs")):
         # The trainer would follow another grammar than the engine.
         if not isinstance(asked, Mapping) or len(asked) != 1 or not set(asked) <= set(KINDS):
@@ -201,6 +199,10 @@ def reshaped_by(config: Config, rl: RLSettings) -> Iterator[tuple[str, Any]]:
         value = rl.collect.sampling.get(name)
         if value is not None and value not in values:
             yield f"rl.sampling_params.{name}", value
+    yield from _reshaped_by_engine(config)
+
+
+def _reshaped_by_engine(config: Config) -> Iterator[tuple[str, Any]]:
     for name, harmless in _RESHAPING_ENGINE.items():
         value = config.engine.engine_args.get(name, harmless[0])
         if value not in harmless:
