@@ -52,7 +52,7 @@ class Source(Protocol):
 
 
 class RLLoop:
-    """Collect, score, prepare, update, publish, log; the loop never reads an algorithm's name."""
+    """Publish, collect, score, prepare, update, log; the loop never reads an algorithm's name."""
 
     def __init__(
         self,

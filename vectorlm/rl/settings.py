@@ -278,7 +278,7 @@ class Correction:
     """The ratio to which the bounds of the weights apply: a token's, or a completion's product or geometric mean.
     Without a level there are no weights."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """`truncate` weights at the bounds, or set weights outside the bounds to 0 (`mask`)."""
+    """`truncate` weights at the bounds, or reject tokens or completions outside the bounds (`mask`)."""
     low: NonNegativeFloat | None = None
     """Lower bound of the ratio trainer / engine, at most 1."""
     high: PositiveFloat | None = None

@@ -21,7 +21,7 @@ class Grade:
     mean_error: float
     """Standard error of `mean`; NaN with fewer than two questions."""
     accuracy: float
-    """The share of correct answers: answers with a reward of 1, or with a logged `acc` of 1."""
+    """The share of correct answers, by `RewardResult.is_right`."""
     accuracy_error: float
     """Standard error of `accuracy`."""
     pass_at: Mapping[int, float]
