@@ -9,4 +9,6 @@ MEDIAN = AlgorithmSpec(
     advantages=lambda scores, hparams: scores.spread(scores.rewards - scores.rewards.nanmedian()),
     loss=lambda inputs, hparams: reinforce_policy_loss(inputs.policy_logprobs, inputs.advantages),
     settings=TokenSettings(reduction="sequence_mean_token_sum"),
+    scales_with_advantage=True,
+    sums_turns=True,
 )
