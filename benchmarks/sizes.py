@@ -97,7 +97,7 @@ Each cell names the fastest way that fits; `-` means that none does.
 | *CPU offload* | *sleep* with `train_parameters.cpu_offload: true` and `gpu_memory_utilization: 0.85`; slow |
 
 *full* trains all weights in float32 and computes in bfloat16. *LoRA* trains adapters of rank 32 on a frozen bfloat16
-base, and *QLoRA* on a 4-bit base (`quantization: nf4`), never with *CPU offload*.
+base, and *QLoRA* on a 4-bit base (`quantization: nf4`). *QLoRA* cannot use *CPU offload*.
 
 {table}
 

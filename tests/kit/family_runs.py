@@ -88,7 +88,7 @@ TEXT = """\
 # Model families
 
 Look up whether vectorlm supports your model. You can train and export all families below, and update them in a
-running engine. Their training packs several texts into a row{padded}.
+running engine. All support packing several texts into a row{padded}.
 
 | family | copied | gap | gap with LoRA |
 | --- | ---: | ---: | ---: |

@@ -157,7 +157,7 @@ class ModelSettings:
     pack_rows: bool = True
     """Concatenate rows without padding, and compute shared prefixes once, if the model's attention supports it."""
     compile: bool = False
-    """Compile the transformer blocks (torch.compile): the first steps take minutes. Needs a C++ compiler on CPU."""
+    """Compile the transformer blocks (torch.compile): the first steps take longer. Needs a C++ compiler on CPU."""
     use_flash_attention: bool = False
     """Use Flash Attention if the model supports it (CUDA; elsewhere torch's attention). Rows are padded then."""
     low_cpu_mem_usage: bool | None = None
