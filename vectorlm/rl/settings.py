@@ -79,8 +79,8 @@ class CollectSettings:
     """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`. The trainer follows
     `temperature`, `top_p`, `top_k`, `min_p` and `structured_outputs`."""
     overlong_prompts: Overlong = "error"
-    """How to treat a prompt that leaves no space for `max_tokens` within `max_seq_len`. `error` stops before the run,
-    `drop` leaves the prompt out, and `truncate_left` cuts its beginning off."""
+    """How to treat a prompt that leaves no space for `max_tokens` within the engine's `max_model_len`. `error`
+    stops before the run, `drop` leaves the prompt out, and `truncate_left` cuts its beginning off."""
     environment: Text | None = None
     """`file.py:NAME` of an environment, or `openai:file.py:NAME` of an agent that calls the policy over HTTP. null
     means single turns; prompts of `verifiers` then use verifiers."""
@@ -91,7 +91,7 @@ class CollectSettings:
     rollouts_per_engine: PositiveInt | Literal["auto"] = "auto"
     """Concurrency limit: rollouts that may use an engine at the same time. Rollouts that wait for their environment do
     not count. `auto` means as many groups as the engine has concurrent sequences. With an environment or agent, `auto`
-    starts at 64 rollouts and grows while the engine's throughput grows."""
+    starts at up to 64 rollouts and grows while the engine's throughput grows."""
     max_sampling_rounds: Annotated[PositiveInt, ReadIf("rl.algorithm.dynamic_sampling")] = 4
     """Maximum rounds of sampling with `dynamic_sampling`; after the last one, the step trains on the groups it has."""
     overlong_buffer_tokens: NonNegativeInt = 0

@@ -150,10 +150,10 @@ class ModelSettings:
     """Ranks that share the tokens of each pass (Ulysses), which saves memory for long sequences. Needs `pack_rows`."""
     tensor_parallel: PositiveInt = 1
     """Ranks that split the matrices of each layer, by transformers' plan for the model. They train on the same rows.
-    Must divide `num_key_value_heads` and the number of ranks."""
+    Must divide the numbers of attention heads, of key-value heads and of a node's ranks."""
     expert_parallel: PositiveInt = 1
     """Ranks that split the experts of each layer, by transformers' plan for the model. They train on the same rows.
-    Must be a multiple of `tensor_parallel`, and divide the numbers of experts and of ranks."""
+    Must be a multiple of `tensor_parallel`, and divide the numbers of experts and of a node's ranks."""
     pack_rows: bool = True
     """Concatenate rows without padding, and compute shared prefixes once, if the model's attention supports it."""
     compile: bool = False
@@ -239,7 +239,8 @@ class OptimizerSettings:
     maximize: bool = False
     """Maximise the loss."""
     foreach: bool | None = None
-    """Step all weights in a few calls, with a copy of the state; null lets torch decide."""
+    """Step all weights in a few calls, with a copy of the state. null means false with `fused`; without it, torch
+    decides."""
     capturable: bool = False
     """Let a CUDA graph capture the step (CUDA)."""
     differentiable: Literal[False] = False
@@ -312,7 +313,8 @@ class EvaluationSettings:
     """Arguments of `vllm.SamplingParams`, by default `temperature: 1.0` and `max_tokens: 16`."""
     rewards: Annotated[RewardWeights, replace(WITH_QUESTIONS, also=())] = field(default_factory=dict)
     """Weight of each reward of an answer. The first gives `eval/accuracy` and pass@k, the others
-    `eval/reward/NAME` and `eval/accuracy/NAME`; `eval/reward` is the weighted sum. Empty means `rl.rewards`."""
+    `eval/reward/NAME` and `eval/accuracy/NAME`; `eval/reward` is the weighted sum. Empty means `rl.rewards`, or only
+    the environment's reward if `rl.environment` is set."""
     thresholds: Annotated[Mapping[str, float], Field(strict=False), WITH_QUESTIONS] = field(
         default_factory=dict
     )
@@ -352,7 +354,7 @@ class KeepSettings:
         Literal["max", "min"] | None, ReadIf("train_parameters.best_metric", fix="Name best_metric.")
     ] = None
     """Whether the highest or the lowest value of `best_metric` is the best. null means the harness's direction for its
-    tasks; for other metrics, the lowest for losses and perplexities, else the highest."""
+    tasks; for other metrics, the lowest for losses, perplexities and other metrics of errors, else the highest."""
     early_stopping_patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without improvement; null trains to the end."""
     early_stopping_min_delta: Annotated[

@@ -108,7 +108,7 @@ class TrainSettings:
     share_base: bool | None = None
     """With LoRA: make the trainer's frozen weights views of the engine's weights, to hold the base in memory once. null
     shares it if possible: the engine must be vLLM with `lora_mode: adapter` and the trainer's `dtype`, must not be
-    quantised, and its weights must not sleep."""
+    quantised, and its weights must not sleep (on CUDA: the engine must not sleep)."""
     optimizer: OptimizerSettings
     """Arguments of the optimizer, such as `{lr: 1.0e-5}`."""
     batch_size: int | None = None
