@@ -86,9 +86,9 @@ def test_the_gradient_is_the_sum_of_both_by_their_shares(folder, world_size, sha
 
 
 def changes_without_completions(topology, folder):
-    """Return the changes of the weights in two steps of size 1 on texts: without a batch, and in an update."""
+    """Return the changes of the weights and the metrics of steps of size 1 on texts, with and without a batch."""
     found = []
-    for num_mini_batches in (1, 2):
+    for num_mini_batches, has_batch in ((1, False), (2, True), (4, False)):
         run = one_step(topology, folder, "grpo", entropy_coef=0.0)
         settings = replace(
             run.settings, update=replace(run.settings.update, num_mini_batches=num_mini_batches)
@@ -96,22 +96,22 @@ def changes_without_completions(topology, folder):
         texts = demonstrations(topology, run.models.policy, share=SHARE)
         updater = Updater(run.models, run.spec, settings, topology, texts)
         before = run.weights()
-        if num_mini_batches == 1:
-            metrics = updater.update_on_texts(2)
-        else:
+        if has_batch:
             # One group with equal rewards: the second mini-batch of the batch has no group.
             rows = make_batch(scored(random_groups()[:1], torch.ones(1, 4)), run.spec)
             metrics = updater.update(run.prepare(rows), 2)
+        else:
+            metrics = updater.update_on_texts(2)
         found.append(({name: before[name] - after for name, after in run.weights().items()}, metrics))
     return found
 
 
 @pytest.mark.slow
 def test_optimizer_steps_without_completions_train_on_texts(folder):
-    ((alone, metrics), (twice, others)), *_ = on_ranks(1, changes_without_completions, folder)
+    ((alone, metrics), (twice, others), (_, of_four)), *_ = on_ranks(1, changes_without_completions, folder)
     of_texts, loss = expected(folder, "none")
     assert metrics["sft/loss"] == pytest.approx(loss, rel=1e-5)
-    assert (metrics["policy/optimizer_steps"], others["policy/optimizer_steps"]) == (1, 2)
+    assert [found["policy/optimizer_steps"] for found in (metrics, others, of_four)] == [1, 2, 4]
     # A run ends if no step has a policy loss.
     assert "policy/loss" not in metrics
     wanted = {name: SHARE * gradient for name, gradient in of_texts.items()}

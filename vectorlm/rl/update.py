@@ -125,6 +125,7 @@ class Updater:
             NonFiniteLoss: A loss or a gradient norm is NaN or infinite; that step changed no weights.
         """
         accumulator, optimizer_step = MetricAccumulator(self.topology), self.models.policy_step
+        num_steps = 0
         for index in range(self.settings.update.steps_per_batch):
             accumulator.begin_step(1)
             share, num_targets, texts = self._texts((step, index))
@@ -132,8 +133,8 @@ class Updater:
             optimizer_step.require_finite(accumulator.end_step()["sft/loss"], step)
             finished = optimizer_step.finish(step)
             accumulator.note_all("policy", finished)
-            accumulator.note("policy/optimizer_steps", float(finished["grad_norm"] > 0))
-        return accumulator.averages()
+            num_steps += finished["grad_norm"] > 0
+        return accumulator.averages() | {"policy/optimizer_steps": float(num_steps)}
 
     def follow_run(self, num_batches: int) -> None:
         """Set the learning rates for the position after `num_batches` batches of the run, trained on or skipped."""
