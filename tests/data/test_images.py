@@ -279,7 +279,13 @@ def test_length_checks_count_image_tokens(tokenizer):
         # A cut could split a picture.
         kept, note = fit_prompts(records, tokenizer, length - 1, "p", overlong)
         assert list(kept) == records[:1]
-        assert "1 of 2" in note
+        assert "1 of 2 prompts are dropped" in note
+        assert "lose" not in note
+    records += [PromptRecord([user(text("?" * (length + more)))]) for more in (0, 1)]
+    kept, note = fit_prompts(records, tokenizer, length - 1, "p", "truncate_left")
+    assert [record.prompt for record in kept] == [records[place].prompt for place in (0, 2, 3)]
+    assert "1 of 4 prompts are dropped" in note
+    assert f"2 of 4 prompts lose all but their last {length - 1} tokens" in note
 
 
 FORMS = {

@@ -393,8 +393,13 @@ def fit_prompts(
             f"{setting}: none of {len(prompt_records)} prompts leaves room for max_tokens ({example}). Raise "
             "train_parameters.max_seq_len and engine.max_model_len, or lower max_tokens."
         )
-    what = "are dropped" if overlong == "drop" else f"lose all but their last {room} tokens"
-    note = f"{setting}: {len(cut)} of {len(prompt_records)} prompts {what}, to leave room for max_tokens ({example})"
+    num_dropped = len(prompt_records) - len(kept)
+    counted = [
+        (num_dropped, "are dropped" if overlong == "drop" else "are dropped because they have images"),
+        (len(cut) - num_dropped, f"lose all but their last {room} tokens"),
+    ]
+    what = " and ".join(f"{num} of {len(prompt_records)} prompts {fate}" for num, fate in counted if num)
+    note = f"{setting}: {what}, to leave room for max_tokens ({example})"
     read = functools.partial(_fitted, prompt_records, np.array(kept), cut)
     fitted = LazyPrompts(len(kept), read)
     return list(fitted) if isinstance(prompt_records, list) else fitted, note
