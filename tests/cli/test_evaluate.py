@@ -11,10 +11,14 @@ from kit.rank_processes import forked
 from kit.rl_runs import config_of, save_files
 from pyarrow import parquet
 
+import vectorlm.cli.evaluate as command
 from vectorlm.cli import main
 from vectorlm.cli.evaluate import _pair_of
+from vectorlm.errors import ConfigError
+from vectorlm.rl.settings import VERIFIERS
 from vectorlm.runs.reinforcement import reinforce
 from vectorlm.sampling.inline_engines import HFEngine
+from vectorlm.types import PromptRecord
 
 TASK = """
 task: {name}
@@ -301,6 +305,35 @@ def test_a_reward_whose_column_the_questions_lack_is_refused_before_the_model_is
     monkeypatch.setattr("vectorlm.cli.evaluate._answers", lambda *_: pytest.fail("the model was asked"))
     assert evaluate(files, "--prompts", files / "questions.jsonl", "--reward", "countdown", "--limit", 1) == 2
     assert "the reward 'countdown' needs 'numbers', which the prompts do not have" in capsys.readouterr().err
+
+
+def test_verifiers_plays_its_tasks_and_nothing_else(files, capsys, monkeypatch):
+    config_of(files, "tasks")
+    task, asked = PromptRecord("abc", {"wanted": "a", "taskset": "words", "config": {}, "task": {}}), []
+    read = command.read_prompts
+    monkeypatch.setattr(
+        command, "read_prompts", lambda source, *how: [task] if "verifiers" in source else read(source, *how)
+    )
+
+    def answers(args, exam):
+        asked.append(exam.environment)
+        raise ConfigError("no model")
+
+    monkeypatch.setattr(command, "_answers", answers)
+
+    def ask(*arguments):
+        assert evaluate(files, files / "tasks.yaml", *arguments) == 2
+        return capsys.readouterr().err
+
+    learned, held_out = (("--set", f"{name}.prompts=verifiers:words") for name in ("rl", "evaluation"))
+    for given, rule in ((learned, "must be tasks of verifiers"), (held_out, "needs a source")):
+        error = ask(*given)
+        assert "evaluation.prompts=" in error
+        assert rule in error
+    assert asked == []
+    ask(*learned, *held_out)
+    ask(*learned, *questions(files))
+    assert asked == [VERIFIERS, None]
 
 
 def test_without_the_harness_its_tasks_are_refused_by_the_package_s_name(files, capsys, monkeypatch):

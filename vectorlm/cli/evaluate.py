@@ -42,8 +42,14 @@ from vectorlm.rl.rewards.registry import get_reward, short_name
 from vectorlm.rl.settings import CollectSettings
 from vectorlm.runs.config.load import load_config
 from vectorlm.runs.config.schema import Config
+from vectorlm.runs.config.value import raise_problems
 from vectorlm.runs.preflight.sampling import answer_tokens
-from vectorlm.runs.preflight.user_code import signature_problems, source_tools
+from vectorlm.runs.preflight.user_code import (
+    SourcePrompts,
+    signature_problems,
+    source_tools,
+    taskset_problems,
+)
 from vectorlm.train.lora import tokenizer_folder
 from vectorlm.types import ENVIRONMENT, PromptRecord
 
@@ -432,6 +438,9 @@ def _exam_of(config: Config, args: argparse.Namespace) -> Exam:
     if source is None:
         prompts, rewards = evaluation.prompts, dict(config.evaluation_rewards)
         environment = None if rl is None else rl.collect.environment_of("")
+        if rl is not None and not reads_prompts:
+            # The agent of verifiers plays only its own tasks, and not the prompts of a file.
+            environment = rl.collect.environment
     else:
         prompts = sources[source].held_out
         rewards = {config.held_out_rewards[source]: 1.0} if source in config.held_out_rewards else {}
@@ -459,6 +468,8 @@ def _exam_of(config: Config, args: argparse.Namespace) -> Exam:
         exam.max_seq_len = config.longest_rollout
     if reads_prompts and prompts is not None:
         exam.prompt_records = read_prompts(prompts)
+        asked = SourcePrompts(source or "", True, exam.prompt_records, exam.prompt_records)
+        raise_problems([*taskset_problems(config, [asked])])
     if rewards:
         exam.rewards = rewards
     elif rl is not None:

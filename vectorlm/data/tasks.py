@@ -219,6 +219,10 @@ def _curriculum(task: str) -> Any:
     return create_curriculum(task) if has_curriculum(task) else None
 
 
+TASK_COLUMNS = {"taskset", "config", "task"}
+"""Columns of tasks of verifiers, which its agent reads."""
+
+
 def read_taskset(settings: PromptSettings, setting: str) -> list[PromptRecord]:
     """Load the tasks that the settings select, with the columns for verifiers' environment.
 

@@ -180,6 +180,66 @@ def test_a_chat_that_is_too_long_is_cut(files, setting):
     assert (found.prompt, len(asked(found))) == (chat, 56)
 
 
+TASK = PromptRecord("abc", {"wanted": "a", "taskset": "words", "config": {}, "task": {"prompt": "abc"}})
+
+
+@pytest.fixture
+def tasks(monkeypatch):
+    """Read any taskset of verifiers as one task; the package is optional."""
+    read = checked.read_prompts
+    monkeypatch.setattr(
+        checked,
+        "read_prompts",
+        lambda source, path, **how: [TASK] if "verifiers" in str(source) else read(source, path, **how),
+    )
+
+
+WORDS, FILE = "'verifiers:words'", "[abc]"
+AGENT = "rl.environment='openai:vectorlm.rl.environments.verifiers:play'"
+
+
+def of_sources(of_tasks, of_file, evaluated="null"):
+    """Return the overrides for two sources, of tasks and of other prompts, with these held-out prompts."""
+    tasks, file = (
+        f"{{prompts: {given}, held_out: {held_out}}}"
+        for given, held_out in ((WORDS, of_tasks), (FILE, of_file))
+    )
+    return [f"{RL}=null", f"{SAMPLER}={evaluated}", f"rl.sources={{a: {tasks}, b: {file}}}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ([f"{RL}={WORDS}", f"{SAMPLER}={WORDS}"], None),
+        ([f"{RL}={WORDS}", f"{SAMPLER}={FILE}"], f"{SAMPLER}=['abc'] must"),
+        ([f"{SAMPLER}={WORDS}"], f"{SAMPLER}={WORDS} needs"),
+        ([f"{SAMPLER}={{verifiers: words}}"], f"{SAMPLER}.verifiers='words' needs"),
+        ([f"{RL}={WORDS}", f"{SAMPLER}={WORDS}", AGENT], None),
+        ([f"{RL}={FILE}", f"{SAMPLER}={WORDS}", AGENT], f"{RL}=['abc'] must"),
+        (of_sources(WORDS, FILE, FILE), None),
+        (of_sources(WORDS, FILE, WORDS), f"{SAMPLER}={WORDS} needs"),
+        (of_sources(FILE, FILE), "rl.sources.a.held_out=['abc'] must"),
+        (of_sources(WORDS, WORDS), f"rl.sources.b.held_out={WORDS} needs"),
+    ],
+)
+def test_verifiers_plays_its_tasks_and_nothing_else(files, tasks, overrides, refused):
+    how = [f"rl.rewards={{'{files}/rewards.py:vowels': 1.0}}", "evaluation.rewards=null", *overrides]
+    config = config_of(files, files / "out", overrides=how)
+    if refused is None:
+        assert preflight(config, 1).evaluation_prompts
+        return
+    with pytest.raises(ConfigError) as caught:
+        preflight(config, 1)
+    assert str(caught.value).startswith(refused)
+
+
+def test_fine_tuning_plays_no_tasks_of_verifiers(files, tasks):
+    path = files / "my.yaml"
+    path.write_text(TEXT.format(files=files))
+    with pytest.raises(ConfigError, match=rf"{SAMPLER}={WORDS} needs"):
+        preflight(load_config(path, [f"{SAMPLER}={WORDS}"]), 1)
+
+
 class LongTasks(Tasks):
     """A data set that makes tasks on demand, some of them too long."""
 

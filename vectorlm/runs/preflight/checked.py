@@ -40,6 +40,7 @@ from vectorlm.runs.preflight.user_code import (
     reward_problems,
     setting_of,
     source_tools,
+    taskset_problems,
     tool_notes,
 )
 from vectorlm.types import PromptRecord
@@ -92,7 +93,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     asked.append(("", True, config.evaluation.prompts))
     asked += [(name, True, source.held_out) for name, source in sources.items() if name]
     prompts = [_read(config, *source, problems) for source in asked if source[2] is not None]
-    problems += _overlaps(config, prompts)
+    problems += [*_overlaps(config, prompts), *taskset_problems(config, prompts)]
     try:
         problems += reward_problems(config, prompts)
     except ConfigError as error:

@@ -17,6 +17,8 @@ from vectorlm.data.encoding import (
     render_chat,
     split_unfinished,
 )
+from vectorlm.data.settings import in_full
+from vectorlm.data.tasks import TASK_COLUMNS
 from vectorlm.errors import ConfigError
 from vectorlm.plugin import load_plugin
 from vectorlm.rl.environments.environment import ACCESS, AGENT, kind_of, tools_of
@@ -29,6 +31,7 @@ from vectorlm.rl.environments.tools import (
     tool_message,
 )
 from vectorlm.rl.rewards.registry import EXTRAS, LOG, OF_TRL, RESERVED, RewardSignature, get_reward
+from vectorlm.rl.settings import VERIFIERS
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import refuse
 from vectorlm.settings import nearest
@@ -86,6 +89,29 @@ def environment_problems(
             require_environment(load_plugin(environment.removeprefix(AGENT)), environment, common)
         except ConfigError as error:
             yield str(error)
+
+
+def taskset_problems(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
+    """Yield prompts that the agent of verifiers cannot play, and held-out tasks of verifiers that nothing plays."""
+    rl = config.rl
+    for source in prompts:
+        environment, path = None if rl is None else rl.collect.environment_of(source.source), source.setting
+        # Costs more than a minute: the agent fails after models are loaded.
+        if environment == VERIFIERS and not all(TASK_COLUMNS.issubset(row.columns) for row in source.shown):
+            fix = "Use `verifiers:TASKSET`, or another environment."
+            if source.is_held_out:
+                fix = "Use `verifiers:TASKSET`. For single turns, write the prompts to learn from in rl.sources, and "
+                fix += "these in evaluation.prompts."
+            yield refuse(config, path, "must be tasks of verifiers, whose agent plays these prompts", fix)
+        if environment is not None or not source.is_held_out:
+            continue
+        sources = {} if rl is None else rl.collect.sources
+        given = sources[source.source].held_out if source.source else config.evaluation.prompts
+        # Silent: the answers would be single turns, without the reward of verifiers.
+        if getattr(in_full(given), "verifiers", None) is not None:
+            rule = "needs a source that trains on tasks of verifiers, because only such a source plays them"
+            fix = "Write it as held_out of such a source in rl.sources, or use other prompts."
+            yield refuse(config, path if isinstance(given, str) else f"{path}.verifiers", rule, fix)
 
 
 def require_environment(make: Any, where: str, columns: Collection[str] | None = None) -> None:
