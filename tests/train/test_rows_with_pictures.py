@@ -7,7 +7,7 @@ from kit.rank_processes import on_ranks
 from kit.vision_models import KINDS, picture, save_vlm
 
 from vectorlm.data.encoding import encode
-from vectorlm.data.images import image_tokens_of
+from vectorlm.data.images import image_tokens_of, pictures_of
 from vectorlm.rl.rollout import Rollout
 from vectorlm.sampling.weights.lora_factors import is_lora_layer
 from vectorlm.sampling.weights.model_size import names_of_vision
@@ -194,7 +194,7 @@ def rollout_of(tokenizer, token_ids, policy_mask, images, reply_images=()):
         "text",
         "stop",
         turn_ends=(len(token_ids),),
-        pictures=found.pictures,
+        pictures=pictures_of(found),
     )
 
 
@@ -229,6 +229,19 @@ def test_a_sampled_image_token_is_not_trained_and_does_not_raise(path, tokenizer
         asked[0, -3:] = True
         found = policy.logprobs(Rows(ids, torch.ones_like(ids), asked, (0,), images=[placed]))
         assert found.isfinite().all()
+
+
+def test_no_token_is_trained_whose_context_differs_from_the_engine_s(tokenizer):
+    """The engine reads a placeholder without a picture as a token; the trainer cannot, next to pictures."""
+    tokens = image_tokens_of(tokenizer)
+    for images in ([], [RED]):
+        for reserved in tokens.reserved:
+            token_ids = [10, reserved, 11, 12]
+            rollout = rollout_of(tokenizer, token_ids, [True, False, False, True], images)
+            expanded, placed = rollout.with_expanded(tokens, spare=0)
+            assert len(placed) == len(images)
+            assert expanded.token_ids == (10, 0, 11, 12)
+            assert expanded.policy_mask == (True, False, False, False)
 
 
 @pytest.mark.parametrize("parts", [(), ("vision",), ("language",), ("vision", "projector", "language")])

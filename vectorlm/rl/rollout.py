@@ -163,27 +163,26 @@ class Rollout(Numbers):
     def with_expanded(self, tokens: ImageTokens, spare: int) -> tuple[Rollout, list[PlacedPicture]]:
         """Return the row with its pictures' tokens instead of their placeholders, and the pictures with their places.
 
-        A reserved token that the policy chose would be mistaken for a picture. It becomes `spare`; this token and all
-        later ones are not trained on.
+        A reserved token that the policy chose, or that a text holds, would be mistaken for a picture. It becomes
+        `spare`; this token and all later ones are not trained on, because the engine read another token here.
         """
         whole = np.concatenate([self.numbers("prompt_token_ids"), self.numbers("token_ids")])
         if not np.isin(whole, [*tokens.reserved]).any():
             return self, []
         prompt = list(self.prompt_token_ids)
-        policy = [False] * len(prompt) + list(self.policy_mask)
+        chosen = [False] * len(prompt) + list(self.policy_mask)
+        policy = list(chosen)
         left, placed = list(self.pictures), list[PlacedPicture]()
         found: list[int] = []
         sources: list[int] = []
         starts = [0]
-        for index, (token, is_chosen) in enumerate(zip([*prompt, *self.token_ids], policy, strict=True)):
+        for index, (token, is_chosen) in enumerate(zip([*prompt, *self.token_ids], chosen, strict=True)):
             new = [token]
-            if is_chosen and token in tokens.reserved:
-                new, policy[index:] = [spare], [False] * (len(policy) - index)
-            elif token == tokens.placeholder and not is_chosen and left:
+            if token == tokens.placeholder and not is_chosen and left:
                 new = tokens.expansion(picture := left.pop(0))
                 placed.append(PlacedPicture(picture, len(found) + new.index(tokens.image_token)))
             elif token in tokens.reserved:
-                new = [spare]
+                new, policy[index:] = [spare], [False] * (len(policy) - index)
             found += new
             sources += [index - len(prompt)] * len(new)
             starts.append(len(found))
