@@ -336,6 +336,18 @@ def test_verifiers_plays_its_tasks_and_nothing_else(files, capsys, monkeypatch):
     assert asked == [VERIFIERS, None]
 
 
+@pytest.mark.parametrize(
+    ("reward", "rule"),
+    [("judge(model='self')", "needs a run of reinforcement learning"), ("judge(model='m')", "the url")],
+)
+def test_a_judge_that_the_command_cannot_ask_is_refused_before_the_model_is_loaded(
+    files, capsys, monkeypatch, reward, rule
+):
+    monkeypatch.setattr("vectorlm.cli.evaluate._answers", lambda *_: pytest.fail("the model was asked"))
+    assert evaluate(files, "--prompts", files / "questions.jsonl", "--reward", reward, "--limit", 1) == 2
+    assert rule in capsys.readouterr().err
+
+
 def test_without_the_harness_its_tasks_are_refused_by_the_package_s_name(files, capsys, monkeypatch):
     monkeypatch.setattr("vectorlm.cli.evaluate.is_installed", lambda name: False)
     assert evaluate(files, "--tasks", "choice") == 2

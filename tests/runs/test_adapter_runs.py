@@ -13,6 +13,7 @@ from kit.rl_runs import check_rl, config_of, cut_after_step_2, lines, numbers, s
 from vectorlm.errors import ConfigError, RewardError
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.source import RolloutSource
+from vectorlm.runs.preflight.checked import preflight
 from vectorlm.runs.reinforcement import reinforce
 
 LORA = "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, v_proj]}"
@@ -229,8 +230,10 @@ def test_a_judge_that_does_not_exist_ends_the_run_with_those_that_do(counting, t
         ("judge(model='m', url='http://localhost/v1', adapter='base')", [LORA], "adapter"),
     ],
 )
-def test_a_judge_that_cannot_be_asked_is_refused_by_name(files, tmp_path, reward, overrides, setting):
-    with pytest.raises(ConfigError, match=rf"rl.rewards.judge.*{setting}"):
-        check_rl(
-            config_of(files, tmp_path / "run", overrides=[f'rl.rewards={{"{reward}": 1.0}}', *overrides])
-        )
+@pytest.mark.parametrize("section", ["rl", "evaluation"])
+def test_a_judge_that_cannot_be_asked_is_refused_by_name(
+    files, tmp_path, section, reward, overrides, setting
+):
+    rewards = f'{section}.rewards={{"{reward}": 1.0}}'
+    with pytest.raises(ConfigError, match=rf"{section}.rewards.*judge.*{setting}"):
+        preflight(config_of(files, tmp_path / "run", overrides=[rewards, *overrides]), 1)

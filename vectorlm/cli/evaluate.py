@@ -46,6 +46,7 @@ from vectorlm.runs.config.value import raise_problems
 from vectorlm.runs.preflight.sampling import answer_tokens
 from vectorlm.runs.preflight.user_code import (
     SourcePrompts,
+    judge_problems,
     signature_problems,
     source_tools,
     taskset_problems,
@@ -219,7 +220,8 @@ def _answer_questions(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     records = exam.prompt_records
     for name in exam.rewards:
         # Raise before the model is loaded.
-        for rule, fix in signature_problems(get_reward(name), records, "the questions"):
+        judged = judge_problems(name, has_engine=False)
+        for rule, fix in [*judged, *signature_problems(get_reward(name), records, "the questions")]:
             raise ConfigError(f"the reward {name!r} {rule}. {fix}")
     answers = _answers(args, exam)
     records = exam.prompt_records

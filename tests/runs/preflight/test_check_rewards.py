@@ -65,6 +65,24 @@ def test_check_prints_a_file_that_says_the_same(folder, capsys):
     assert (found["engine"]["max_num_seqs"], found["rl"]["algorithm"]["clip_high"]) == (4, 0.3)
 
 
+@pytest.mark.parametrize(
+    ("reward", "rule"),
+    [
+        ("judge(model='self')", "needs a run of reinforcement learning"),
+        ("judge(model='m')", "needs either the url of a server"),
+        ("judge(model='m', url='http://localhost/v1', pattern='(')", "as pattern"),
+    ],
+)
+def test_a_judge_that_fine_tuning_cannot_ask_is_refused(folder, reward, rule):
+    Path("tuned.yaml").write_text(MINIMAL.replace("models/tiny", "model"))
+    changes = [
+        f'evaluation={{prompts: questions.jsonl, rewards: {{"{reward}": 1.0}}}}',
+        "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj]}",
+    ]
+    with pytest.raises(ConfigError, match=rf"evaluation\.rewards=.*judge.*{rule}"):
+        preflight(load_config("tuned.yaml", changes), 1)
+
+
 @pytest.mark.parametrize("weight", ["high", "null", ".nan", "true"])
 def test_the_weight_of_an_evaluation_s_reward_is_a_number(folder, weight):
     define("completions, **kwargs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from vectorlm.errors import ConfigError, DatasetError
 from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.prepare import correction_of
 from vectorlm.rl.prompts import SCORE
-from vectorlm.rl.rewards.registry import JUDGE, given_of, short_name, without_arguments
+from vectorlm.rl.rewards.registry import short_name
 from vectorlm.rl.settings import NO_CORRECTION, SELF, Correction, CorrectionSettings, CriticSettings
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import all_settings, refuse, settings_of, to_plain, value_at
@@ -474,14 +473,6 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
             yield refuse(config, f"train_parameters.lora_peft_config.{option}", rule, fix, value)
 
 
-def _finds_score(pattern: str | None) -> bool:
-    """Return whether a judge's pattern can be compiled and has at most one group."""
-    try:
-        return re.compile(pattern or "").groups < 2
-    except re.error:
-        return False
-
-
 def _adapter_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     # All of these cost more than a minute: models are loaded, and an engine is started, first.
     needs = "needs an engine with LoRA adapters"
@@ -489,21 +480,12 @@ def _adapter_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     if rl.keep_adapters is not None and not config.has_adapters:
         yield refuse(config, "rl.keep_adapters", needs, fix, to_plain(rl.keep_adapters))
     for name in config.judges if not config.has_adapters else ():
-        yield refuse(config, f"rl.rewards.{name}", needs, fix, "…")
-    # Silent: the adapter would be ignored, or the engine would be asked while it sleeps.
-    names = [*config.evaluation_rewards, *config.held_out_rewards.values()]
-    for name in dict.fromkeys([*rl.all_rewards, *names]):
-        given = given_of(name) if without_arguments(name) == JUDGE else {}
-        if given and (given.get("model") == SELF) == ("url" in given):
-            rule = "needs either the url of a server or model='self'"
-            yield refuse(config, f"rl.rewards.{name}", rule, "Add the url.", "…")
-        elif not _finds_score(given.get("pattern")):
-            rule = "must have a regular expression with at most one group, which is the score, as pattern"
-            yield refuse(config, f"rl.rewards.{name}", rule, "Write other groups as (?:…).", "…")
-        elif given.get("adapter") and given.get("model") != SELF:
-            rule = "takes an adapter only with model='self'"
-            yield refuse(config, f"rl.rewards.{name}", rule, "Use model='self'.", "…")
-        elif name in names and name in config.judges and config.engine.turn.sleep != "none":
+        section = "rl" if name in rl.all_rewards else "evaluation"
+        yield refuse(config, f"{section}.rewards.{name}", needs, fix, "…")
+    # Silent: the engine would be asked while it sleeps.
+    names = dict.fromkeys([*config.evaluation_rewards, *config.held_out_rewards.values()])
+    for name in names if config.engine.turn.sleep != "none" else ():
+        if name in config.judges:
             rule = (
                 f"asks the run's engine after an evaluation, and engine.sleep is {config.engine.turn.sleep}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -30,7 +31,18 @@ from vectorlm.rl.environments.tools import (
     schemas_of,
     tool_message,
 )
-from vectorlm.rl.rewards.registry import EXTRAS, LOG, OF_TRL, RESERVED, RewardSignature, get_reward
+from vectorlm.rl.rewards.registry import (
+    EXTRAS,
+    JUDGE,
+    LOG,
+    OF_TRL,
+    RESERVED,
+    SELF,
+    RewardSignature,
+    get_reward,
+    given_of,
+    without_arguments,
+)
 from vectorlm.rl.settings import VERIFIERS
 from vectorlm.runs.config.schema import Config, RLSettings
 from vectorlm.runs.config.setting import refuse
@@ -265,15 +277,19 @@ def _require_call(function: Any, arguments: Sequence[str], where: str) -> None:
 
 
 def reward_problems(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
-    """Yield the parameters of reward functions that nothing supplies.
+    """Yield the parameters of reward functions that nothing supplies, and judges that cannot be asked.
 
     Raises:
         ConfigError: A function or its file does not exist.
     """
     # Costs more than a minute: the first call comes after models are loaded and completions sampled.
+    seen = set[str]()
     for path, value, name, source in _uses(config, prompts):
         for rule, fix in signature_problems(get_reward(name), source.shown, source.setting):
             yield refuse(config, path, rule, fix, value)
+        for rule, fix in judge_problems(name, has_engine=config.rl is not None) if name not in seen else ():
+            yield refuse(config, path, rule, fix, value)
+        seen.add(name)
 
 
 def reward_notes(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[str]:
@@ -311,6 +327,34 @@ def _uses(config: Config, prompts: Sequence[SourcePrompts]) -> Iterator[tuple[st
                     else []
                 )
             yield from ((path, name, name, source) for name in names)
+
+
+def judge_problems(name: str, *, has_engine: bool) -> Iterator[tuple[str, str]]:
+    """Yield rule and fix for arguments of the reward `judge` with which nobody can be asked, or no score is found.
+
+    `has_engine` is whether an RL run, whose engine may be the judge, scores the completions.
+    """
+    given = given_of(name) if without_arguments(name) == JUDGE else {}
+    is_own = given.get("model") == SELF
+    if given and is_own == ("url" in given):
+        yield "needs either the url of a server or model='self'", "Add the url."
+    elif is_own and not has_engine:
+        fix = "Name a model and the url of its server."
+        yield "needs a run of reinforcement learning, whose engine it asks", fix
+    elif not _finds_score(given.get("pattern")):
+        rule = "must have a regular expression with at most one group, which is the score, as pattern"
+        yield rule, "Write other groups as (?:…)."
+    elif given.get("adapter") and not is_own:
+        # Silent: the adapter would be ignored.
+        yield "takes an adapter only with model='self'", "Use model='self'."
+
+
+def _finds_score(pattern: str | None) -> bool:
+    """Return whether a judge's pattern can be compiled and has at most one group."""
+    try:
+        return re.compile(pattern or "").groups < 2
+    except re.error:
+        return False
 
 
 def signature_problems(
