@@ -1,5 +1,6 @@
 """Checks of a user's project: they pass for the output of `vectorlm new`, and name faults elsewhere."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,12 @@ def test_a_broken_reward_is_named(project, name):
     check = {function.__name__: function for function in PROJECT_CHECKS}[name]
     with pytest.raises(AssertionError, match=said):
         check(ProjectUnderTest("config.yaml"))
+
+
+def test_a_judge_that_asks_the_run_s_engine_is_called_only_in_the_run(project):
+    rewards = {"rewards.py:is_right": 1, "judge(model='self')": 1}
+    mine = under_test(f"{TRAIN}.lora_peft_config={{r: 8}}", f"rl.rewards={json.dumps(rewards)}")
+    assert list(mine.scored) == ["rewards.py:is_right"]
 
 
 def test_what_the_checks_write_goes_with_them():

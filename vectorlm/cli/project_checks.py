@@ -187,9 +187,12 @@ class ProjectUnderTest:
                     for record in records
                     for text in texts(record.columns)
                 ]
-                # Rewards that read an environment's metrics are called only in the run.
+                # Rewards that read an environment's metrics, or ask the run's engine, are called only in the run.
                 for name in source.rewards:
-                    if "environment" in RewardSignature.of(get_reward(name)).kinds:
+                    if (
+                        name in self.config.judges
+                        or "environment" in RewardSignature.of(get_reward(name)).kinds
+                    ):
                         continue
                     reward = RewardFunction(name, pool, timeout_s=self.rl.reward.reward_timeout_s)
                     scored.setdefault(name, []).extend(zip(items, reward.score(items), strict=True))
