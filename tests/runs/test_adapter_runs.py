@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from vectorlm.errors import ConfigError, RewardError
 from vectorlm.rl.rollouts.queue import GroupQueue
 from vectorlm.rl.rollouts.source import RolloutSource
 from vectorlm.runs.preflight.checked import preflight
+from vectorlm.runs.preflight.rl import older_judge_problems
 from vectorlm.runs.reinforcement import reinforce
 
 LORA = "train_parameters.lora_peft_config={r: 4, target_modules: [q_proj, v_proj]}"
@@ -216,9 +218,32 @@ def test_a_judge_and_an_agent_ask_the_runs_other_models_by_name(counting, tmp_pa
 
 @pytest.mark.slow
 def test_a_judge_that_does_not_exist_ends_the_run_with_those_that_do(counting, tmp_path):
-    config = judging(counting, tmp_path / "run", "policy@7", "rl.on_reward_error=skip")
-    with pytest.raises(RewardError, match=r"'policy@7', only base, policy, reference"):
+    config = judging(counting, tmp_path / "run", "other", "rl.on_reward_error=skip")
+    with pytest.raises(RewardError, match=r"'other', only base, policy, reference"):
         reinforce(config)
+
+
+@pytest.mark.parametrize("section", ["rl", "evaluation"])
+@pytest.mark.parametrize(
+    ("adapter", "is_kept"), [("reference", True), ("policy@1", False), ("policy@0", False)]
+)
+def test_a_judge_that_does_not_exist_at_the_first_step_is_refused(files, tmp_path, section, adapter, is_kept):
+    rewards = f"{section}.rewards={{\"judge(model='self', adapter='{adapter}')\": 1.0}}"
+    config = config_of(files, tmp_path / "run", overrides=[*KEEP, rewards])
+    with (
+        nullcontext() if is_kept else pytest.raises(ConfigError, match=rf"{section}.rewards.judge.*{adapter}")
+    ):
+        preflight(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "is_kept"), [(1, 2, False), (2, 2, True), (3, 2, True), (2, 1, False), (4, 2, True)]
+)
+def test_a_resumed_run_may_ask_an_older_policy_that_is_kept_to_its_end(files, tmp_path, step, last, is_kept):
+    keep = f"rl.keep_adapters={{every: 2, last: {last}}}"
+    rewards = "rl.rewards={\"judge(model='self', adapter='policy@2')\": 1.0}"
+    config = config_of(files, tmp_path / "run", overrides=[LORA, keep, rewards, "rl.max_steps=5"])
+    assert (list(older_judge_problems(config, step)) == []) == is_kept
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class OtherAdapters:
         """Copy the model's weights if the policy after `step` must be kept; return the steps of all kept policies."""
         if self._settings is None:
             return []
-        steps = list(range(self._settings.every, step + 1, self._settings.every))[-self._settings.last :]
+        steps = self._settings.kept_at(step)
         if missing := [kept for kept in steps if kept not in self._kept]:
             reshard(self._model)
             for kept in missing:

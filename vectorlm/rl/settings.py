@@ -243,12 +243,16 @@ class TeacherSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptAdapters:
-    """Settings for older policies that the engine keeps as adapters: opponents, judges and evaluations use them."""
+    """Settings for older policies that the engine keeps as adapters, for environments and agents."""
 
     every: PositiveInt
     """Steps between two kept policies; `policy@S` is the policy after step S."""
     last: PositiveInt = 1
     """Number of kept policies, which are the newest ones; each needs a LoRA slot of the engine."""
+
+    def kept_at(self, step: int) -> list[int]:
+        """Return the steps of the policies that the engine keeps after `step`."""
+        return list(range(self.every, step + 1, self.every))[-self.last :]
 
 
 @dataclass(frozen=True, kw_only=True)

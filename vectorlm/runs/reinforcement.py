@@ -405,7 +405,7 @@ def _scorer(run: Run, rl: RLSettings, spec: AlgorithmSpec, judges: Mapping[str, 
             if adapter not in (known := engine.adapters):
                 raise RewardError(
                     f"rl.rewards.{name}: the engine does not hold the adapter {adapter!r}, only "
-                    f"{', '.join(sorted(known))}. Name one of these, or keep it with rl.keep_adapters."
+                    f"{', '.join(sorted(known))}. Name one of these."
                 )
 
     def weights_of(rewards: Mapping[str, Any], environment: str | None) -> dict[str, float]:

@@ -53,8 +53,8 @@ async def judge(
         prompt: The prompt, as text or messages; several messages become lines ``role: content``.
         model: The name of the model on the server; ``self`` is the run's own engine, which needs LoRA.
         url: The base URL of an OpenAI-compatible server, which ends in ``/v1``; None with ``self``.
-        adapter: With ``self``, the adapter that judges: ``reference``, or ``policy@100`` (see `rl.keep_adapters`). None
-            is the base model. A run whose engine does not have the adapter ends with an error.
+        adapter: With ``self``, the adapter that judges, such as ``reference``; None is the base model. The engine needs
+            it in every step, so ``policy@100`` (see `rl.keep_adapters`) can judge only after a resume.
         template: The question to the judge, with ``{prompt}`` and ``{completion}``. A config may call it `prompt`.
         pattern: A regular expression whose last match, or the group in it, is the score.
         scale: The highest score, which gives a reward of 1.

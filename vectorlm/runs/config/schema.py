@@ -152,7 +152,7 @@ class RLSettings:
     teacher: TeacherSettings | None = None
     """A teacher to learn from, with or without rewards; null learns only from rewards."""
     keep_adapters: KeptAdapters | None = None
-    """Older policies that the engine keeps as LoRA adapters, for opponents, judges and evaluations; null keeps none."""
+    """Older policies that the engine keeps as LoRA adapters, for environments and agents; null keeps none."""
     sft: SFTSettings | None = None
     """A dataset of texts to learn as well; null learns from completions alone."""
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)

@@ -103,6 +103,7 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
         from vectorlm.runs.preflight.rl import (
             check_teacher,
             image_problems,
+            older_judge_problems,
             rl_problems,
             teacher_prompt_problems,
         )
@@ -137,7 +138,10 @@ def preflight(config: Config, world_size: int, num_nodes: int = 1) -> CheckedCon
     notes += _rendered_notes(config, prompts, max_tokens)
     config = replace(config, notes=tuple(notes))
     # Costs more than a minute: checkpoints are looked for after models are loaded.
-    return CheckedConfig(config, trained, evaluation_prompts, find_resumption(config, world_size))
+    resumption = find_resumption(config, world_size)
+    if rl is not None:
+        raise_problems(list(older_judge_problems(config, 0 if resumption is None else resumption.step)))
+    return CheckedConfig(config, trained, evaluation_prompts, resumption)
 
 
 def _rendered_notes(config: Config, prompts: Sequence[SourcePrompts], max_tokens: float) -> list[str]:

@@ -22,6 +22,7 @@ from vectorlm.data.encoding import is_messages
 from vectorlm.data.images import column_images, has_marks, images_of
 from vectorlm.data.prompts import check_lengths
 from vectorlm.errors import ConfigError, DatasetError
+from vectorlm.rl.adapters import OLDER
 from vectorlm.rl.environments.environment import AGENT
 from vectorlm.rl.prepare import correction_of
 from vectorlm.rl.prompts import SCORE
@@ -494,6 +495,28 @@ def _adapter_problems(config: Config, rl: RLSettings) -> Iterator[str]:
     if config.num_other_slots and num_slots is not None and num_slots <= config.num_other_slots:
         rule = f"must be at least {config.num_other_slots + 1}, for the policy and the other adapters"
         yield refuse(config, "engine.max_loras", rule, "Leave it out.", num_slots)
+
+
+def older_judge_problems(config: Config, first_step: int) -> Iterator[str]:
+    """Yield the judges that are older policies, unless a run that resumes at `first_step` keeps them to its end."""
+    rl = config.rl
+    if rl is None or rl.max_steps is None:
+        return
+    evaluated = {*config.evaluation_rewards, *config.held_out_rewards.values()}
+    for name, adapter in config.judges.items():
+        if not adapter.startswith(OLDER):
+            continue
+        # After the last step, only an evaluation asks the engine.
+        last_step = rl.max_steps if name in evaluated else rl.max_steps - 1
+        kept = [
+            [] if rl.keep_adapters is None else rl.keep_adapters.kept_at(step)
+            for step in (min(first_step, last_step), last_step)
+        ]
+        # Costs more than a minute: models are loaded, and completions sampled, first.
+        if not all(adapter in [f"{OLDER}{step}" for step in steps] for steps in kept):
+            section = "rl" if name in rl.all_rewards else "evaluation"
+            rule = f"needs an adapter that exists in every step of the run, and {adapter} does not"
+            yield refuse(config, f"{section}.rewards.{name}", rule, "Use adapter='reference'.", "…")
 
 
 def _length_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterator[str]:
