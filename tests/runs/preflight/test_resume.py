@@ -181,6 +181,17 @@ def test_another_algorithm_is_another_run(path):
     assert "rl.algorithm.name='rloo' (was 'grpo')" in refused(path, SAMPLER, RL, "rl.algorithm=rloo")
 
 
+@pytest.mark.parametrize("before", ["null", "{every: 2, last: 3}"])
+@pytest.mark.parametrize("now", ["null", "{every: 2, last: 3}", "{every: 4, last: 3}", "{every: 2, last: 1}"])
+def test_other_kept_adapters_are_another_run(path, before, now):
+    # The checkpoint holds their tensors.
+    save(path, SAMPLER, RL, f"rl.keep_adapters={before}")
+    if now == before:
+        assert found(path, SAMPLER, RL, f"rl.keep_adapters={now}").changes == ()
+    else:
+        assert "rl.keep_adapters" in refused(path, SAMPLER, RL, f"rl.keep_adapters={now}")
+
+
 def test_checkpoints_of_earlier_versions_are_refused_with_what_to_do(path):
     Path("runs/tiny/checkpoints/step-00000006/identity.json").write_text('{"seed": 11}')
     assert "written by an earlier version of vectorlm. Delete runs/tiny/checkpoints." in refused(path)

@@ -37,6 +37,7 @@ FIXED = (
     "preference.loss",
     "rl.algorithm.name",
     "rl.critic.model",
+    "rl.keep_adapters",
     "rl.num_epochs",
     "rl.num_mini_batches",
     "rl.reference_sync_every",
@@ -89,8 +90,6 @@ def identity_of(config: Config, world_size: int, num_examples: int | None = None
         for name, source in rl.by_source.items():
             path = source.prompts.path if isinstance(source.prompts, PromptSettings) else None
             contents[f"rl.sources.{name}.prompts" if name else "rl.prompts"] = _digest(path or source.prompts)
-        if rl.keep_adapters is not None:
-            fixed["rl.keep_adapters"] = [rl.keep_adapters.every, rl.keep_adapters.last]
         if rl.sft is not None:
             contents["rl.sft.dataset"] = _fingerprint(Path(rl.sft.dataset))
     elif text is not None:
