@@ -1,8 +1,11 @@
 """Setting names of other libraries: the error gives our name."""
 
+import re
+
 import pytest
 from kit.config_texts import RL, refusal
 
+from vectorlm.algorithms.registry import ROWS
 from vectorlm.packages import fields_of
 from vectorlm.runs.config.setting import all_settings
 from vectorlm.runs.config.value import FOREIGN, describe
@@ -54,7 +57,7 @@ def test_no_name_is_answered_that_means_something_here():
         ("train_parameters.learning_rate=1e-6", "'train_parameters.optimizer.lr'"),
         ("beta=0.04", "'rl.kl_coef' or 'rl.algorithm.beta'"),
         ("rl.temperature=0.9", "'rl.sampling_params.temperature'"),
-        ("rl.repetition_penalty=1.1", "trainer"),
+        ("rl.repetition_penalty=1.1", "'rl.sampling_params.repetition_penalty'"),
         ("rl.gamma=0.9", "'rl.algorithm.gamma'"),
         ("rl.cliprange=0.2", "'rl.algorithm.clip_low'"),
         ("rl.critic.learning_rate=1e-5", "'rl.critic.lr'"),
@@ -78,6 +81,13 @@ def test_an_unknown_setting_of_trl_is_answered_with_its_name_here(write_config, 
 )
 def test_a_value_of_another_library_is_answered_with_its_name_here(write_config, setting, choice):
     assert f"Did you mean '{choice}'?" in refusal(write_config(RL), setting)
+
+
+def test_repetition_penalty_is_answered_with_the_algorithms_that_accept_it(write_config):
+    words = re.findall(r"\w+", refusal(write_config(RL), "rl.repetition_penalty=1.1"))
+    assert {spec.name for spec in ROWS if spec.name in words} == {
+        spec.name for spec in ROWS if not spec.samples_from_policy
+    }
 
 
 def test_a_file_of_trls_names_is_answered_line_by_line(write_config):
