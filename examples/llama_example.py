@@ -24,7 +24,8 @@ def main() -> None:
     topology = Topology.from_environment()
     if args.world_size not in (1, topology.world_size):
         parser.error(
-            f"--world_size {args.world_size} is torchrun's to set: torchrun --nproc_per_node {args.world_size}"
+            f"--world_size {args.world_size}: it must be the number of ranks that torchrun started, "
+            f"{topology.world_size}. Leave it out, or use torchrun --nproc_per_node {args.world_size}."
         )
     try:
         config = with_download(config_from_arguments(args))

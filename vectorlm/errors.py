@@ -46,7 +46,7 @@ class RankMismatch(VectorLMError, ValueError):
 
 
 class OutOfTurn(VectorLMError, RuntimeError):
-    """Training began while the engine had the devices, or sampling while the trainer had them."""
+    """A sampling block contains an optimizer step, a read of the optimizer's state, or another sampling block."""
 
 
 class EngineError(VectorLMError, RuntimeError):
@@ -78,7 +78,7 @@ class ChangedBySleep(EngineError):
 
 
 class HandleRefused(EngineError, OSError):
-    """Another process on this machine cannot read a device's memory."""
+    """A process cannot read tensors of another process in place, or the engine lends no weights that fit."""
 
 
 class WeightMismatch(VectorLMError, ValueError):

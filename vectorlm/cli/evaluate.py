@@ -105,7 +105,8 @@ def evaluate_command(args: argparse.Namespace) -> int:
         _write(args.pairs, pairs)
         others = len(found["answers"]) - len(pairs)
         print(
-            f"{args.pairs}: {len(pairs)} pairs; {others} questions have equal scores or only answers that were cut off"
+            f"{args.pairs}: {len(pairs)} pairs; {others} questions have equal scores, no scores, or only answers "
+            "that were cut off"
         )
     return 0
 

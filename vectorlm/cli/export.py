@@ -55,7 +55,8 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT_OR_RUN",
         help="a checkpoint (runs/x/checkpoints/step-00000040), a run's folder, or a model that a run has exported",
     )
-    parser.add_argument("--output", metavar="DIR", help="the folder to create; by default next to the source")
+    help_text = "the folder to create; by default in the run's folder, or next to an exported model"
+    parser.add_argument("--output", metavar="DIR", help=help_text)
     parser.add_argument(
         "--best",
         action="store_true",

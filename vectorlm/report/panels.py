@@ -158,7 +158,7 @@ LOGPROB_GAP = Panel(
 )
 STALENESS = Panel(
     "Staleness",
-    "below rl.async.max_staleness; 0 without it",
+    "at most rl.async.max_staleness; 0 without it",
     "steps behind the trainer",
     {"staleness/token_mean": "mean of the tokens", "staleness/token_max": "oldest token"},
     from_zero=True,

@@ -466,7 +466,7 @@ def _kl_problems(config: Config, rl: RLSettings, spec: AlgorithmSpec) -> Iterato
         yield refuse(config, "rl.kl_target", rule, "Set rl.kl_coef: 0.05.")
     lora = config.train_parameters.lora_peft_config
     if kl.reference_sync_every is not None and lora is not None:
-        rule = "cannot be used with LoRA, whose reference is the base without adapters"
+        rule = "cannot be used with LoRA, whose reference is always the policy with its initial adapters"
         yield refuse(config, "rl.reference_sync_every", rule, "Leave it out.")
     # Silent: the reference would not be the policy before training.
     if lora is not None and (rl.has_reference or config.asks_adapters):

@@ -158,11 +158,11 @@ def refused_starts(options: Mapping[str, Any], kind: str = WRITES) -> Iterator[R
 
 
 def moving_references(options: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield options that make the policy without adapters differ from the policy before training."""
+    """Yield options that make the reference, which has the initial adapters, differ from the policy before training."""
     if (bias := options.get("bias", "none")) != "none":
-        yield "bias", bias, "trains biases of the base, which is the reference", "Use none."
+        yield "bias", bias, "trains biases of the base, which the reference shares", "Use none."
     if options.get("init_lora_weights", True) is False:
-        rule = "makes the first policy differ from the base, which is the reference"
+        rule = "starts with adapters that are not zero, and the reference is the base without them"
         yield "init_lora_weights", False, rule, "Use true."
 
 
