@@ -48,6 +48,8 @@ class Expected:
     at_least: float | None = None
     at_most: float | None = None
     predicted: Any = None
+    gpu: str | None = None
+    """Name of the only GPU that the bounds are for; None for bounds on all machines."""
     means: str = ""
     cuda_only: bool = False
 
@@ -57,7 +59,8 @@ class Expected:
         if self.predicted == "-":
             return "-"
         parts = {">=": self.at_least, "<=": self.at_most, "predicted": self.predicted}
-        return ", ".join(f"{word} {value}" for word, value in parts.items() if value is not None) or "yes"
+        text = ", ".join(f"{word} {value}" for word, value in parts.items() if value is not None) or "yes"
+        return text if self.gpu is None else f"on an {self.gpu}: {text}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +180,7 @@ def rows_of(step: Step, is_cuda: bool, devices: Sequence[Gpu]) -> Iterator[dict[
         judged.append((Expected(figure="exit code", at_most=0, means=f"its last output:\n{output}"), problem))
     for expectation, value in judged:
         value_text = f"{value:.4g}" if isinstance(value, float) else str(value)
-        word = verdict(expectation, value)
+        word = verdict(expectation, value, [gpu.name for gpu in devices])
         print(f"   {expectation.figure}: {value_text} (expected: {expectation.text}) {word}", flush=True)
         if word not in GOOD:
             print(f"     look at: {expectation.means}", flush=True)
@@ -190,12 +193,13 @@ def rows_of(step: Step, is_cuda: bool, devices: Sequence[Gpu]) -> Iterator[dict[
         yield row | {"verdict": word}
 
 
-def verdict(expected: Expected, value: Any) -> str:
-    """Compare one figure with its expectation, and return the verdict."""
+def verdict(expected: Expected, value: Any, gpu_names: Sequence[str] = ()) -> str:
+    """Compare one figure of a machine with these GPUs with its expectation, and return the verdict."""
     if value is None:
         return "missing"
     bounds = expected.at_least, expected.at_most
-    if bounds == (None, None):
+    is_bounded = expected.gpu is None or {expected.gpu} == {*gpu_names}
+    if bounds == (None, None) or not is_bounded:
         return "wrong" if value is False else "ok" if value is True else "noted"
     if isinstance(value, str):
         return "wrong"

@@ -63,6 +63,31 @@ def test_a_figure_is_judged_by_its_bounds(bounds, value, verdict):
     assert qualify.verdict(Expected(figure="x", **bounds), value) == verdict
 
 
+SLOW = {"TB/s": 0.9, "GB/s": 12.0, "s": 250.0}
+"""Speeds that are out of bounds on an H200, by unit."""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_judged"),
+    [("NVIDIA H200", True), ("NVIDIA GH200 480GB", False), ("NVIDIA GeForce RTX 4090", False)],
+)
+def test_speeds_are_judged_only_on_the_gpu_of_their_bounds(monkeypatch, name, is_judged):
+    device = qualify.Gpu(name, "580.1", 24_000, 0)
+    monkeypatch.setattr(qualify, "gpus", lambda: [device])
+    timed = [step for step in STEPS if step.name in ("first", "ceilings", "swap", "train", "ranks_2")]
+    for step in timed:
+        speeds = {
+            expected.figure: SLOW[expected.figure.rpartition(", ")[2]]
+            for expected in step.expected
+            if expected.figure.rpartition(", ")[2] in SLOW
+        }
+        monkeypatch.setattr(qualify, "run_step", lambda *_, speeds=speeds: (dict(speeds), "", ""))
+        words = {
+            row["figure"]: row["verdict"] for row in qualify.rows_of(step, True, [device] * step.min_gpus)
+        }
+        assert ("out of bounds" in {words[figure] for figure in speeds}) == is_judged
+
+
 @pytest.fixture
 def found(monkeypatch):
     """Put this file on the import path of the processes that run steps."""
