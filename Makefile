@@ -38,6 +38,9 @@ WITH_EXTRAS := tests/train/test_optimizers.py tests/train/test_nf4.py tests/rl/e
 # Make exports variables of its command line, and WORLD_SIZE marks a process that torchrun has started.
 unexport WORLD_SIZE
 
+# Tests start hundreds of processes; without cached bytecode, each of them would compile the package.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install run real countdown papers test test-all test-extras test-fast test-long gpu lint docs bench slides clean FORCE
 
 help: ## list the targets
