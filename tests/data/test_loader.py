@@ -198,8 +198,11 @@ def test_what_is_no_dataset_is_refused(tmp_path):
 def test_a_dataset_of_another_vocabulary_is_refused_with_both_tokenizers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mine, other = letter_tokenizer(), letter_tokenizer()
-    mine.name_or_path, other.name_or_path = "models/mine", "models/other"
     other.add_tokens(["more"])
+    for name, tokenizer in (("models/mine", mine), ("models/other", other)):
+        # transformers looks for a name without a folder on the hub, for 47 s without a network.
+        tokenizer.save_pretrained(name)
+        tokenizer.name_or_path = name
     Dataset.from_dict({"text": ["ab"]}).save_to_disk("raw")
     make(tokenizer=mine)
     assert len(load_dataset("rows", mine)) == len(load_dataset("rows")) == 1
