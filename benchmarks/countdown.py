@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from parts import prepare
 from report import RESULTS, ROOT, circumstances, mean_and_range, write_result
 
 ALGORITHMS = ("ppo", "grpo", "rloo", "online_dpo")
@@ -32,10 +33,7 @@ def main() -> None:
         "--keep", action="store_true", help="keep the rows of the last result that are not measured now"
     )
     arguments = parser.parse_args()
-    if not (ROOT / "data/countdown/train.jsonl").exists():
-        _run("examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")
-    if not (ROOT / "runs/countdown_warmup/final-model").exists():
-        _run_config("examples/llama_example_mp.py", "countdown_warmup", arguments.world_size)
+    prepare("countdown_warmup")
     rows, curves = _kept(set(ALGORITHMS) - set(arguments.algorithms)) if arguments.keep else ([], {})
     for algorithm in arguments.algorithms:
         runs, times_s = [], []

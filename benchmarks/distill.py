@@ -15,6 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
+import parts
 from parts import Job, Study, gains, measure
 from report import ROOT, mean_and_range, write_result
 
@@ -85,11 +86,7 @@ def main() -> None:
 
 def prepare() -> None:
     """Make the data, the models and the teacher's completions that all runs need, unless they exist."""
-    if not (ROOT / "data/countdown/student").exists():
-        _run("examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")
-    for name in ("countdown_warmup", "countdown_student"):
-        if not (ROOT / f"runs/{name}/final-model").exists():
-            _run("examples/llama_example_mp.py", "--yaml_path", f"configs/{name}.yaml", "--world_size", "2")
+    parts.prepare("countdown_warmup", "countdown_student")
     if not (SAMPLES / "final-model").exists():
         sampling = {
             "model": TEACHER,

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import parts
 import staleness
 from near_reward import near
 from parts import Job, Study, is_run, measure
@@ -38,10 +39,7 @@ REWARD_MODEL, GOLD = FOLDER / "reward_model/final-model", f"{ROOT}/benchmarks/ne
 def prepare() -> None:
     """Make the data, the start model and the reward model, unless they exist."""
     data, config = ROOT / "data/countdown/train.jsonl", "configs/countdown_reward.yaml"
-    if not data.exists():
-        _run("examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")
-    if not START.exists():
-        _run("-m", "vectorlm", "run", "configs/countdown_warmup.yaml", "--world_size", "2")
+    parts.prepare("countdown_warmup")
     if REWARD_MODEL.exists():
         return
     FOLDER.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import statistics
 from typing import Any
 
 from found import add_found, read_found
+from parts import prepare
 from report import ROOT, circumstances, mean_and_range, write_result
 
 from vectorlm import HFEngine
@@ -48,6 +49,7 @@ ARMS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
 
 def main() -> None:
     """Train, print and save."""
+    prepare()
     names = [arm for arm in ARMS if is_installed(OPTIMIZERS[arm.split(",")[0]].package)]
     found = read_found(FOLDER)
     for name in names:

@@ -46,6 +46,22 @@ class Study:
         return load_config(ROOT / "configs" / self.config, overrides)
 
 
+def prepare(*names: str) -> None:
+    """Make the data of Countdown, and train the models of these files in configs/, unless they exist."""
+    commands = []
+    if not (ROOT / "data/countdown/student").exists():
+        commands.append(["make_countdown.py", "--output_dir", "data/countdown", "--seed", "0"])
+    for name in names:
+        if not (ROOT / f"runs/{name}/final-model").exists():
+            commands.append(
+                ["llama_example_mp.py", "--yaml_path", f"configs/{name}.yaml", "--world_size", "2"]
+            )
+    for program, *arguments in commands:
+        command = [sys.executable, f"examples/{program}", *arguments]
+        print("$ " + " ".join(command), flush=True)
+        subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+
+
 def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> list[dict[str, Any]]:
     """Return the results of all runs, in order; results that an earlier call stored at this commit are reused.
 
@@ -59,6 +75,7 @@ def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> 
     if part is not None:
         _run_part(study, jobs[part :: study.num_parts], study.folder / str(part))
         sys.exit()
+    prepare("countdown_warmup")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, *sys.argv, *more]
     parts = [

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+from parts import prepare
 from report import ROOT, write_result
 from transformers import AutoModelForCausalLM
 
@@ -54,6 +55,7 @@ def compare(completions: list[Any], model: Any, cuts: dict[str, Any]) -> dict[st
 
 def main() -> None:
     """Measure, print and save."""
+    prepare("countdown_warmup")
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     lines = QUESTIONS.read_text().splitlines()[:NUM_QUESTIONS]
