@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from parts import prepare
+from parts import prepare, run_program
 from report import RESULTS, ROOT, circumstances, mean_and_range, write_result
 
 ALGORITHMS = ("ppo", "grpo", "rloo", "online_dpo")
@@ -73,12 +71,7 @@ def _kept(algorithms: set[str]) -> tuple[list[dict[str, Any]], dict[str, list[Cu
 
 def _run_config(script: str, name: str, world_size: int, *settings: str) -> None:
     overrides = [word for setting in settings for word in ("--set", setting)]
-    _run(script, "--yaml_path", f"configs/{name}.yaml", "--world_size", str(world_size), *overrides)
-
-
-def _run(*command: str) -> None:
-    print("$ python " + " ".join(command), flush=True)
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
+    run_program(script, "--yaml_path", f"configs/{name}.yaml", "--world_size", str(world_size), *overrides)
 
 
 def _accuracy(path: Path) -> Curve:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from typing import Any
 
 import parts
-from parts import Job, Study, gains, measure
+from parts import Job, Study, gains, measure, run_program
 from report import ROOT, mean_and_range, write_result
 
 from vectorlm.algorithms.spec import AlgorithmSpec
@@ -105,12 +103,7 @@ def prepare() -> None:
             word for name, value in sampling.items() for word in ("--set", f"{name}={json.dumps(value)}")
         ]
         config = ("--yaml_path", "configs/countdown_distill.yaml", "--world_size", "2")
-        _run("examples/rl_example_mp.py", *config, *overrides)
-
-
-def _run(*command: str) -> None:
-    print("$ python " + " ".join(command), flush=True)
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
+        run_program("examples/rl_example_mp.py", *config, *overrides)
 
 
 def _row(arm: str, found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -15,15 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import parts
 import staleness
 from near_reward import near
-from parts import Job, Study, is_run, measure
+from parts import Job, Study, is_run, measure, run_program
 from report import RESULTS, ROOT, mean_and_range, write_result
 
 ALGORITHMS = {"online_dpo": "tab:red", "rloo": "tab:green", "ppo": "tab:blue"}
@@ -46,11 +44,13 @@ def prepare() -> None:
     pairs = FOLDER / "pairs.jsonl"
     asked = ["--prompts", str(data), "--limit", str(NUM_QUESTIONS), "--n", str(NUM_ANSWERS), "--seed", "0"]
     scored = ["--reward", GOLD, "--pairs", str(pairs)]
-    _run("-m", "vectorlm", "evaluate", "configs/countdown_grpo.yaml", "--model", str(START), *asked, *scored)
+    run_program(
+        "-m", "vectorlm", "evaluate", "configs/countdown_grpo.yaml", "--model", str(START), *asked, *scored
+    )
     for name, split in (("train", "train[5%:]"), ("held_out", "train[:5%]")):
         made: dict[str, Any] = {"load_path": pairs, "save_path": FOLDER / name, "split": split}
         made = {f"dataset_preprocess.{key}": value for key, value in made.items()}
-        _run("-m", "vectorlm", "preprocess", config, *_words(made))
+        run_program("-m", "vectorlm", "preprocess", config, *_words(made))
     settings: dict[str, Any] = {
         "model": START,
         "dataset.train_ds": FOLDER / "train",
@@ -59,16 +59,11 @@ def prepare() -> None:
         "train_parameters.epochs": EPOCHS,
         "train_parameters.checkpointing_enabled": False,
     }
-    _run("-m", "vectorlm", "run", config, "--world_size", "1", *_words(settings))
+    run_program("-m", "vectorlm", "run", config, "--world_size", "1", *_words(settings))
 
 
 def _words(settings: dict[str, Any]) -> list[str]:
     return [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-
-
-def _run(*command: str) -> None:
-    print("$ python " + " ".join(command), flush=True)
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
 
 
 def settings(job: Job) -> dict[str, Any]:

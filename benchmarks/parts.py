@@ -46,20 +46,21 @@ class Study:
         return load_config(ROOT / "configs" / self.config, overrides)
 
 
+def run_program(*command: str) -> None:
+    """Print this command line of Python and run it in the repository; its output goes to standard error."""
+    print("$ python " + " ".join(command), flush=True)
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
+
+
 def prepare(*names: str) -> None:
     """Make the data of Countdown, and train the models of these files in configs/, unless they exist."""
-    commands = []
     if not (ROOT / "data/countdown/student").exists():
-        commands.append(["make_countdown.py", "--output_dir", "data/countdown", "--seed", "0"])
+        run_program("examples/make_countdown.py", "--output_dir", "data/countdown", "--seed", "0")
     for name in names:
         if not (ROOT / f"runs/{name}/final-model").exists():
-            commands.append(
-                ["llama_example_mp.py", "--yaml_path", f"configs/{name}.yaml", "--world_size", "2"]
+            run_program(
+                "examples/llama_example_mp.py", "--yaml_path", f"configs/{name}.yaml", "--world_size", "2"
             )
-    for program, *arguments in commands:
-        command = [sys.executable, f"examples/{program}", *arguments]
-        print("$ " + " ".join(command), flush=True)
-        subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
 
 
 def measure(study: Study, jobs: Sequence[Job], part: int | None, *more: str) -> list[dict[str, Any]]:
