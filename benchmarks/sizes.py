@@ -78,7 +78,7 @@ TEXT = """\
 # Model sizes and GPUs
 
 Look up which models fit on which GPUs. The tables show what `vectorlm check` predicts from the models'
-shapes. **Nobody has measured these predictions on a GPU.** To check your own config and model folder:
+shapes. **Nobody has checked these predictions on a GPU.** To check your own config and model folder:
 
 ```bash
 {command}
