@@ -1,7 +1,8 @@
 """Inject faults into runs, and record the outcome and leftovers of every fault. Run: python benchmarks/faults.py
 
 Every run gets several faults at random moments, and is started again after each fault that ends it. At the end its
-weights are compared, bit for bit, with the weights of an undisturbed run (not in asynchronous RL). The program needs
+weights are compared, bit for bit, with the weights of an undisturbed run (not in asynchronous RL). All faults take
+hours; an interrupted program, or one that `--minutes` ended, continues with the runs that are left. The program needs
 Linux: in its own mount namespace, /dev/shm and the runs' folder are small file systems that faults can fill.
 """
 
@@ -49,6 +50,7 @@ from fault_kinds import (
     may_go_on,
     must_go_on,
 )
+from found import add_found, read_found
 from report import ROOT, write_result
 from stranger import visit
 
@@ -663,15 +665,23 @@ def run_part(arguments: argparse.Namespace) -> None:
         trials += [(mode, faults[first::num_trials]) for first in range(num_trials)]
         trials += [(mode, late)] * bool(late)
     chance.shuffle(trials)
+    found_in = ROOT / "runs" / "faults" / f"seed {arguments.seed}, part {arguments.part}"
+    found = {run["run"]: run["faults"] for run in read_found(found_in)}
+    num_new = 0
     with ExitStack() as stack:
         campaign = Campaign(folder, stack)
-        for index, (mode, faults) in enumerate(trials):
-            # The first trial always runs: on a busy machine the time may already be over.
-            is_late = arguments.minutes is not None and time.monotonic() - begin > 60 * arguments.minutes
-            if index and is_late:
-                break
-            for record in campaign.trial(mode, faults, chance):
-                print(json.dumps(asdict(record)), flush=True)
+        for mode, faults in trials:
+            name = f"{mode}: {', '.join(map(str, faults))}"
+            if name not in found:
+                # One trial always runs: on a busy machine the time may already be over.
+                is_late = arguments.minutes is not None and time.monotonic() - begin > 60 * arguments.minutes
+                if num_new and is_late:
+                    break
+                records = campaign.trial(mode, faults, random.Random(f"{arguments.seed} {name}"))
+                num_new, found[name] = num_new + 1, [asdict(record) for record in records]
+                add_found(found_in, {"run": name, "faults": found[name]})
+            for record in found[name]:
+                print(json.dumps(record), flush=True)
 
 
 def records_of(part: int) -> tuple[list[Record], int]:
