@@ -46,6 +46,8 @@ class Result:
     tables: tuple[Table, ...] = ()
 
 
+# No benchmark runs the files that `vectorlm new` copies.
+_PACKAGE = ("vectorlm", ":!vectorlm/cli/project")
 _SAMPLING = ("vectorlm/sampling",)
 _LEARNING = ("vectorlm/rl", "vectorlm/algorithms", "vectorlm/train")
 RESULTS = {
@@ -65,7 +67,11 @@ RESULTS = {
                     "trainer idle, %",
                 ),
                 leave_out="split|2 ranks",
-                words={"long tail": "most short, some long", "equal, every group": "equal, every group kept"},
+                words={
+                    "taking turns on all, 1 rank": "synchronous, 1 rank",
+                    "long tail": "most short, some long",
+                    "equal, every group": "equal, every group kept",
+                },
             ),
         ),
     ),
@@ -130,15 +136,10 @@ RESULTS = {
         code=("vectorlm/rl", "vectorlm/ranks/workers", "benchmarks/environments.py"),
     ),
     "faults": Result(
-        code=("vectorlm", "benchmarks/faults.py", "benchmarks/fault_kinds.py"),
-        tables=(
-            Table(
-                "Runs that were broken on purpose, by kind of fault",
-            ),
-        ),
+        code=(*_PACKAGE, "benchmarks/faults.py", "benchmarks/fault_kinds.py"),
     ),
     "gpu": Result(
-        code=("vectorlm", "benchmarks/gpu"),
+        code=(*_PACKAGE, "benchmarks/gpu"),
     ),
     "hot_swap": Result(
         code=(*_SAMPLING, "benchmarks/hot_swap.py"),
@@ -152,20 +153,9 @@ RESULTS = {
     ),
     "learned_reward": Result(
         code=(*_LEARNING, "benchmarks/learned_reward.py", "benchmarks/near_reward.py"),
-        tables=(
-            Table(
-                "What the gold rule and the reward model say of held-out answers, and the KL divergence from the start "
-                "in nats of a completion, after 32 optimizer steps: mean (range) of the seeds",
-            ),
-        ),
     ),
     "mutants": Result(
         code=("vectorlm", "tests", "benchmarks/mutants.py"),
-        tables=(
-            Table(
-                "Changes to the code, one at a time, and whether the tests notice",
-            ),
-        ),
     ),
     "optimizers": Result(
         code=("vectorlm/train", "benchmarks/optimizers.py"),
@@ -182,6 +172,10 @@ RESULTS = {
             Table(
                 "Measured; seeds as mean (range)",
                 ("run", "seeds", "measured", "commit"),
+                words={
+                    "taking turns on all, 1 rank": "synchronous, 1 rank",
+                    "one step off": "asynchronous, one step off",
+                },
             ),
         ),
     ),
@@ -224,7 +218,7 @@ RESULTS = {
         ),
     ),
     "same_run": Result(
-        code=("vectorlm", "benchmarks/same_run.py"),
+        code=(*_PACKAGE, "benchmarks/same_run.py"),
     ),
     "sampling": Result(
         code=(*_SAMPLING, "benchmarks/sampling.py"),
@@ -256,12 +250,7 @@ RESULTS = {
         ),
     ),
     "soak": Result(
-        code=("vectorlm", "benchmarks/soak.py"),
-        tables=(
-            Table(
-                "Two long runs on two ranks, after a tenth of each and at its end",
-            ),
-        ),
+        code=(*_PACKAGE, "benchmarks/soak.py"),
     ),
     "staleness": Result(
         code=(*_LEARNING, "benchmarks/staleness.py"),
