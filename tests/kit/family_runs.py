@@ -146,7 +146,7 @@ Qwen3.5 works in bfloat16. To load it, vLLM needs torchvision, which `make insta
 {refused}
 | experts of Nemotron-H | vLLM computes them on GPUs only |
 | latent attention on CPUs with AMX | vLLM drops `kv_b_proj`; `VLLM_MLA_DISABLE=1` keeps it |
-| models whose vLLM loader computes with several weights at once | `update` raises `WeightMismatch`; the engine keeps its weights |
+| models whose vLLM loader combines several weights | `update` raises `WeightMismatch`; the engine keeps its weights |
 """
 
 

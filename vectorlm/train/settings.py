@@ -225,7 +225,8 @@ class OptimizerSettings:
 
     name: Text = "adamw"
     """`adamw`, `adamw8bit`, `adamw4bit`, `muon`, `adafactor`, `sgd`, or `file.py:NAME` of a function that takes the
-    parameters, and these settings by argument name, and returns a torch optimizer. Paged optimizers of bitsandbytes do not support sharded weights."""
+    parameters, and these settings by argument name, and returns a torch optimizer. Paged optimizers of bitsandbytes do
+    not support sharded weights."""
     lr: LearningRate
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
