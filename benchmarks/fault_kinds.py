@@ -157,7 +157,7 @@ def cause(fault: Fault, mode: Mode) -> str:
         case ("full disk", _):
             return "No space left on device.*/disk/run|/disk/run.*No space left on device"
         case ("read-only", _):
-            return "Read-only file system.*/checkpoints|/checkpoints.*Read-only file system"
+            return "Read-only file system: '.*/checkpoints|/checkpoints/.* cannot be written .*Read-only file system"
         case (_, "checkpoint"):
             return "the checkpoint .* cannot be read .*has changed"
         case ("full", "/dev/shm"):

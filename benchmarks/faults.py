@@ -566,12 +566,9 @@ def checkpoints(output: Path) -> list[Path]:
 
 def without_places(text: str) -> str:
     """Remove the folders of this machine from a text."""
-    for folder in (
-        ROOT,
-        sysconfig.get_path("scripts"),
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("purelib"),
-    ):
+    folders = [ROOT, *(Path(sysconfig.get_path(name)) for name in ("scripts", "stdlib", "purelib"))]
+    # Python and torch print where a linked environment really is.
+    for folder in [*folders, *(folder.resolve() for folder in folders)]:
         text = text.replace(f"{folder}/", "")
     return text
 
@@ -665,23 +662,32 @@ def run_part(arguments: argparse.Namespace) -> None:
         trials += [(mode, faults[first::num_trials]) for first in range(num_trials)]
         trials += [(mode, late)] * bool(late)
     chance.shuffle(trials)
-    found_in = ROOT / "runs" / "faults" / f"seed {arguments.seed}, part {arguments.part}"
-    found = {run["run"]: run["faults"] for run in read_found(found_in)}
-    num_new = 0
+    found_in = (
+        ROOT / "runs" / "faults" / f"seed {arguments.seed}, patience {PATIENCE:g}, part {arguments.part}"
+    )
+    left = {f"{mode}: {', '.join(map(str, faults))}": (mode, faults) for mode, faults in trials}
+    for run in read_found(found_in):
+        if left.pop(run["run"], None):
+            show(run["faults"])
+    if not left:
+        return
     with ExitStack() as stack:
         campaign = Campaign(folder, stack)
-        for mode, faults in trials:
-            name = f"{mode}: {', '.join(map(str, faults))}"
-            if name not in found:
-                # One trial always runs: on a busy machine the time may already be over.
-                is_late = arguments.minutes is not None and time.monotonic() - begin > 60 * arguments.minutes
-                if num_new and is_late:
-                    break
-                records = campaign.trial(mode, faults, random.Random(f"{arguments.seed} {name}"))
-                num_new, found[name] = num_new + 1, [asdict(record) for record in records]
-                add_found(found_in, {"run": name, "faults": found[name]})
-            for record in found[name]:
-                print(json.dumps(record), flush=True)
+        for index, (name, (mode, faults)) in enumerate(left.items()):
+            # The first trial always runs: on a busy machine the time may already be over.
+            is_late = arguments.minutes is not None and time.monotonic() - begin > 60 * arguments.minutes
+            if index and is_late:
+                break
+            trial = campaign.trial(mode, faults, random.Random(f"{arguments.seed} {name}"))
+            records = [asdict(record) for record in trial]
+            add_found(found_in, {"run": name, "faults": records})
+            show(records)
+
+
+def show(records: Sequence[dict[str, Any]]) -> None:
+    """Print a JSON line for each record."""
+    for record in records:
+        print(json.dumps(record), flush=True)
 
 
 def records_of(part: int) -> tuple[list[Record], int]:

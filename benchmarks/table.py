@@ -50,6 +50,7 @@ class Result:
 _PACKAGE = ("vectorlm", ":!vectorlm/cli/project")
 _SAMPLING = ("vectorlm/sampling",)
 _LEARNING = ("vectorlm/rl", "vectorlm/algorithms", "vectorlm/train")
+_SYNCHRONOUS = {"taking turns on all, 1 rank": "synchronous, 1 rank"}
 RESULTS = {
     "async": Result(
         code=(*_LEARNING, *_SAMPLING, "benchmarks/async.py"),
@@ -68,7 +69,7 @@ RESULTS = {
                 ),
                 leave_out="split|2 ranks",
                 words={
-                    "taking turns on all, 1 rank": "synchronous, 1 rank",
+                    **_SYNCHRONOUS,
                     "long tail": "most short, some long",
                     "equal, every group": "equal, every group kept",
                 },
@@ -172,10 +173,7 @@ RESULTS = {
             Table(
                 "Measured; seeds as mean (range)",
                 ("run", "seeds", "measured", "commit"),
-                words={
-                    "taking turns on all, 1 rank": "synchronous, 1 rank",
-                    "one step off": "asynchronous, one step off",
-                },
+                words={**_SYNCHRONOUS, "one step off": "asynchronous, one step off"},
             ),
         ),
     ),
